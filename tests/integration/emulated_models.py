@@ -20,19 +20,16 @@ def profile_of(
     """Gradients in definition order (the reverse of a real pass), evenly over the backward pass."""
     assumed = assumed_workload(module)
     count = len(assumed.variables)
-    timed = tuple(
-        replace(v, ready_s=backward_s * (i + 1) / (count + 1))
-        for i, v in enumerate(reversed(assumed.variables))
-    )
+    ordered = enumerate(reversed(assumed.variables), start=1)
+    timed = tuple(replace(v, ready_s=backward_s * i / (count + 1)) for i, v in ordered)
     return replace(
         assumed, variables=timed, forward_s=forward_s, backward_s=backward_s, update_s=update_s
     )
 
 
 def emulated(synchronizer: GradientSynchronizer, **times: float) -> EmulatedAccelerator:
-    accelerator = EmulatedAccelerator(
-        synchronizer, timetable_of(profile_of(synchronizer.module, **times))
-    )
+    timetable = timetable_of(profile_of(synchronizer.module, **times))
+    accelerator = EmulatedAccelerator(synchronizer, timetable)
     synchronizer.emulate(accelerator)
     return accelerator
 

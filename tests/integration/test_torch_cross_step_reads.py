@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 from torch_plans import mixed, uniform
-from torch_world import run_world, seeded
+from torch_world import on_ranks, seeded
 
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Synchronizer
@@ -57,31 +56,22 @@ class Ballasted(nn.Module):
 def crossing(plan: Plan) -> Plan:
     """A plan in the worst order: the ballast first, and the first variable read last."""
     light_last = sorted(
-        plan.messages[::-1],
-        key=lambda message: all(part.variable != "ballast" for part in message.slices),
+        plan.messages[::-1], key=lambda m: all(part.variable != "ballast" for part in m.slices)
     )
     return replace(plan, cross_step=True, messages=tuple(light_last))
 
 
-def pair(make: Callable[[], nn.Module], **options: Any) -> Models:
-    """torch's DDP and ours across the step."""
+def both(make: Callable[[], nn.Module], **options: Any) -> Models:
+    """The same model under torch's DDP and under ours; not a copy, which some cannot be."""
     models: list[Any] = []
     for wrap in (DistributedDataParallel, PlannedDataParallel):
         torch.manual_seed(0)
-        models.append(wrap(Ballasted(make()), **options))
-    models[1].synchronizer.load(crossing(mixed(models[1].module, dist.get_world_size())))
+        models.append(wrap(make(), **options))
     return models
 
 
-def train(
-    model: Any,
-    optimizer: Any,
-    rank: int,
-    steps: int,
-    loss: Callable[[Any, int], Tensor] | None = None,
-    first: int = 0,
-) -> None:
-    for step in range(first, first + steps):
+def train(model: Any, optimizer: Any, rank: int, steps: int, loss: Any = None) -> None:
+    for step in range(steps):
         optimizer.zero_grad()
         (model(data(rank, step)).square().mean() if loss is None else loss(model, step)).backward()
         optimizer.step()
@@ -119,7 +109,7 @@ def changed_betas(models: Models, rank: int) -> list[Any]:
         betas = torch.tensor(0.9), torch.tensor(0.99)
         optimizer = torch.optim.Adam(model.parameters(), 0.1, betas=betas, foreach=False)
         for step in range(6):
-            train(model, optimizer, rank, 1, first=step)
+            train(model, optimizer, rank, 1, lambda m, _: m(data(rank, step)).square().mean())  # noqa: B023
             betas[0].mul_(0.5)
     return []
 
@@ -167,11 +157,8 @@ class Failing(nn.Module):
         super().__init__()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
-            self.a, self.b, self.c = (
-                nn.Linear(6, 8),
-                torch.jit.script(nn.Linear(8, 8)),
-                nn.Linear(8, 3),
-            )
+            self.b = torch.jit.script(nn.Linear(8, 8))
+        self.a, self.c = nn.Linear(6, 8), nn.Linear(8, 3)
         self.fails = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -224,18 +211,16 @@ SCENARIOS: dict[str, tuple[Callable[[], nn.Module], Scenario]] = {
 }
 
 
-def check_scenario(rank: int, name: str) -> None:
+@on_ranks(2, each=SCENARIOS)
+def test_a_script_sees_the_bits_of_ddp(rank: int, name: str) -> None:
     make, scenario = SCENARIOS[name]
-    models = pair(make, find_unused_parameters=make is Functional)
-    seen = scenario(models, rank)
-    if seen:
-        torch.testing.assert_close(seen[1], seen[0], rtol=0, atol=0)
+    models = both(lambda: Ballasted(make()), find_unused_parameters=make is Functional)
+    models[1].synchronizer.load(crossing(mixed(models[1].module, 2)))
+    reads = scenario(models, rank)
+    if reads:
+        torch.testing.assert_close(reads[1], reads[0], rtol=0, atol=0)
     torch.testing.assert_close(models[1].state_dict(), models[0].state_dict(), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_a_script_sees_the_bits_of_ddp(name: str) -> None:
-    run_world(check_scenario, 2, name)
+    models[1].synchronizer.close()
 
 
 class Heads(nn.Module):
@@ -247,17 +232,14 @@ class Heads(nn.Module):
         return self.heads[head](torch.relu(self.body(x)))
 
 
-def check_penalty(rank: int, cross_step: bool) -> None:
-    """A gradient penalty with unused variables: torch.autograd.grad goes through the output before
-    backward() does."""
-    models: Models = []
-    for wrap in (DistributedDataParallel, PlannedDataParallel):
-        torch.manual_seed(0)
-        models.append(wrap(Heads(), find_unused_parameters=True))
+@on_ranks(2, each=[False, True])
+def test_gradients_of_the_output_may_be_taken_before_the_backward_pass(
+    rank: int, cross_step: bool
+) -> None:
+    """A gradient penalty with unused variables."""
+    models = both(Heads, find_unused_parameters=True)
     plan = uniform(models[1].module, 2, Synchronizer.REDUCE_SCATTER_ALL_GATHER, groups=6)
-    heads_first = sorted(
-        plan.messages, key=lambda message: "heads" not in message.slices[0].variable
-    )
+    heads_first = sorted(plan.messages, key=lambda m: "heads" not in m.slices[0].variable)
     models[1].synchronizer.load(replace(plan, messages=tuple(heads_first), cross_step=cross_step))
     for model in models:
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -269,14 +251,11 @@ def check_penalty(rank: int, cross_step: bool) -> None:
             (out.square().mean() + slope.square().mean()).backward()
             optimizer.step()
     torch.testing.assert_close(models[1].state_dict(), models[0].state_dict(), rtol=0, atol=0)
+    models[1].synchronizer.close()
 
 
-@pytest.mark.parametrize("cross_step", [False, True])
-def test_gradients_of_the_output_may_be_taken_before_the_backward_pass(cross_step: bool) -> None:
-    run_world(check_penalty, 2, cross_step)
-
-
-def check_copies(rank: int) -> None:
+@on_ranks(2)
+def test_a_synchronized_module_can_be_copied_and_saved(rank: int) -> None:
     torch.manual_seed(0)
     module = Mlp()
     attach(module, crossing(mixed(module, 2)))
@@ -287,7 +266,3 @@ def check_copies(rank: int) -> None:
     for copied in (copy.deepcopy(module), torch.load(saved, weights_only=False)):
         torch.testing.assert_close(copied.state_dict(), module.state_dict(), rtol=0, atol=0)
         copied(data(rank, 0)).sum().backward()  # local: a copy is synchronized by nobody
-
-
-def test_a_synchronized_module_can_be_copied_and_saved() -> None:
-    run_world(check_copies, 2)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from itertools import pairwise
 
-import pytest
 import torch
 from emulated_models import Forbidden, emulated
 from torch import Tensor, nn
 from torch_plans import uniform
-from torch_world import run_world
+from torch_world import on_ranks
 
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 
@@ -42,9 +42,10 @@ class StepTimes:
 TIMES = {"forward_s": 0.05, "backward_s": 0.07, "update_s": 0.03}
 
 
-def check_times(
+@on_ranks(2, each=[False, True])
+def test_a_step_takes_at_least_its_profiled_time_and_gradients_follow_its_order(
     rank: int, planned: bool
-) -> tuple[list[float], list[bool], list[str], list[float], float, float]:
+) -> None:
     model = PlannedDataParallel(SlowStack())
     steps = StepTimes()
     model.synchronizer.listeners.append(steps)
@@ -71,55 +72,37 @@ def check_times(
         end_s = time.perf_counter()
         optimizer.step()
     model(torch.ones(4, 8))
-    durations = [b - a for a, b in zip(steps.at_s, steps.at_s[1:], strict=False)]
-    return (
-        durations,
-        steps.clean,
-        list(order),
-        [at - start_s for at in ready_s],
-        end_s - start_s,
-        accelerator.overrun,
-    )
+    durations = [b - a for a, b in pairwise(steps.at_s)]
+    assert steps.clean == [False, True, True, True, True], "only the recorded step is unclean"
+    assert all(duration >= 0.149 for duration in durations[1:])
+    definition = [name for name, _ in SlowStack().named_parameters()]
+    assert order == definition, "the profile's order, which is the reverse of the real one"
+    for number, at in enumerate(ready_s, start=1):
+        assert at - start_s >= 0.07 * number / 7, "none is ready before its time"
+    assert end_s - start_s >= 0.07
+    assert 0 <= accelerator.overrun < 10
 
 
-@pytest.mark.parametrize("planned", [False, True])
-def test_a_step_takes_at_least_the_profiled_time_and_gradients_follow_its_order(
-    planned: bool,
-) -> None:
-    for durations, clean, order, ready_s, backward_s, overrun in run_world(check_times, 2, planned):
-        assert clean == [False, True, True, True, True], "only the recorded step is unclean"
-        assert all(duration >= 0.149 for duration in durations[1:])
-        definition = [name for name, _ in SlowStack().named_parameters()]
-        assert order == definition, "the profile's order, which is the reverse of the real one"
-        assert all(at >= 0.07 * (i + 1) / 7 for i, at in enumerate(ready_s)), "none before its time"
-        assert backward_s >= 0.07
-        assert 0 <= overrun < 10
-
-
-def check_overrun(rank: int) -> tuple[float, float]:
+@on_ranks(2)
+def test_work_that_takes_longer_than_the_profile_is_reported_as_overrun(rank: int) -> None:
     model = PlannedDataParallel(SlowStack())
     accelerator = emulated(model.synchronizer, forward_s=0.02, backward_s=0.02, update_s=0.01)
-    seen = []
+    overruns = []
     for step in range(6):
         loss = model(torch.ones(4, 8)).sum()
-        seen.append(accelerator.overrun)
+        overruns.append(accelerator.overrun)
         loss.backward()
-        if step > 2:
+        if step > 2:  # an optimizer that takes 6 times its time in the profile
             end_s = time.process_time() + 0.06
-            while (
-                time.process_time() < end_s
-            ):  # an optimizer that takes 6 times what the profile gives it
+            while time.process_time() < end_s:
                 pass
-    return seen[3], seen[5]
+    assert overruns[5] >= 0.99, "50 ms too long in a step of 50 ms"
+    assert overruns[3] >= 0
 
 
-def test_work_that_takes_longer_than_the_profile_is_reported_as_overrun() -> None:
-    for quiet, busy in run_world(check_overrun, 2):
-        assert busy >= 0.99, "50 ms too long in a step of 50 ms"
-        assert quiet >= 0
-
-
-def check_accumulated_time(rank: int) -> float:
+@on_ranks(2)
+def test_the_passes_of_an_accumulated_step_share_its_forward_time(rank: int) -> None:
+    """Four passes of 0.25 s each would take a second."""
     model = PlannedDataParallel(SlowStack())
     steps = StepTimes()
     model.synchronizer.listeners.append(steps)
@@ -130,15 +113,11 @@ def check_accumulated_time(rank: int) -> float:
                 model(torch.ones(4, 8)).sum().backward()
         model(torch.ones(4, 8)).sum().backward()
     model(torch.ones(4, 8))
-    return min(b - a for a, b in zip(steps.at_s[1:], steps.at_s[2:], strict=False))
+    assert 0.249 <= min(b - a for a, b in pairwise(steps.at_s[1:])) < 0.95
 
 
-def test_the_passes_of_an_accumulated_step_share_its_forward_time() -> None:
-    # Four passes of 0.25 s each would take a second.
-    assert all(0.249 <= fastest < 0.95 for fastest in run_world(check_accumulated_time, 2))
-
-
-def check_batches(rank: int) -> tuple[list[bool], int]:
+@on_ranks(2)
+def test_a_new_batch_shape_is_recorded_once_and_validation_is_computed(rank: int) -> None:
     model = PlannedDataParallel(Forbidden(SlowStack()))
     steps = StepTimes()
     model.synchronizer.listeners.append(steps)
@@ -154,10 +133,5 @@ def check_batches(rank: int) -> tuple[list[bool], int]:
                 model(torch.ones(8, 8))
     model(torch.ones(8, 8)).sum().backward()
     model(torch.ones(8, 8))
-    return steps.clean, model.module.computed
-
-
-def test_a_new_batch_shape_is_recorded_once_and_validation_is_computed() -> None:
-    for clean, computed in run_world(check_batches, 2):
-        assert clean == [False, True, False, True, True, True, False]
-        assert computed == 3
+    assert steps.clean == [False, True, False, True, True, True, False]
+    assert model.module.computed == 3

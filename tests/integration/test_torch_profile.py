@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from itertools import product
 
 import torch
 from torch import Tensor, nn
 from torch_plans import Slow, Tied, loss_of, uniform
-from torch_world import run_world
+from torch_world import on_ranks, run_world
 
 from autotune.workload import Workload
 from runtime_rewriter.emulation import timetable_of
@@ -71,25 +72,14 @@ def test_all_ranks_get_the_same_profile_with_times_edges_and_sparse_flags() -> N
     # Sleeps bound the times from below; above, only the scheduler does.
     assert 0.04 <= ready["b.weight"] < ready["a.weight"] and ready["a.weight"] >= 0.1
     needed = {variable.name: variable.needed_s for variable in workload.variables}
-    assert 0 <= needed["rows.weight"] <= needed["a.weight"] <= needed["a.bias"], (
-        "an addmm reads both"
-    )
+    assert 0 <= needed["rows.weight"] <= needed["a.weight"] <= needed["a.bias"], "addmm reads both"
     assert needed["a.weight"] + 0.03 <= needed["b.weight"] <= workload.forward_s
     assert workload.forward_s >= 0.05 and workload.backward_s >= 0.1 and workload.update_s >= 0.01
     assert [variable.name for variable in workload.variables if variable.sparse] == ["rows.weight"]
     edges = {frozenset((names[i], names[j])) for i, j in workload.edges}
-    assert edges == {
-        frozenset(pair)
-        for pair in (
-            ("b.bias", "b.weight"),
-            ("a.bias", "a.weight"),
-            ("b.weight", "a.weight"),
-            ("b.weight", "a.bias"),
-            ("b.bias", "a.weight"),
-            ("b.bias", "a.bias"),
-            ("a.weight", "rows.weight"),
-            ("a.bias", "rows.weight"),
-        )
+    a, b = ("a.weight", "a.bias"), ("b.weight", "b.bias")
+    assert edges == {frozenset(a), frozenset(b)} | {
+        frozenset(pair) for pair in (*product(a, b), *product(a, ["rows.weight"]))
     }
 
 
@@ -120,40 +110,26 @@ def test_edges_equal_their_definition_on_a_residual_network() -> None:
     two = b(one).tanh() + one
     output = c(two).sigmoid()
     parameters = [a.weight, b.weight, c.weight]
-    operations = {
-        ("a", "relu"),
-        ("relu", "b"),
-        ("b", "tanh"),
-        ("tanh", "add"),
-        ("relu", "add"),
-        ("add", "c"),
-        ("c", "sigmoid"),
-    }
-    expected = slow_edges(operations, {"a", "b", "c"})
-    found = variable_edges([output], by_identity(parameters))
-    assert (
-        {frozenset(("abc"[i], "abc"[j])) for i, j in found}
-        == expected
-        == {frozenset("ab"), frozenset("bc"), frozenset("ac")}
-    )
+    operations = ["a>relu", "relu>b", "b>tanh", "tanh>add", "relu>add", "add>c", "c>sigmoid"]
+    pairs = {(a, b) for a, b in (pair.split(">") for pair in operations)}
+    expected = slow_edges(pairs, {"a", "b", "c"})
+    edges = variable_edges([output], by_identity(parameters))
+    assert expected == {frozenset("ab"), frozenset("bc"), frozenset("ac")}
+    assert {frozenset(("abc"[i], "abc"[j])) for i, j in edges} == expected
 
 
 def test_edges_of_a_tied_model_name_each_variable_once() -> None:
     model = Tied()
     names = list(dict(model.named_parameters()))
-    output = model(torch.arange(8))
-    edges = {
-        frozenset((names[i], names[j]))
-        for i, j in variable_edges([output], by_identity(model.parameters()))
-    }
-    assert (
-        frozenset(("gain", "embedding.weight")) in edges
-        and frozenset(("mix.weight", "embedding.weight")) in edges
-    )
+    indices = variable_edges([model(torch.arange(8))], by_identity(model.parameters()))
+    edges = {frozenset((names[i], names[j])) for i, j in indices}
+    for name in ("gain", "mix.weight"):
+        assert frozenset((name, "embedding.weight")) in edges
     assert all(len(edge) == 2 for edge in edges)
 
 
-def check_accumulating(rank: int) -> Workload:
+@on_ranks(2)
+def test_a_profile_skips_validation_and_holds_accumulation_as_forward_time(rank: int) -> None:
     model = PlannedDataParallel(Tied())
     profiling = Profiling(model, 2)
     for step in range(6):
@@ -166,12 +142,7 @@ def check_accumulating(rank: int) -> Workload:
     assert profiling.workload is not None
     model.synchronizer.load(uniform(model.module, 2))
     loss_of(model, rank, 9).backward()
-    return profiling.workload
-
-
-def test_a_profile_skips_validation_and_holds_accumulation_as_forward_time() -> None:
-    workload, _ = run_world(check_accumulating, 2)
-    assert len(workload.variables) == 8 and workload.forward_s > 0
+    assert len(profiling.workload.variables) == 8 and profiling.workload.forward_s > 0
 
 
 class Counted(nn.Module):
@@ -192,23 +163,18 @@ def check_alone(rank: int) -> tuple[Workload, int]:
     for _ in range(6):
         model.zero_grad()
         model(torch.full((2, 4), float(rank + 1))).sum().backward()
-    assert (
-        alone.workload is not None
-        and model.synchronizer.plan is None
-        and model.synchronizer.accelerator is None
-    )
+    assert alone.workload is not None
+    assert model.synchronizer.plan is None and model.synchronizer.accelerator is None
     return alone.workload, model.module.computed
 
 
 def test_rank_0_profiles_alone_while_the_others_play_a_recorded_step() -> None:
     (workload, computed), (other, computed_elsewhere), (third, _) = run_world(check_alone, 3)
     assert workload == other == third and workload.source == "measured"
-    assert computed == 6 and computed_elsewhere == 3, (
-        "before and after the profile, and the recorded step"
-    )
-    assert workload.buffers == 2 and workload.buffer_bytes == (12, 8), (
-        "one broadcast per dtype, which the forward pass does not contain"
-    )
+    # The others compute before and after the profile, and the recorded step.
+    assert (computed, computed_elsewhere) == (6, 3)
+    # One broadcast per dtype, which the forward pass does not contain.
+    assert workload.buffers == 2 and workload.buffer_bytes == (12, 8)
     timetable = timetable_of(workload)
     assert timetable.forward_s >= 0.03 and timetable.backward_s >= 0.06
     assert {name for name, _ in timetable.ready[:2]} == {"b.weight", "b.bias"}

@@ -32,9 +32,8 @@ from autotune.strategy_space.strategy import (
 from autotune.workload import Variable, Workload
 from runtime_rewriter.pytorch.exchange.payloads import padded_elements, whole_payload
 
-WORKLOAD = Workload(
-    "m", (Variable("v", (1001, 300), ready_s=0.06, needed_s=0.001),), (), 0.05, 0.06
-)
+VARIABLE = Variable("v", (1001, 300), ready_s=0.06, needed_s=0.001)
+WORKLOAD = Workload("m", (VARIABLE,), (), 0.05, 0.06)
 CLUSTER = Cluster.local(4)
 
 
@@ -48,14 +47,17 @@ def four_bit(monkeypatch: pytest.MonkeyPatch, example_plugin: Path) -> Iterator[
     Compressor._value2member_map_.pop("four_bit")
 
 
+def one_shard(*shard: Any) -> Strategy:
+    return Strategy((VariableStrategy("v", (Shard(*shard),)),))
+
+
 def planned(compressor: Compressor, synchronizer: Synchronizer = Synchronizer.ALL_REDUCE) -> Plan:
     placement = 1 if synchronizer is Synchronizer.PARAMETER_SERVER else None
-    shard = Shard(synchronizer, compressor, placement)
-    return plan(Strategy((VariableStrategy("v", (shard,)),)), WORKLOAD, 4)
+    return plan(one_shard(synchronizer, compressor, placement), WORKLOAD, 4)
 
 
 def test_a_strategy_and_a_plan_store_its_name(four_bit: Compressor) -> None:
-    strategy = Strategy((VariableStrategy("v", (Shard(Synchronizer.ALL_REDUCE, four_bit),)),))
+    strategy = one_shard(Synchronizer.ALL_REDUCE, four_bit)
     again = Strategy.from_json(strategy.to_json())
     assert '"compressor":"four_bit"' in strategy.to_json()
     assert again.id == strategy.id
@@ -70,13 +72,10 @@ def test_plan_replay_and_memory_use_its_description(four_bit: Compressor) -> Non
     assert message.wire_bytes == 8 + 150_150
     assert refusal_reason(planned(four_bit)) is None
     for kind in (Synchronizer.ALL_REDUCE, Synchronizer.PARAMETER_SERVER):
-        seconds = [
-            Lowering(WORKLOAD, CLUSTER).step_s(planned(compressor, kind))
-            for compressor in (Compressor.NONE, four_bit)
-        ]
+        plans = [planned(compressor, kind) for compressor in (Compressor.NONE, four_bit)]
+        seconds = [Lowering(WORKLOAD, CLUSTER).step_s(one) for one in plans]
         assert min(seconds) > 0 and seconds[0] != seconds[1]
-        values = torch.zeros(padded_elements(message, 4))
-        payload = whole_payload(message, 1, values)
+        payload = whole_payload(message, 1, torch.zeros(padded_elements(message, 4)))
         buffers = plan_buffers(planned(four_bit, kind), WORKLOAD, Replica(rank=1, ddp=False), 4)
         sent = next(one for one in buffers if one.what == "what is sent")
         assert sent.bytes // 8 * 8 == sent.bytes >= payload.bytes.numel() - 8
@@ -105,7 +104,7 @@ def test_an_unknown_name_lists_the_known_ones_and_the_entry_point_group() -> Non
         "there is no compressor 'six_bit'; known are none, fp16, bf16, int8, top_k, power_sgd.*; "
         "install the distribution that adds it as an entry point in 'autotune.compressors'"
     )
-    data = Strategy((VariableStrategy("v", (Shard(Synchronizer.ALL_REDUCE),)),)).to_data()
+    data = one_shard(Synchronizer.ALL_REDUCE).to_data()
     data["variables"][0]["shards"][0]["compressor"] = "six_bit"
     with pytest.raises(InvalidInput, match=rule):
         Strategy.from_data(data)
