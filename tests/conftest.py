@@ -50,7 +50,7 @@ LONGEST_FIRST = (
     "test_reference_traces",
     "test_ranking_benchmark",
 )
-"""Files that run for half a minute or more: begun last, one of them would keep one process busy long after the other is done."""
+"""Files that run for half a minute or more. They start first, so that no process works alone."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def tracking_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An MLflow store in SQLite without any run: to make one takes MLflow five seconds of computing."""
+    """An MLflow store in SQLite without runs; MLflow takes five seconds to create one."""
     path = tmp_path_factory.mktemp("tracking") / "mlflow.db"
     code = "import sys, mlflow; mlflow.MlflowClient(sys.argv[1]).search_experiments()"
     subprocess.run(

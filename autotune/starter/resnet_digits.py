@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 examples/resnet_digits.py
     python examples/resnet_digits.py --epochs 1
 
-The images are the 1797 real 8x8 scans of the UCI digits set, enlarged to --image-size. A fifth of them is held out.
+The images are the 1797 scans (8x8) of the UCI digits set, enlarged to --image-size. A fifth of
+them is held out.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """ResNet-18 for small one-channel images: four stages of two blocks, `width` to 8 * `width` channels."""
+    """ResNet-18 for small one-channel images: four stages, `width` to 8 * `width` channels."""
 
     def __init__(self, width: int, classes: int = 10) -> None:
         super().__init__()
@@ -159,8 +160,9 @@ def main() -> None:
 
     model = ResNet(args.width).to(device)
     if rank == 0:
+        million_parameters = sum(p.numel() for p in model.parameters()) / 1e6
         print(
-            f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {world_size} rank(s) on {device.type}",
+            f"{million_parameters:.2f} M parameters, {world_size} rank(s) on {device.type}",
             flush=True,
         )
     model = DDP(model, device_ids=[device.index] if device.type == "cuda" else None)
@@ -198,7 +200,8 @@ def main() -> None:
         accuracy = evaluate(model.module, val_loader, device)
         if rank == 0:
             print(
-                f"epoch {epoch + 1} train_loss {train_loss:.4f} val_accuracy {accuracy:.4f} images/s {images_per_s:.1f}",
+                f"epoch {epoch + 1} train_loss {train_loss:.4f} "
+                f"val_accuracy {accuracy:.4f} images/s {images_per_s:.1f}",
                 flush=True,
             )
         if step == last_step:
@@ -206,7 +209,8 @@ def main() -> None:
 
     if args.checkpoint and rank == 0:
         torch.save(model.module.state_dict(), args.checkpoint)
-    del model  # before its process group: torch 2.13 may wait for gloo's threads for ever where DDP is the last to let go of it
+    # Before its process group: torch 2.13 may wait for gloo's threads for ever if DDP outlives it.
+    del model
     dist.destroy_process_group()
 
 

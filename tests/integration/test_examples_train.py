@@ -1,4 +1,4 @@
-"""The example scripts run as users run them, and they learn; most of them in ranks that need not import torch first."""
+"""The example scripts run as users run them, and they learn."""
 
 from __future__ import annotations
 
