@@ -35,6 +35,10 @@ def block(step_s: float) -> Measured:
     return Measured(((step_s,),))
 
 
+def blocks(count: int, **steps_s: float) -> list[dict[str, Measured]]:
+    return [{name: block(step_s) for name, step_s in steps_s.items()} for _ in range(count)]
+
+
 def empty(name: str) -> Plan:
     """Return a plan with nothing but an id of its own."""
     return Plan(name, 1, ())
@@ -52,11 +56,14 @@ def rival(name: str, plan: str | None = None) -> Side:
 def trial(number: int, plan: str, step_s: float | None, phase: str = CLOSING) -> DatasetTrial:
     """Return a trial of round `number`, of the script's own DDP for the current setup's plan."""
     outcome = Failed(FailureKind.CRASH, "rank 1", 1) if step_s is None else block(step_s)
+    source, enacted = f"{phase}:{number}:{plan}: again", (strategy(0), empty(plan))
     if plan == CURRENT_SETUP:
-        return DatasetTrial(0, f"{phase}:{number}:{REFERENCE}", None, None, outcome, 0.0, 0.0, "0")
-    return DatasetTrial(
-        0, f"{phase}:{number}:{plan}: again", strategy(0), empty(plan), outcome, 0.0, 0.0, "0"
-    )
+        source, enacted = f"{phase}:{number}:{REFERENCE}", (None, None)
+    return DatasetTrial(0, source, *enacted, outcome, 0.0, 0.0, "0")
+
+
+def medians_s(rounds):
+    return [{key: own.median_s for key, own in measured.items()} for measured in rounds]
 
 
 def test_a_geometric_mean_is_the_root_of_the_product():
@@ -67,26 +74,21 @@ def test_a_geometric_mean_is_the_root_of_the_product():
             geomean(values)
 
 
-def test_a_ratio_above_one_says_that_ours_is_faster_and_has_an_interval():
+def test_a_ratio_above_one_means_that_ours_is_faster_and_has_an_interval():
     drift = np.linspace(1.0, 1.5, 8)
     rounds = [{"ours": block(0.1 * at), "ddp": block(0.12 * at)} for at in drift]
-    found = ratio_to_best(rounds, [rival("ddp")], "ours")
-    assert (found.value, found.low, found.high, found.rounds, found.rival) == (
-        pytest.approx(1.2),
-        pytest.approx(1.2),
-        pytest.approx(1.2),
-        8,
-        "ddp",
-    )
-    assert ratio_to_bound([{"ours": block(0.11)}] * 6, "ours", 0.1).value == pytest.approx(1.1)
+    ratio = ratio_to_best(rounds, [rival("ddp")], "ours")
+    assert (ratio.value, ratio.low, ratio.high) == pytest.approx((1.2, 1.2, 1.2))
+    assert (ratio.rounds, ratio.rival) == (8, "ddp")
+    assert ratio_to_bound(blocks(6, ours=0.11), "ours", 0.1).value == pytest.approx(1.1)
     with pytest.raises(InvalidInput, match="at least 6 whole rounds, but there are 5"):
         ratio_to_best(rounds[:5], [rival("ddp")], "ours")
 
 
 def test_the_best_rival_is_the_fastest_one_and_a_side_that_failed_is_left_out():
-    rounds = [{"ours": block(0.1), "slow": block(0.3), "fast": block(0.15)} for _ in range(6)]
-    found = ratio_to_best(rounds, [rival("slow"), rival("fast"), rival("failed")], "ours")
-    assert found.value == pytest.approx(1.5) and found.rival == "fast"
+    rivals = [rival("slow"), rival("fast"), rival("failed")]
+    ratio = ratio_to_best(blocks(6, ours=0.1, slow=0.3, fast=0.15), rivals, "ours")
+    assert ratio.value == pytest.approx(1.5) and ratio.rival == "fast"
 
 
 @pytest.mark.parametrize("others", [1.0, 1.04])
@@ -94,78 +96,53 @@ def test_the_luck_of_the_best_of_many_rivals_is_on_their_side(others: float):
     """One of eight rivals is as fast as ours, others too or slower: ours seldom leads."""
     names = [f"r{i}" for i in range(8)]
     speeds = np.array([1.0, 1.0, *[others] * 7])
-    faster, values = 0, []
+    ratios = []
     for seed in range(150):
         noise = speeds * np.exp(0.05 * generator(seed, "equal").standard_normal((6, 9)))
-        rounds = [
-            dict(zip(["ours", *names], map(block, row), strict=True)) for row in noise.tolist()
-        ]
-        found = ratio_to_best(rounds, [rival(name) for name in names], "ours")
-        faster += found.low > 1
-        values.append(math.log(found.value))
-    assert faster <= 150 * 0.025 + 3 * math.sqrt(150 * 0.025)
-    assert np.mean(values) < 0
+        rounds = [dict(zip(["ours", *names], map(block, row), strict=True)) for row in noise]
+        ratios.append(ratio_to_best(rounds, list(map(rival, names)), "ours"))
+    expected = 150 * 0.025
+    assert sum(ratio.low > 1 for ratio in ratios) <= expected + 3 * math.sqrt(expected)
+    assert np.mean([math.log(ratio.value) for ratio in ratios]) < 0
 
 
 def test_only_whole_rounds_count_and_a_side_that_failed_is_not_waited_for():
     sides = [rival("a", A), rival("b", B), Side("b again", Group.OURS, B, None)]
-    made = [
-        trial(0, "a", 0.1),
-        trial(0, "b", 0.2),
-        trial(1, "b", 0.2),
-        trial(2, "b", 0.3),
-        trial(2, "a", 0.4),
-        trial(2, "b", 9.9, SWEEP),
-    ]
-    rounds = rounds_of(made, CLOSING)
-    assert [
-        {key: own.median_s for key, own in found.items()} for found in whole_rounds(rounds, sides)
-    ] == [{A: 0.1, B: 0.2}, {B: 0.3, A: 0.4}]
-    once = rounds_of([*made, trial(3, "a", None)], CLOSING)
+    steps = [(0, "a", 0.1), (0, "b", 0.2), (1, "b", 0.2), (2, "b", 0.3), (2, "a", 0.4)]
+    trials = [trial(*step) for step in steps] + [trial(2, "b", 9.9, SWEEP)]
+    rounds = rounds_of(trials, CLOSING)
+    assert medians_s(whole_rounds(rounds, sides)) == [{A: 0.1, B: 0.2}, {B: 0.3, A: 0.4}]
+    once = rounds_of([*trials, trial(3, "a", None)], CLOSING)
     assert len(whole_rounds(once, sides)) == 2 and not failures_of(once)
-    failed = rounds_of([*made, trial(3, "a", None), trial(4, "a", None)], CLOSING)
+    failed = rounds_of([*trials, trial(3, "a", None), trial(4, "a", None)], CLOSING)
     assert len(whole_rounds(failed, sides)) == 3 and failures_of(failed) == {A: "crash: rank 1"}
     assert whole_rounds(rounds, [*sides, rival("c", C)]) == []
 
 
 def test_the_current_setup_is_a_side_of_a_round_and_a_search_of_any_name_is_none():
-    made = [
-        trial(0, CURRENT_SETUP, 0.1),
-        trial(0, "a", 0.2),
-        replace(trial(0, "a", 9.9), source="tuning:closing:0:sampled"),
-    ]
-    made += [
-        replace(trial(0, CURRENT_SETUP, 9.9), source=name)
-        for name in (REFERENCE, "tuning:ours:reference")
-    ]
-    [found] = whole_rounds(
-        rounds_of(made, CLOSING), [Side("DDP", Group.TODAY, CURRENT_SETUP, None), rival("a", A)]
-    )
-    assert {key: own.median_s for key, own in found.items()} == {CURRENT_SETUP: 0.1, A: 0.2}
+    ddp = trial(0, CURRENT_SETUP, 9.9)
+    trials = [trial(0, CURRENT_SETUP, 0.1), trial(0, "a", 0.2)]
+    trials.append(replace(trial(0, "a", 9.9), source="tuning:closing:0:sampled"))
+    trials += [replace(ddp, source=name) for name in (REFERENCE, "tuning:ours:reference")]
+    sides = [Side("DDP", Group.TODAY, CURRENT_SETUP, None), rival("a", A)]
+    rounds = whole_rounds(rounds_of(trials, CLOSING), sides)
+    assert medians_s(rounds) == [{CURRENT_SETUP: 0.1, A: 0.2}]
 
 
 def test_the_best_bucket_size_has_the_lowest_median_of_its_own_trials():
-    made = [trial(number, "small", value, SWEEP) for number, value in enumerate((0.1, 0.5, 0.6))]
-    made += [trial(number, "large", 0.4, SWEEP) for number in range(3)] + [
-        trial(0, "broken", None, SWEEP),
-        trial(0, "large", 9.9),
-    ]
-    times_s = best_of_sweep(rounds_of(made, SWEEP), {"1": SMALL, "25": LARGE, "50": BROKEN})
+    trials = [trial(number, "small", value, SWEEP) for number, value in enumerate((0.1, 0.5, 0.6))]
+    trials += [trial(number, "large", 0.4, SWEEP) for number in range(3)]
+    trials += [trial(0, "broken", None, SWEEP), trial(0, "large", 9.9)]
+    times_s = best_of_sweep(rounds_of(trials, SWEEP), {"1": SMALL, "25": LARGE, "50": BROKEN})
     assert times_s == {"1": 0.5, "25": 0.4}
-    with pytest.raises(
-        InvalidInput,
-        match="every bucket size of the sweep failed, so there is no best one: crash: rank 1",
-    ):
+    reason = "every bucket size of the sweep failed, so there is no best one: crash: rank 1"
+    with pytest.raises(InvalidInput, match=reason):
         best_of_sweep({0: [trial(0, "broken", None)]}, {"50": BROKEN})
 
 
 def test_near_the_best_is_the_first_stop_within_two_percent_as_measured_again():
-    stops = [
-        Stop(40, 90.0, "later"),
-        Stop(3, 9.0, "early"),
-        Stop(12, 30.0, "middle"),
-        Stop(20, 50.0, "failed"),
-    ]
+    steps = [(40, 90.0, "later"), (3, 9.0, "early"), (12, 30.0, "middle"), (20, 50.0, "failed")]
+    stops = [Stop(*step) for step in steps]
     times_s = {"early": 0.1021, "middle": 0.10199, "later": 0.1}
     assert first_within(stops, times_s, 0.1) == stops[2]
     assert first_within(stops, {**times_s, "early": 0.102}, 0.1) == stops[1]
@@ -173,36 +150,24 @@ def test_near_the_best_is_the_first_stop_within_two_percent_as_measured_again():
 
 
 def test_incumbents_are_the_bests_of_the_search_as_they_came_up():
-    spec, world = (
-        job_spec(),
-        SyntheticWorld({0: 0.12, 1: 0.13, 2: 0.09, 4: 0.07, 9: 0.068}, default_s=0.11),
-    )
+    spec = job_spec()
+    world = SyntheticWorld({0: 0.12, 1: 0.13, 2: 0.09, 4: 0.07, 9: 0.068}, default_s=0.11)
     search = History((), spec.deviation)
     while (instruction := search_instruction(spec, search)) is not None:
         search = search.then(world.answer(spec, search, instruction))
-    found = incumbents(search)
-    assert [(own.trials, own.strategy) for own in found] == [
-        (n + 1, strategy(n)) for n in (0, 2, 4, 9)
-    ]
+    bests = incumbents(search)
+    expected = [(n + 1, strategy(n)) for n in (0, 2, 4, 9)]
+    assert [(best.trials, best.strategy) for best in bests] == expected
     ends = {trial.request.strategy_id: trial.elapsed_s for trial in search.candidates}
-    assert [own.seconds for own in found] == [ends[own.strategy.id] for own in found]
-    assert [own.strategy for own in near_the_last(search, found)] == [
-        strategy(4),
-        strategy(9),
-    ]  # 0.07 is within 5 % of 0.068
+    assert [best.seconds for best in bests] == [ends[best.strategy.id] for best in bests]
+    near = [best.strategy for best in near_the_last(search, bests)]
+    assert near == [strategy(4), strategy(9)]  # 0.07 is within 5 % of 0.068
 
 
-def test_the_bound_sends_of_a_sparse_gradient_only_the_rows_that_a_step_touches():
+def test_the_bound_sends_only_the_rows_of_a_sparse_gradient_that_a_step_touches():
     workload = MODELS["embedding"].workload()
     table = next(variable for variable in workload.variables if variable.sparse)
-    dense = workload.grad_bytes - table.grad_bytes
-    assert sent_bytes(workload) == pytest.approx(dense + 4000 * 64 * 4)
-    assert (
-        sent_bytes(
-            replace(
-                workload,
-                variables=tuple(replace(own, touched_rows=None) for own in workload.variables),
-            )
-        )
-        == workload.grad_bytes
-    )
+    dense_bytes = workload.grad_bytes - table.grad_bytes
+    assert sent_bytes(workload) == pytest.approx(dense_bytes + 4000 * 64 * 4)
+    untouched = tuple(replace(own, touched_rows=None) for own in workload.variables)
+    assert sent_bytes(replace(workload, variables=untouched)) == workload.grad_bytes
