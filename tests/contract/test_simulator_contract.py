@@ -46,95 +46,85 @@ def plugin(example_plugin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SIMULATORS, "_entries", dict(SIMULATORS._entries))
 
 
+Make = Callable[[], Simulator]
+
+
 @pytest.fixture(params=[*MAKERS, "perceptron"])
-def make(request: pytest.FixtureRequest, plugin: None) -> Callable[[], Simulator]:
+def make(request: pytest.FixtureRequest, plugin: None) -> Make:
     return MAKERS.get(request.param) or SIMULATORS[request.param]
 
 
-def test_a_job_may_name_the_simulator_of_a_plugin(plugin: None) -> None:
+@pytest.fixture
+def fitted(make: Make, examples: list[Example]) -> Simulator:
+    simulator = make()
+    simulator.fit(examples, seed=0)
+    return simulator
+
+
+def test_a_job_may_name_the_simulator_of_a_plugin(plugin: None):
     assert job_spec(simulators=("linear", "perceptron")).simulators == ("linear", "perceptron")
     with pytest.raises(InvalidInput, match="must be some of linear, rnn, gat, perceptron, but"):
         job_spec(simulators=("perceptrom",))
 
 
+def split_variable(variable: Variable, draw: np.random.Generator) -> VariableStrategy:
+    parts = int(draw.integers(1, 4))
+    sizes = (variable.shape[0] - parts + 1,) + (1,) * (parts - 1)
+    shards = tuple(
+        Shard(Synchronizer.PARAMETER_SERVER, placement=int(draw.integers(2)))
+        if draw.random() < 0.3
+        else Shard(Synchronizer.ALL_REDUCE, group=int(draw.integers(3)))
+        for _ in range(parts)
+    )
+    return VariableStrategy(variable.name, shards, Partition(0, sizes) if parts > 1 else None)
+
+
 @pytest.fixture(scope="module")
 def examples() -> list[Example]:
     """Return examples of two domains with models of different sizes; some variables are split."""
-    cluster = Cluster(
-        "c", (Host("a", 1, 1e8, 1e-4, 1e10, 1e-5), Host("b", 1, 1e8, 1e-4, 1e10, 1e-5))
-    )
-    found = []
-    for domain, variables in (("small", 4), ("large", 7)):
-        workload = Workload(
-            domain,
-            tuple(Variable(f"v{i}", (100 * (i + 1), 4)) for i in range(variables)),
-            (),
-            1e-3,
-            2e-3,
-            1e-4,
-        )
+    cluster = Cluster("c", tuple(Host(name, 1, 1e8, 1e-4, 1e10, 1e-5) for name in "ab"))
+    everything = []
+    for domain, count in (("small", 4), ("large", 7)):
+        variables = tuple(Variable(f"v{i}", (100 * (i + 1), 4)) for i in range(count))
+        workload = Workload(domain, variables, (), 1e-3, 2e-3, 1e-4)
         for number in range(12):
             draw = generator(7, domain, number)
-            choices = []
-            for variable in workload.variables:
-                parts = int(draw.integers(1, 4))
-                sizes = (variable.shape[0] - parts + 1,) + (1,) * (parts - 1)
-                shards = tuple(
-                    Shard(Synchronizer.PARAMETER_SERVER, placement=int(draw.integers(2)))
-                    if draw.random() < 0.3
-                    else Shard(Synchronizer.ALL_REDUCE, group=int(draw.integers(3)))
-                    for _ in range(parts)
-                )
-                choices.append(
-                    VariableStrategy(
-                        variable.name, shards, Partition(0, sizes) if parts > 1 else None
-                    )
-                )
-            strategy = Strategy(tuple(choices))
+            strategy = Strategy(tuple(split_variable(variable, draw) for variable in variables))
             features = extract(PlannedStrategy.of(strategy, workload, 2), workload, cluster)
-            found.append(
-                Example(features, features.analytic_step_s * float(draw.uniform(1, 1.5)), domain)
-            )
-    return found
+            step_s = features.analytic_step_s * float(draw.uniform(1, 1.5))
+            everything.append(Example(features, step_s, domain))
+    return everything
 
 
-def test_seconds_are_positive_finite_and_one_per_strategy(
-    make: Callable[[], Simulator], examples: list[Example]
-) -> None:
-    simulator = make()
-    simulator.fit(examples, seed=0)
-    predicted = simulator.predict_step_s([example.features for example in examples])
-    assert predicted.shape == (len(examples),)
-    assert np.isfinite(predicted).all()
-    assert (predicted > 0).all()
-    assert simulator.predict_step_s([]).shape == (0,)
+@pytest.fixture(scope="module")
+def features(examples: list[Example]):
+    return [example.features for example in examples]
 
 
-def test_rows_do_not_influence_one_another(
-    make: Callable[[], Simulator], examples: list[Example]
-) -> None:
-    simulator = make()
-    simulator.fit(examples, seed=0)
-    features = [example.features for example in examples]
-    together = simulator.predict_step_s(features)
-    np.testing.assert_allclose(simulator.predict_step_s(features[::-1])[::-1], together, rtol=1e-5)
-    np.testing.assert_allclose(
-        [simulator.predict_step_s([item])[0] for item in features], together, rtol=1e-5
-    )
+def test_seconds_are_positive_finite_and_one_per_strategy(fitted: Simulator, features):
+    predicted = fitted.predict_step_s(features)
+    assert predicted.shape == (len(features),)
+    assert np.isfinite(predicted).all() and (predicted > 0).all()
+    assert fitted.predict_step_s([]).shape == (0,)
 
 
-def test_embeddings_have_unit_norm(make: Callable[[], Simulator], examples: list[Example]) -> None:
-    simulator = make()
-    simulator.fit(examples, seed=0)
-    hidden = simulator.embed([example.features for example in examples])
-    assert hidden.shape[0] == len(examples)
+def test_rows_do_not_influence_one_another(fitted: Simulator, features):
+    together = fitted.predict_step_s(features)
+    backwards = fitted.predict_step_s(features[::-1])[::-1]
+    apart = [fitted.predict_step_s([item])[0] for item in features]
+    for predicted in (backwards, apart):
+        np.testing.assert_allclose(predicted, together, rtol=1e-5)
+
+
+def test_embeddings_have_unit_norm(fitted: Simulator, features):
+    hidden = fitted.embed(features)
+    assert hidden.shape[0] == len(features)
     np.testing.assert_allclose(np.linalg.norm(hidden, axis=1), 1.0, rtol=1e-5)
 
 
 def test_the_seed_decides_everything_and_the_global_generator_is_left_alone(
-    make: Callable[[], Simulator], examples: list[Example]
-) -> None:
-    features = [example.features for example in examples]
+    make: Make, examples: list[Example], features
+):
     predictions = []
     for disturbance in (1, 2):
         torch.manual_seed(disturbance)
@@ -147,25 +137,20 @@ def test_the_seed_decides_everything_and_the_global_generator_is_left_alone(
 
 
 def test_saved_and_loaded_simulators_predict_the_same(
-    make: Callable[[], Simulator], examples: list[Example], tmp_path: Path
-) -> None:
-    features = [example.features for example in examples]
-    simulator, other = make(), make()
-    simulator.fit(examples, seed=0)
-    simulator.save(tmp_path / "simulator")
+    make: Make, fitted: Simulator, features, tmp_path: Path
+):
+    other = make()
+    fitted.save(tmp_path / "simulator")
     state = torch.random.get_rng_state()
     other.load(tmp_path / "simulator")
     assert torch.equal(torch.random.get_rng_state(), state)
-    np.testing.assert_array_equal(
-        other.predict_step_s(features), simulator.predict_step_s(features)
-    )
-    np.testing.assert_array_equal(other.embed(features), simulator.embed(features))
+    expected = fitted.predict_step_s(features)
+    np.testing.assert_array_equal(other.predict_step_s(features), expected)
+    np.testing.assert_array_equal(other.embed(features), fitted.embed(features))
     assert {file.suffix for file in (tmp_path / "simulator").iterdir()} == {".safetensors", ".json"}
 
 
-def test_a_loaded_simulator_goes_on_learning(
-    make: Callable[[], Simulator], examples: list[Example], tmp_path: Path
-) -> None:
+def test_a_loaded_simulator_goes_on_learning(make: Make, examples: list[Example], tmp_path: Path):
     simulator, other = make(), make()
     simulator.fit(examples[:12], seed=0)
     simulator.save(tmp_path)
@@ -174,24 +159,17 @@ def test_a_loaded_simulator_goes_on_learning(
     assert make().fit(examples, seed=0, warm_start=True).epochs == RECIPE.epochs
 
 
-def test_another_kind_of_simulator_is_not_loaded(
-    make: Callable[[], Simulator], examples: list[Example], tmp_path: Path
-) -> None:
-    simulator = make()
-    simulator.fit(examples, seed=0)
-    simulator.save(tmp_path)
-    others = [maker() for name, maker in MAKERS.items() if name != simulator.name]
-    for other in others:
+def test_another_kind_of_simulator_is_not_loaded(fitted: Simulator, tmp_path: Path):
+    fitted.save(tmp_path)
+    for maker in (maker for name, maker in MAKERS.items() if name != fitted.name):
         with pytest.raises(InvalidInput, match="is stored"):
-            other.load(tmp_path)
+            maker().load(tmp_path)
 
 
 def test_damaged_or_missing_weights_give_one_clear_error(
-    make: Callable[[], Simulator], examples: list[Example], tmp_path: Path
-) -> None:
-    simulator = make()
-    simulator.fit(examples, seed=0)
-    simulator.save(tmp_path)
+    make: Make, fitted: Simulator, tmp_path: Path
+):
+    fitted.save(tmp_path)
     (tmp_path / "weights.safetensors").write_bytes(b"not weights")
     with pytest.raises(InvalidInput, match=r"weights\.safetensors"):
         make().load(tmp_path)
@@ -199,24 +177,20 @@ def test_damaged_or_missing_weights_give_one_clear_error(
         make().load(tmp_path / "nowhere")
 
 
-def test_before_it_has_learned_it_says_so(
-    make: Callable[[], Simulator], examples: list[Example], tmp_path: Path
-) -> None:
-    features = [examples[0].features]
-    for use in (
-        lambda: make().predict_step_s(features),
-        lambda: make().embed(features),
-        lambda: make().save(tmp_path),
-    ):
+def test_a_simulator_must_learn_before_its_use(make: Make, examples, features, tmp_path: Path):
+    uses = (
+        lambda simulator: simulator.predict_step_s(features[:1]),
+        lambda simulator: simulator.embed(features[:1]),
+        lambda simulator: simulator.save(tmp_path),
+    )
+    for use in uses:
         with pytest.raises(InvalidInput, match="call fit or load first"):
-            use()
+            use(make())
     with pytest.raises(InvalidInput, match="at least 2 examples"):
         make().fit(examples[:1], seed=0)
 
 
-def test_it_learns_from_as_few_as_two_examples(
-    make: Callable[[], Simulator], examples: list[Example]
-) -> None:
+def test_a_simulator_learns_from_as_few_as_two_examples(make: Make, examples: list[Example]):
     simulator = make()
     simulator.fit(examples[:2], seed=0)
     assert (simulator.predict_step_s([examples[5].features]) > 0).all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import itertools
 import json
 import math
 import statistics
@@ -61,21 +62,11 @@ LARGE_NAME, OTHER_NAME, SMALL_NAME = (
 )
 PLANS = {LARGE.id: 120, OTHER.id: 60, SMALL.id: 19}
 SEEDS = 2
+CRASHED = Failed(FailureKind.CRASH, "out of luck", 0)
 UNTRAINED = ("analytic", "paper", "replay", "random")
 LEARNED = ("linear", "linear without replay", "gat", "gat without replay")
-OPTIONS = (
-    "--rankers",
-    "linear",
-    "gat",
-    "--epochs",
-    "2",
-    "--seeds",
-    str(SEEDS),
-    "--sizes",
-    "25",
-    "--transfers",
-    "cluster",
-)
+OPTIONS = ["--rankers", "linear", "gat", "--epochs", "2", "--sizes", "25"]
+OPTIONS += ["--transfers", "cluster", "--seeds", str(SEEDS)]
 
 
 def distinct_plans(cluster: Cluster) -> list[Strategy]:
@@ -99,70 +90,55 @@ def true_s(cluster: Cluster, strategies: list[Strategy]) -> dict[str, float]:
 
 def record(store: Store, cluster: Cluster) -> dict[str, float]:
     """Measure each plan, the first again at thrice the time; return the medians."""
-    strategies = distinct_plans(cluster)
+    strategies, job = distinct_plans(cluster), f"job-{cluster.world_size}"
     times = true_s(cluster, strategies)
-    store.create_job(
-        f"job-{cluster.world_size}", JobSpec(("torchrun", "train.py"), cluster.world_size, cluster)
-    )
+    store.create_job(job, JobSpec(("torchrun", "train.py"), cluster.world_size, cluster))
+    proposals = tuple(Proposal(strategy, "sampled") for strategy in strategies)
     events: list[Event] = [
         Profiled(WORKLOAD, cluster, 1.0, {"torch": "2.13.0"}),
-        Proposed(
-            0,
-            tuple(Proposal(strategy, "sampled") for strategy in strategies),
-            "none",
-            "test",
-            len(strategies),
-            (),
-            2.0,
-        ),
+        Proposed(0, proposals, "none", "test", len(strategies), (), 2.0),
     ]
-    tried = [(strategy, 1.0) for strategy in strategies] + [
-        (strategies[0], 3.0),
-        (strategies[1], None),
-    ]
-    for number, (strategy, factor) in enumerate(tried):
+    trials = [(strategy, 1.0) for strategy in strategies]
+    trials += [(strategies[0], 3.0), (strategies[1], None)]
+    for number, (strategy, factor) in enumerate(trials):
         plan_id = plan(strategy, WORKLOAD, cluster.world_size).id
         request = TrialRequest(number, strategy.id, Role.CANDIDATE, 1, 2)
-        outcome = (
-            Measured(((times[plan_id] * factor,) * 2,), 0.0)
-            if factor
-            else Failed(FailureKind.CRASH, "out of luck", 0)
-        )
+        outcome = Measured(((times[plan_id] * factor,) * 2,), 0.0) if factor else CRASHED
         events.append(TrialFinished(request, outcome, plan_id, 3.0 + number))
     for seq, event in enumerate(events):
-        store.append(f"job-{cluster.world_size}", seq, event)
+        store.append(job, seq, event)
     first = next(iter(times))
     return {**times, first: 2 * times[first]}
 
 
 @dataclass(frozen=True)
-class Told:
-    """Output of a run of the benchmark."""
-
+class Output:
     stdout: str
     stderr: str
 
 
-def run(directory: Path, *arguments: str) -> Told:
+def run(directory: Path, *arguments: str) -> Output:
     out, err = io.StringIO(), io.StringIO()
+    folders = ["--directory", str(directory), "--output", str(directory / "report")]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(
-            ["--directory", str(directory), "--output", str(directory / "report"), *arguments]
-        )
+        code = main([*folders, *arguments])
     assert code == 0, err.getvalue()
-    return Told(out.getvalue(), err.getvalue())
+    return Output(out.getvalue(), err.getvalue())
 
 
 @dataclass(frozen=True)
 class Jobs:
     directory: Path
     medians: dict[str, dict[str, float]]  # cluster id -> plan id -> seconds
-    done: Told
+    output: Output
 
     @property
     def result(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.done.stdout.splitlines()[-1])
-        return found
+        return json.loads(self.output.stdout.splitlines()[-1])
+
+    @property
+    def report(self) -> Path:
+        return self.directory / "report"
 
 
 @pytest.fixture(scope="module")
@@ -176,198 +152,147 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
 
 @pytest.fixture(scope="module")
 def points(jobs: Jobs) -> list[Point]:
-    return points_of(
-        of_store(jobs.directory), ReplayedTimes(jobs.directory / "report" / "replayed-times.jsonl")
-    )
+    replayed = ReplayedTimes(jobs.report / "replayed-times.jsonl")
+    return points_of(of_store(jobs.directory), replayed)
 
 
-def test_the_last_line_is_one_json_object_with_every_ranker(jobs: Jobs) -> None:
+def replayed_s(points: list[Point]):
+    return [point.example.features.replayed_step_s for point in points]
+
+
+def test_the_last_line_is_one_json_object_with_every_ranker(jobs: Jobs):
     result = jobs.result
     figures = {"pairwise_accuracy", "kendall_tau", "regret_top_1", "regret_top_5", "regret_top_10"}
     assert set(result) == figures | {"domains", "plans", "learning_curve", "train_cpu_s", "seconds"}
-    trained = {
-        *(f"{name}, own trials" for name in (*LEARNED, "chosen")),
-        *(f"{name}, other domains, cluster" for name in LEARNED),
-    }
-    assert all(
-        set(result[figure]) == {*(f"{name}, nothing" for name in UNTRAINED), *trained}
-        for figure in figures
-    )
+    rankers = {f"{name}, nothing" for name in UNTRAINED}
+    rankers |= {f"{name}, own trials" for name in (*LEARNED, "chosen")}
+    rankers |= {f"{name}, other domains, cluster" for name in LEARNED}
+    assert all(set(result[figure]) == rankers for figure in figures)
     assert result["domains"] == 2 and result["plans"] == PLANS[LARGE.id] + PLANS[OTHER.id]
-    assert set(result["learning_curve"]) == {
-        "replay",
-        "overlap estimate",
-        "max(T_comp, T_sync)",
-        *LEARNED,
-        "chosen",
-    }
+    levels = {"replay", "overlap estimate", "max(T_comp, T_sync)"}
+    assert set(result["learning_curve"]) == {*levels, *LEARNED, "chosen"}
     assert result["seconds"] > 0 and result["train_cpu_s"] > 0
 
 
-def test_chance_orders_half_of_the_pairs_and_the_analytic_ranker_more(jobs: Jobs) -> None:
+def test_chance_orders_half_of_the_pairs_and_the_analytic_ranker_more(jobs: Jobs):
     accuracy, tau = jobs.result["pairwise_accuracy"], jobs.result["kendall_tau"]
-    assert accuracy["random, nothing"] == pytest.approx(
-        0.5, abs=0.12
-    )  # 2 x (36 + 18) strategies: a standard error of 0.04
+    # 2 x (36 + 18) strategies: a standard error of 0.04
+    assert accuracy["random, nothing"] == pytest.approx(0.5, abs=0.12)
     assert tau["random, nothing"] == pytest.approx(0.0, abs=0.25)
-    assert accuracy["analytic, nothing"] > 0.65
-    assert tau["analytic, nothing"] > 0.3
+    assert accuracy["analytic, nothing"] > 0.65 and tau["analytic, nothing"] > 0.3
 
 
-def test_the_report_has_tables_a_plot_and_every_row_and_names_too_small_domains(jobs: Jobs) -> None:
-    folder = jobs.directory / "report"
-    page = (folder / "ranking.md").read_text()
-    assert (
-        f"| {SMALL_NAME} | no | 1 | 20 | 19 |" in page
-        and f"| {LARGE_NAME} | yes | 1 | {PLANS[LARGE.id] + 1} | {PLANS[LARGE.id]} |" in page
-    )
-    assert f"not tested: {SMALL_NAME} has 19 plans, but at least 20" in jobs.done.stdout
-    assert ElementTree.parse(folder / "learning-curve.svg").getroot().tag.endswith("svg")
-    with (folder / "rows.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+def test_the_report_has_tables_a_plot_every_row_and_the_domains_left_out(jobs: Jobs):
+    page = (jobs.report / "ranking.md").read_text()
+    assert f"| {SMALL_NAME} | no | 1 | 20 | 19 |" in page
+    large = PLANS[LARGE.id]
+    assert f"| {LARGE_NAME} | yes | 1 | {large + 1} | {large} |" in page
+    assert f"not tested: {SMALL_NAME} has 19 plans, but at least 20" in jobs.output.stdout
+    assert ElementTree.parse(jobs.report / "learning-curve.svg").getroot().tag.endswith("svg")
+    rows = list(csv.DictReader((jobs.report / "rows.csv").read_text().splitlines()))
     assert {row["ranker"] for row in rows} == {*UNTRAINED, *LEARNED, "chosen"}
-    assert all(
-        int(row["plans"]) > 0 and float(row["train_cpu_s"]) > 0
-        for row in rows
-        if row["learned"] == "own trials"
-    )
+    trained = [row for row in rows if row["learned"] == "own trials"]
+    assert all(int(row["plans"]) > 0 and float(row["train_cpu_s"]) > 0 for row in trained)
 
 
-def test_progress_goes_to_stderr_with_the_time_left(jobs: Jobs) -> None:
-    lines = [line for line in jobs.done.stderr.splitlines() if " trainings) " in line]
+def test_progress_goes_to_stderr_with_the_time_left(jobs: Jobs):
+    lines = [line for line in jobs.output.stderr.splitlines() if " trainings) " in line]
     folds = 2 * 4  # of each kind of simulator, for the choice
-    assert len(lines) == SEEDS * 2 * (
-        2 * (len(LEARNED) + folds) + len(LEARNED)
-    )  # 25 plans and all of them; and one transfer
-    assert (
-        "ETA after one training of each" in lines[0]
-        and "ETA 0:" in lines[-1]
-        and ", 1 trainings)" in lines[-1]
-    )
+    own_sizes, transfers = 2, 1  # 25 plans and all of them
+    per_domain = own_sizes * (len(LEARNED) + folds) + transfers * len(LEARNED)
+    assert len(lines) == SEEDS * 2 * per_domain
+    assert "ETA after one training of each" in lines[0]
+    assert "ETA 0:" in lines[-1] and ", 1 trainings)" in lines[-1]
 
 
-def test_a_plan_that_was_measured_twice_is_one_point_with_the_median(
-    jobs: Jobs, points: list[Point]
-) -> None:
+def test_a_plan_that_was_measured_twice_is_one_point_with_the_median(jobs: Jobs, points):
     for cluster in (LARGE, OTHER, SMALL):
         own = [point for point in points if point.cluster == cluster.id]
-        assert sorted(point.example.step_s for point in own) == pytest.approx(
-            sorted(jobs.medians[cluster.id].values())
-        )
+        medians = sorted(jobs.medians[cluster.id].values())
+        assert sorted(point.example.step_s for point in own) == pytest.approx(medians)
         assert len({point.plan_id for point in own}) == len(own) == PLANS[cluster.id]
 
 
-def test_the_analytic_figures_equal_a_slow_twin(jobs: Jobs, points: list[Point]) -> None:
+def test_the_analytic_figures_equal_a_slow_twin(jobs: Jobs, points: list[Point]):
     accuracies, regrets = [], []
-    for seed in range(SEEDS):
-        for name in (LARGE_NAME, OTHER_NAME):
-            tested = [points[index].example for index in parts_of(points, name, seed, (), 0.3).test]
-            right, pairs = 0.0, 0
-            for fast in tested:
-                for slow in tested:
-                    if slow.step_s > fast.step_s * 1.01:
-                        pairs += 1
-                        guess = slow.features.analytic_step_s - fast.features.analytic_step_s
-                        right += 1.0 if guess > 0 else 0.5 if guess == 0 else 0.0
-            top = sorted(tested, key=lambda example: example.features.analytic_step_s)[:5]
-            accuracies.append(right / pairs)
-            regrets.append(min(e.step_s for e in top) / min(e.step_s for e in tested) - 1)
-    assert jobs.result["pairwise_accuracy"]["analytic, nothing"] == pytest.approx(
-        statistics.mean(accuracies)
-    )
-    assert jobs.result["regret_top_5"]["analytic, nothing"] == pytest.approx(
-        statistics.mean(regrets)
-    )
+    for seed, name in itertools.product(range(SEEDS), (LARGE_NAME, OTHER_NAME)):
+        tested = [points[index].example for index in parts_of(points, name, seed, (), 0.3).test]
+        times = [(one.step_s, one.features.analytic_step_s) for one in tested]
+        pairs = list(itertools.product(times, times))
+        guesses = [slow[1] - fast[1] for fast, slow in pairs if slow[0] > fast[0] * 1.01]
+        right = sum(1.0 if guess > 0 else 0.5 if guess == 0 else 0.0 for guess in guesses)
+        accuracies.append(right / len(guesses))
+        top = sorted(times, key=lambda pair: pair[1])[:5]
+        regrets.append(min(top)[0] / min(times)[0] - 1)
+    for figure, values in (("pairwise_accuracy", accuracies), ("regret_top_5", regrets)):
+        mean = pytest.approx(statistics.mean(values))
+        assert jobs.result[figure]["analytic, nothing"] == mean
 
 
-def test_a_limit_keeps_so_many_plans_of_each_domain(points: list[Point]) -> None:
-    kept = plans_by_domain(limited(points, 30))
-    assert {name: len(plans) for name, plans in kept.items()} == {
-        LARGE_NAME: 30,
-        OTHER_NAME: 30,
-        SMALL_NAME: 19,
-    }
+def test_a_limit_keeps_at_most_so_many_plans_of_each_domain(points: list[Point]):
+    counts = {name: len(plans) for name, plans in plans_by_domain(limited(points, 30)).items()}
+    assert counts == {LARGE_NAME: 30, OTHER_NAME: 30, SMALL_NAME: 19}
 
 
-def test_replayed_times_are_kept_by_what_they_follow_from(jobs: Jobs, tmp_path: Path) -> None:
+def test_replayed_times_are_stored_by_what_they_depend_on(jobs: Jobs, tmp_path: Path):
     campaign = next(each for each in of_store(jobs.directory) if each.cluster_name == OTHER.id)
     path = tmp_path / "kept" / "times.jsonl"
-    told = [
-        point.example.features.replayed_step_s
-        for point in points_of([campaign], ReplayedTimes(path))
-    ]
+    before_s = replayed_s(points_of([campaign], ReplayedTimes(path)))
     lines = path.read_text()
     assert len(lines.splitlines()) == PLANS[OTHER.id]
     path.write_text(lines + '["cut off')
     again = Extractor(WORKLOAD, OTHER)
     same = points_of([replace(campaign, extractor=again)], ReplayedTimes(path))
-    assert [point.example.features.replayed_step_s for point in same] == told
+    assert replayed_s(same) == before_s
     assert path.read_text().startswith(lines + '["cut off') and again.steps.replayed == 0
     dearer = Extractor(WORKLOAD, OTHER, replace(RuntimeCosts(), issue_s=Constant(0.01, "test")))
     other = points_of([replace(campaign, extractor=dearer)], ReplayedTimes(path))
-    assert all(
-        (point.example.features.replayed_step_s or 0) > (before or 0)
-        for point, before in zip(other, told, strict=True)
-    )
+    pairs = zip(replayed_s(other), before_s, strict=True)
+    assert all((later or 0) > (before or 0) for later, before in pairs)
 
 
-def test_of_a_dataset_only_what_was_measured_undisturbed_counts_with_the_plan_of_then() -> None:
+def test_only_undisturbed_trials_of_a_dataset_count_with_their_enacted_plans():
     """Times are at the machine's usual speed, and the replay uses the costs of that machine."""
-    made = distinct_plans(OTHER)[:4]
-    plans = [plan(strategy, WORKLOAD, OTHER.world_size) for strategy in made]
+
+    def trial(number, source, *enacted, disturbed=False):
+        return DatasetTrial(number, source, *enacted, 0.0, 0.0, "s", disturbed=disturbed)
+
+    def step(step_s):
+        return Measured(((step_s, step_s),), 0.0)
+
+    strategies = distinct_plans(OTHER)[:4]
+    plans = [plan(strategy, WORKLOAD, OTHER.world_size) for strategy in strategies]
     plans[2] = plans[0]  # as if the planner had changed since
-    outcomes: list[Measured | Failed] = [
-        Measured(((0.3, 0.3),), 0.0),
-        Failed(FailureKind.CRASH, "out of luck", 0),
-        *[Measured(((0.5, 0.5),), 0.0)] * 2,
-    ]
-    reference = Measured(((1.0, 1.0),), 0.0)
-    trials = [DatasetTrial(0, "reference", None, None, reference, 0.0, 0.0, "s")]
-    for number, (strategy, enacted, outcome) in enumerate(zip(made, plans, outcomes, strict=True)):
-        trials.append(
-            DatasetTrial(
-                number + 1,
-                "random:lossless",
-                strategy,
-                enacted,
-                outcome,
-                0.0,
-                0.0,
-                "s",
-                disturbed=number == 3,
-            )
-        )
-    trials.append(DatasetTrial(5, "reference", None, None, reference, 0.0, 0.0, "s"))
-    environment = Environment(
-        Conditions(Network.EMULATED, Accelerators.EMULATED), {}, 2, "x86_64", "6.1"
-    )
+    outcomes = [step(0.3), CRASHED, step(0.5), step(0.5)]
+    reference = ("reference", None, None, step(1.0))
+    trials = [trial(0, *reference)]
+    for number, enacted in enumerate(zip(strategies, plans, outcomes, strict=True)):
+        trials.append(trial(number + 1, "random:lossless", *enacted, disturbed=number == 3))
+    trials.append(trial(5, *reference))
+    emulated = Conditions(Network.EMULATED, Accelerators.EMULATED)
+    environment = Environment(emulated, {}, 2, "x86_64", "6.1")
     session = Session("s", "2026-11-22T00:00:00+00:00", environment)
-    domain = Domain("d", "m", "c", WORKLOAD, OTHER, {"issue_s": 0.02}, 2, (session,), tuple(trials))
+    costs = {"issue_s": 0.02}
+    domain = Domain("d", "m", "c", WORKLOAD, OTHER, costs, 2, (session,), tuple(trials))
     campaign = of_domain(domain)
-    assert campaign.measured == (
-        (made[0], plans[0], pytest.approx(0.3)),
-        (made[2], plans[0], pytest.approx(0.5)),
-    )
+    first, third = pytest.approx(0.3), pytest.approx(0.5)
+    expected = ((strategies[0], plans[0], first), (strategies[2], plans[0], third))
+    assert campaign.measured == expected
     assert campaign.left_out == "1 failed, 1 disturbed"
     assert campaign.extractor.cluster.machine_cores == 2
-    wanted = plans[0]
-    assert (
-        campaign.extractor.steps.step_s(wanted)
-        > Extractor(WORKLOAD, OTHER).steps.step_s(wanted) + 0.015
-    )
+    plain_s = Extractor(WORKLOAD, OTHER).steps.step_s(plans[0])
+    assert campaign.extractor.steps.step_s(plans[0]) > plain_s + 0.015
 
 
-def test_a_directory_without_jobs_or_without_enough_trials_is_refused_with_the_fix(
-    tmp_path: Path, capsys
-) -> None:
+def test_a_directory_with_too_few_trials_is_refused_with_the_fix(tmp_path: Path, capsys):
     folders = ["--directory", str(tmp_path), "--output", str(tmp_path / "report")]
     assert main(folders) == 2
-    told = capsys.readouterr()
-    assert told.out == "" and "holds no jobs" in told.err and "--directory" in told.err
+    output = capsys.readouterr()
+    assert output.out == "" and "holds no jobs" in output.err and "--directory" in output.err
     with Store.open(tmp_path / "autotune.db") as store:
         record(store, SMALL)
     assert main(folders) == 2
-    told = capsys.readouterr()
-    assert "the largest of 1 has 19" in told.err and "--budget-trials" in told.err
+    message = capsys.readouterr().err
+    assert "the largest of 1 has 19" in message and "--budget-trials" in message
     assert main([*folders, "--domains", "elsewhere"]) == 2
     assert "'elsewhere' is not" in capsys.readouterr().err

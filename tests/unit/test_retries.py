@@ -7,10 +7,10 @@ from autotune.jobs.campaign.retries import TRIES, persevere
 
 
 class Attempts:
-    """Attempts that each take so many trials and end with an error or well."""
+    """Each attempt takes a number of trials and ends with an error or well."""
 
     def __init__(self, *course: tuple[int, Exception | None]) -> None:
-        self.course, self.trials, self.said = list(course), 0, list[str]()
+        self.course, self.trials, self.messages = list(course), 0, list[str]()
 
     def __call__(self) -> None:
         taken, error = self.course.pop(0)
@@ -18,25 +18,20 @@ class Attempts:
         if error is not None:
             raise error
 
-    def done(self) -> bool:
-        return persevere("domain", self, lambda: self.trials, self.said.append, pause_s=0.0)
+    def succeed(self) -> bool:
+        return persevere("domain", self, lambda: self.trials, self.messages.append, pause_s=0.0)
 
 
-def test_failures_in_a_row_end_it_and_a_trial_between_begins_the_count_anew() -> None:
+def test_only_failures_in_a_row_without_a_trial_end_it():
     failed = LaunchError("a rank is gone")
-    assert not Attempts(*[(0, failed)] * TRIES).done()
+    assert not Attempts(*[(0, failed)] * TRIES).succeed()
     advancing = Attempts(*[(1, failed)] * (2 * TRIES), (5, None))
-    assert advancing.done() and advancing.trials == 2 * TRIES + 5
-    assert (
-        len(advancing.said) == 2 * TRIES
-        and "1 of 3 times in a row: a rank is gone" in advancing.said[-1]
-    )
+    assert advancing.succeed() and advancing.trials == 2 * TRIES + 5
+    assert len(advancing.messages) == 2 * TRIES
+    assert "1 of 3 times in a row: a rank is gone" in advancing.messages[-1]
 
 
-def test_what_cannot_be_gone_on_with_is_not_tried_again() -> None:
+def test_an_error_that_will_return_is_not_tried_again():
     refused = Attempts((1, InvalidInput("another machine")), (0, None))
-    assert (
-        not refused.done()
-        and len(refused.course) == 1
-        and refused.said == ["domain: another machine"]
-    )
+    assert not refused.succeed() and len(refused.course) == 1
+    assert refused.messages == ["domain: another machine"]
