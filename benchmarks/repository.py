@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import platform
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from autotune.jobs.campaign.generated_models import MODELS
 from autotune.jobs.campaign.setups import Setup, generated_setup, script_setup
@@ -33,9 +37,32 @@ def machine() -> dict[str, object]:
     return {"cores": os.cpu_count(), "machine": platform.machine()}
 
 
+def emulated_setting() -> dict[str, object]:
+    """Return the conditions and the hardware of a benchmark on a testbed."""
+    return {"network": "emulated", "accelerators": "emulated", **machine()}
+
+
 def can_emulate() -> bool:
     """Return whether this machine can emulate hosts; if not, print the reason to stderr."""
-    able = capabilities()
-    if not able.possible:
-        print(able.message, file=sys.stderr)
-    return able.possible
+    emulation = capabilities()
+    if not emulation.possible:
+        print(emulation.message, file=sys.stderr)
+    return emulation.possible
+
+
+def option_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser whose help keeps the lines of a benchmark's docstring."""
+    keep_lines = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=description, formatter_class=keep_lines)
+
+
+def last_json(text: str) -> dict[str, Any]:
+    """Parse the last line of a process's output."""
+    result: dict[str, Any] = json.loads(text.splitlines()[-1])
+    return result
+
+
+def run_autotune(*words: str) -> str:
+    """Run a command of `autotune` and return its output; progress goes to stderr."""
+    command = [sys.executable, "-m", "autotune", *words]
+    return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout

@@ -13,14 +13,13 @@ from dataclasses import replace
 
 from autotune.dataset.trials import Domain
 from autotune.jobs.campaign.session import TrialSession
+from autotune.jobs.campaign.strategy_sources import built, drawn, shuffled
 from autotune.jobs.campaign.tuning_jobs import SessionWorld, begin_job, job_spec, open_jobs
 from autotune.jobs.driver import drive
 from autotune.records import Role
 from autotune.rng import generator
 from autotune.sampler.proposer import Proposer
-from autotune.sampler.random import sample_many
 from autotune.simulators.registry import SIMULATORS
-from autotune.strategy_space.builders.registry import seed_strategies
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
 from autotune.tuning.events import Event
@@ -63,46 +62,29 @@ def fixed_strategies(
 
     A smaller count gives a subset. `refused`: as `Profile.cross_step_refused`.
     """
-    lossless, lossy = (_space(lossy, refused) for lossy in (False, True))
-    made = [
-        (f"builder:{name}", strategy)
-        for name, strategy in seed_strategies(domain.workload, domain.cluster, lossy)
-    ]
-    left = max(count - len(made), 0)
-    drawn = [
-        ("random:lossless", strategy)
-        for strategy in sample_many(
-            domain.workload, domain.cluster, lossless, left - left // 2, seed
-        )
-    ]
-    drawn += [
-        ("random:lossy", strategy)
-        for strategy in sample_many(domain.workload, domain.cluster, lossy, left // 2, seed + 1)
-    ]
+    workload, cluster = domain.workload, domain.cluster
+    spaces = _space(False, refused), _space(True, refused)
+    builders = built(workload, cluster, spaces[1])
+    random = drawn(workload, cluster, spaces, max(count - len(builders), 0), seed)
     once: dict[str, tuple[str, Strategy]] = {}
-    for source, strategy in (*made[:count], *drawn):
-        once.setdefault(
-            strategy.id, (source, strategy)
-        )  # in a small space a draw may be hand-made, too
-    found = list(once.values())
-    order = generator(seed, "mixture", domain.workload.id).permutation(len(found)).tolist()
-    return [found[index] for index in order]
+    for source, strategy in (*builders[:count], *random):
+        # In a small space a draw may be a builder's, too.
+        once.setdefault(strategy.id, (source, strategy))
+    return shuffled(list(once.values()), seed, "mixture", workload.id)
 
 
 def _fixed(session: TrialSession, count: int, seed: int, obey: Obey) -> None:
-    domain = session.writer.domain
-    there = {trial.strategy.id for trial in domain.candidates if trial.strategy is not None}
-    wanted = fixed_strategies(
-        domain, count - count // REPEAT_EVERY, seed, session.profile.cross_step_refused
-    )
-    todo = [(source, strategy) for source, strategy in wanted if strategy.id not in there]
-    drawn = sum(trial.kind in ("builder", "random") for trial in domain.candidates)
+    domain, refused = session.writer.domain, session.profile.cross_step_refused
+    tried = {trial.strategy.id for trial in domain.candidates if trial.strategy is not None}
+    wanted = fixed_strategies(domain, count - count // REPEAT_EVERY, seed, refused)
+    todo = [(source, strategy) for source, strategy in wanted if strategy.id not in tried]
+    done = sum(trial.kind in ("builder", "random") for trial in domain.candidates)
     for number, (source, strategy) in enumerate(todo):
         obey()
         if number % REFERENCE_EVERY == 0:
             session.reference()
         session.candidate(source, strategy)
-        if (drawn + number + 1) % REPEAT_EVERY == 0:
+        if (done + number + 1) % REPEAT_EVERY == 0:
             _repeat(session, seed)
     if todo:
         session.reference()  # so that the last trials are between two references

@@ -12,7 +12,6 @@ ours is faster.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -23,8 +22,8 @@ from typing import Any
 from autotune.cluster_file import read_cluster
 from autotune.testbed.bed import running
 from benchmarks.cross_step.rank import OURS, SETTLE_STEPS
-from benchmarks.repository import ROOT, can_emulate, machine
-from benchmarks.testbed_fidelity.processes import WAIT_S, inside, output
+from benchmarks.repository import CLUSTERS, can_emulate, emulated_setting, last_json, option_parser
+from benchmarks.testbed_fidelity.processes import WAIT_S, first_rank_output
 
 MASTER_PORT = 29410
 SLOW_STEPS_S = 8.0  # more than one step of every setup
@@ -32,77 +31,37 @@ SLOW_STEPS_S = 8.0  # more than one step of every setup
 
 def measured(cluster_file: Path, rounds: int, steps: int) -> dict[str, Any]:
     """Return the findings of rank 0."""
-    words = [
-        sys.executable,
-        "-m",
-        "benchmarks.cross_step.rank",
-        str(cluster_file.resolve()),
-        str(rounds),
-        str(steps),
-    ]
+    words = [str(cluster_file.resolve()), str(rounds), str(steps)]
+    wait_s = WAIT_S + rounds * (steps + SETTLE_STEPS) * SLOW_STEPS_S
     with running(read_cluster(cluster_file), name=f"cross-step-{os.getpid()}") as bed:
-        count = len(bed.hosts)
-        shared = {
-            "MASTER_ADDR": bed.hosts[0].address,
-            "MASTER_PORT": str(MASTER_PORT),
-            "GLOO_SOCKET_IFNAME": bed.interface,
-        }
-        shared |= {"WORLD_SIZE": str(count), "OMP_NUM_THREADS": "1"}
-        ranks = [inside(bed, rank, words, RANK=str(rank), **shared) for rank in range(count)]
-        first, *_ = [
-            output(rank, wait_s=WAIT_S + rounds * (steps + SETTLE_STEPS) * SLOW_STEPS_S)
-            for rank in ranks
-        ]
-    found: dict[str, Any] = json.loads(first.splitlines()[-1])
-    return found
+        module = "benchmarks.cross_step.rank"
+        return last_json(first_rank_output(bed, module, words, MASTER_PORT, wait_s))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--cluster",
-        type=Path,
-        default=ROOT / "examples" / "clusters" / "four_hosts.yaml",
-        help="of hosts with one device",
-    )
-    parser.add_argument("--rounds", type=int, default=6, help="blocks per setup (default 6)")
-    parser.add_argument("--steps", type=int, default=6, help="timed steps of a block (default 6)")
+    parser = option_parser(__doc__)
+    add = parser.add_argument
+    four_hosts = CLUSTERS / "four_hosts.yaml"
+    add("--cluster", type=Path, default=four_hosts, help="of hosts with one device")
+    add("--rounds", type=int, default=6, help="blocks per setup (default 6)")
+    add("--steps", type=int, default=6, help="timed steps of a block (default 6)")
     options = parser.parse_args()
     if not can_emulate():
         return 2
-    found = measured(options.cluster, options.rounds, options.steps)
-    medians = {name: statistics.median(values) for name, values in found["taken"].items()}
+    findings = measured(options.cluster, options.rounds, options.steps)
+    taken = findings["taken"]
+    medians = {name: statistics.median(values) for name, values in taken.items()}
     for name, seconds in medians.items():
-        low, _, high = statistics.quantiles(found["taken"][name], n=4)
-        print(
-            f"{name:34} {seconds * 1e3:6.1f} ms per step "
-            f"(quartiles {low * 1e3:.1f} to {high * 1e3:.1f})"
-        )
+        low, _, high = statistics.quantiles(taken[name], n=4)
+        quartiles = f"(quartiles {low * 1e3:.1f} to {high * 1e3:.1f})"
+        print(f"{name:34} {seconds * 1e3:6.1f} ms per step {quartiles}")
     best = min((name for name in medians if name.startswith("DDP")), key=medians.__getitem__)
-    ratios = [
-        theirs / ours
-        for theirs, ours in zip(found["taken"][best], found["taken"][OURS], strict=True)
-    ]
+    ratios = [theirs / ours for theirs, ours in zip(taken[best], taken[OURS], strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     print(f"{OURS}: {middle:.3f} times as fast as {best} (quartiles {low:.3f} to {high:.3f})")
-    setting = {"network": "emulated", "accelerators": "emulated", **machine()}
-    exact = {
-        "identical": found["identical"],
-        "largest_difference_to_ddp": found["largest_difference_to_ddp"],
-    }
-    print(
-        json.dumps(
-            {
-                "ratio_to_best_ddp": middle,
-                "low": low,
-                "high": high,
-                "best_ddp": best,
-                "median_s": medians,
-                **exact,
-                **setting,
-            }
-        )
-    )
+    result = {"ratio_to_best_ddp": middle, "low": low, "high": high, "best_ddp": best}
+    exact = {name: findings[name] for name in ("identical", "largest_difference_to_ddp")}
+    print(json.dumps({**result, "median_s": medians, **exact, **emulated_setting()}))
     return 0
 
 

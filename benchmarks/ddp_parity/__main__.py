@@ -10,7 +10,6 @@ over the pairs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
@@ -19,7 +18,7 @@ import subprocess
 import sys
 from typing import Any
 
-from benchmarks.repository import ROOT
+from benchmarks.repository import ROOT, last_json, option_parser
 from benchmarks.testbed_fidelity.processes import WAIT_S
 
 MODELS = ("resnet", "small_tensors")
@@ -32,29 +31,23 @@ def measured(model: str, ranks: int, pairs: int, steps: int) -> dict[str, Any]:
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     shared |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-m", "benchmarks.ddp_parity.rank", model, str(pairs), str(steps)]
-    started = [
-        subprocess.Popen(
-            words,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **shared, "RANK": str(rank)},
-        )
-        for rank in range(ranks)
-    ]
+    processes = []
+    for rank in range(ranks):
+        environment = {**os.environ, **shared, "RANK": str(rank)}
+        pipe = subprocess.PIPE
+        processes.append(subprocess.Popen(words, cwd=ROOT, stdout=pipe, text=True, env=environment))
     try:
-        texts = [process.communicate(timeout=2 * WAIT_S)[0] for process in started]
+        texts = [process.communicate(timeout=2 * WAIT_S)[0] for process in processes]
     finally:
-        for process in started:
+        for process in processes:
             process.kill()
-    if any(process.returncode for process in started):
-        raise SystemExit("a rank failed; look at what it said above")
-    found: dict[str, Any] = json.loads(texts[0].splitlines()[-1])
-    return found
+    if any(process.returncode for process in processes):
+        raise SystemExit("a rank failed; see its output above")
+    return last_json(texts[0])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = option_parser(__doc__)
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=MODELS)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=20, help="pairs of blocks (default 20)")
@@ -63,34 +56,20 @@ def main() -> int:
     if options.pairs < 2:
         parser.error("quartiles need at least 2 pairs")
     result: dict[str, Any] = {"ratio_median": 0.0}
+    copied = ("ddp_s", "variables", "bucket_bytes", "buckets_by_rule", "backend")
     for model in options.models:
-        found = measured(model, options.ranks, options.pairs, options.steps)
-        low, middle, high = statistics.quantiles(found["ratios"], n=4)
-        print(
-            f"{model}: ours / torch's DDP {middle:.3f} (quartiles {low:.3f} to {high:.3f}); "
-            f"DDP {found['ddp_s'] * 1e3:.2f} ms per step"
-        )
-        print(
-            f"  {found['backend']}; by the rule for default buckets: "
-            f"{'yes' if found['buckets_by_rule'] else 'no'}"
-        )
-        findings = {
-            key: found[key]
-            for key in ("ddp_s", "variables", "bucket_bytes", "buckets_by_rule", "backend")
-        }
-        result[model] = {"median": middle, "low": low, "high": high, **findings}
+        figures = measured(model, options.ranks, options.pairs, options.steps)
+        low, middle, high = statistics.quantiles(figures["ratios"], n=4)
+        ratio = f"{middle:.3f} (quartiles {low:.3f} to {high:.3f})"
+        ddp = f"DDP {figures['ddp_s'] * 1e3:.2f} ms per step"
+        print(f"{model}: ours / torch's DDP {ratio}; {ddp}")
+        by_rule = "yes" if figures["buckets_by_rule"] else "no"
+        print(f"  {figures['backend']}; by the rule for default buckets: {by_rule}")
+        result[model] = {"median": middle, "low": low, "high": high}
+        result[model] |= {key: figures[key] for key in copied}
         result["ratio_median"] = max(result["ratio_median"], middle)
-    print(
-        json.dumps(
-            result
-            | {
-                "ranks": options.ranks,
-                "pairs": options.pairs,
-                "cores": os.cpu_count(),
-                "backend": "gloo",
-            }
-        )
-    )
+    setting = {"ranks": options.ranks, "pairs": options.pairs, "cores": os.cpu_count()}
+    print(json.dumps({**result, **setting, "backend": "gloo"}))
     return 0
 
 

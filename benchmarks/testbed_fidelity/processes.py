@@ -29,9 +29,26 @@ def output(process: subprocess.Popen[str], wait_s: float = WAIT_S) -> str:
     text, _ = process.communicate(timeout=wait_s)
     if process.returncode != 0:
         raise SystemExit(
-            f"{process.args!r} ended with status {process.returncode}; look at what it said above"
+            f"{process.args!r} ended with status {process.returncode}; see its output above"
         )
     return text
+
+
+def first_rank_output(
+    bed: Testbed, module: str, words: Sequence[str], port: int, wait_s: float = WAIT_S
+) -> str:
+    """Run a module as one rank in every host and return what rank 0 printed."""
+    shared = {
+        "MASTER_ADDR": bed.hosts[0].address,
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": bed.interface,
+        "WORLD_SIZE": str(len(bed.hosts)),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", module, *words]
+    ranks = [inside(bed, rank, command, RANK=str(rank), **shared) for rank in range(len(bed.hosts))]
+    outputs = [output(rank, wait_s) for rank in ranks]
+    return outputs[0]
 
 
 def streams(bed: Testbed, pairs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
