@@ -10,7 +10,6 @@ object; `ratio_to_torch` is PowerSGD's time / that of torch's hook.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import platform
@@ -26,6 +25,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from autotune.strategy_space.plan import TensorSlice
+from benchmarks.repository import option_parser
 from runtime_rewriter.pytorch.exchange.power_sgd import LowRank, initial_start, matrix_shape
 from runtime_rewriter.pytorch.exchange.quantise import QuantisedRows, RowLayout
 from runtime_rewriter.pytorch.exchange.residuals import Feedback, Residuals
@@ -157,7 +157,7 @@ def torch_power_sgd(shapes: list[tuple[int, int]], rank: int) -> Callable[[], No
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = option_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--ratio", type=float, default=0.01, help="of top-k")
     parser.add_argument("--rank", type=int, default=4, help="of PowerSGD")

@@ -11,7 +11,6 @@ gradients. The last line is one JSON object.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -38,7 +37,7 @@ from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Compressor, Strategy
 from autotune.workload import Workload
 from benchmarks.memory_accuracy.c10_memory import built
-from benchmarks.repository import ROOT, machine
+from benchmarks.repository import ROOT, machine, option_parser
 
 MODELS = ("resnet_digits", "gpt_text", "lstm_text", "ncf_ratings", "clicks")
 """The examples' models, and one more."""
@@ -127,7 +126,7 @@ def cases(workload: Workload, cluster: Cluster, chosen: list[str]) -> dict[str, 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = option_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument(
         "--strategies", nargs="*", default=list(STRATEGIES), choices=list(STRATEGIES)

@@ -12,7 +12,6 @@ object.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import statistics
@@ -32,7 +31,7 @@ from autotune.recordings.memory_profile import MemoryProfile
 from benchmarks.memory_accuracy.c10_memory import AllocatorCounter, built
 from benchmarks.memory_accuracy.models import JOBS
 from benchmarks.memory_passes.checkpointed import Stack, computed_again, training
-from benchmarks.repository import machine
+from benchmarks.repository import machine, option_parser
 from runtime_rewriter.recording.memory.fixed_share import ModuleCall, fixed_share
 from runtime_rewriter.recording.memory.recorder import MemoryRecorder
 
@@ -139,7 +138,7 @@ def ways(subject: Subject) -> Iterator[tuple[str, MemoryWay]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = option_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=list(SUBJECTS), choices=list(SUBJECTS))
     parser.add_argument("--rounds", type=int, default=7, help="blocks of each way (default 7)")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of a block (default 4)")

@@ -34,7 +34,7 @@ from benchmarks.outcome.kept import OutcomeSettings
 from benchmarks.outcome.measure import DOMAINS, measure
 from benchmarks.outcome.report import section
 from benchmarks.outcome.results import last_line, row_of
-from benchmarks.repository import can_emulate
+from benchmarks.repository import can_emulate, option_parser
 
 MARKS = (25, 50, 100, 200)
 QUICK_TRIALS = 10
@@ -86,9 +86,7 @@ def measured(setup: Setup, folder: Path, settings: OutcomeSettings, quick: bool)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument(
         "--folder",
         type=Path,

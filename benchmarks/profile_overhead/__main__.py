@@ -27,7 +27,6 @@ ResNet, which took 110 or 130 ms. `--ordinary-heap` keeps that behaviour.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import multiprocessing
@@ -47,6 +46,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.profile_overhead.models import MODELS
+from benchmarks.repository import option_parser
 from runtime_rewriter.recording.collectives import CollectiveLog
 from runtime_rewriter.recording.kineto import KinetoTrace
 from runtime_rewriter.recording.settings import PROFILE_STEPS, RecordSettings
@@ -255,9 +255,7 @@ def _told(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=sorted(MODELS))
     parser.add_argument(
         "--blocks", type=int, default=40, help="pairs of blocks per model (default 40)"

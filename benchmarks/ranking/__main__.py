@@ -41,6 +41,7 @@ from benchmarks.ranking.trials import (
     plans_by_domain,
     points_of,
 )
+from benchmarks.repository import option_parser
 
 SMALLEST_DOMAIN = 20
 """A domain with fewer plans is not tested: its test part would be smaller than ten."""
@@ -147,49 +148,42 @@ def usable(
 
 
 def limited(points: Sequence[Point], most: int | None) -> list[Point]:
-    """Return at most so many plans of each domain, the first of its random order."""
+    """Return at most `most` plans of each domain, the first of its random order."""
     if most is None:
         return list(points)
-    kept: dict[str, set[str]] = {}
-    found = []
+    chosen: dict[str, set[str]] = {}
+    remaining = []
     for point in points:
-        plans = kept.setdefault(point.domain, set())
+        plans = chosen.setdefault(point.domain, set())
         if point.plan_id in plans or len(plans) < most:
             plans.add(point.plan_id)
-            found.append(point)
-    return found
+            remaining.append(point)
+    return remaining
 
 
 def described(campaigns: Sequence[Campaign], points: Sequence[Point], tested: Sequence[str]) -> str:
     """Return a table of the domains, campaigns and trials."""
     plans = plans_by_domain(points)
-    lines = [
-        "| domain | tested | campaigns | trials | plans | left out |",
-        "|---|---|---|---|---|---|",
-    ]
+    header = "| domain | tested | campaigns | trials | plans | left out |"
+    lines = [header, "|---|---|---|---|---|---|"]
     for name in sorted({campaign.domain for campaign in campaigns}):
         own = [campaign for campaign in campaigns if campaign.domain == name]
-        trials, left_out = (
-            sum(len(campaign.measured) for campaign in own),
-            "; ".join(c.left_out for c in own if c.left_out),
-        )
-        tests = "yes" if name in tested else "no"
-        lines.append(
-            f"| {name} | {tests} | {len(own)} | {trials} | {len(plans.get(name, []))} "
-            f"| {left_out} |"
-        )
+        trials = sum(len(campaign.measured) for campaign in own)
+        left_out = "; ".join(campaign.left_out for campaign in own if campaign.left_out)
+        tests, count = "yes" if name in tested else "no", len(plans.get(name, []))
+        lines.append(f"| {name} | {tests} | {len(own)} | {trials} | {count} | {left_out} |")
     return "\n".join(lines) + "\n"
 
 
 def planned(
     points: Sequence[Point], domains: Sequence[str], study: Study, names: Mapping[str, Maker]
 ) -> list[tuple[str, int]]:
-    """Return (ranker, trials) of every training, found by a run with simulators that do nothing."""
-    found: list[tuple[str, int]] = []
+    """Return (ranker, trials) of every training, from a run with simulators that do nothing."""
+    trainings: list[tuple[str, int]] = []
     makers = {name: cast(Maker, _Untrained) for name in names}
-    trainer = Trainer(points, makers, lambda name, count: found.append((name, count)))
+    trainer = Trainer(points, makers, lambda name, count: trainings.append((name, count)))
     run(points, domains, study, trainer)
-    return found
+    return trainings
 
 
 class _Untrained:
@@ -235,99 +229,44 @@ def _share(text: str) -> float:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.ranking",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = option_parser(__doc__)
+    parser.prog = "python -m benchmarks.ranking"
     source = parser.add_argument_group("trials").add_mutually_exclusive_group()
     source.add_argument("--dataset", type=Path, nargs="+", help="folders of datasets")
-    source.add_argument(
-        "--directory",
-        type=Path,
-        default=Path("autotune-jobs"),
-        help="where jobs are kept (default autotune-jobs)",
-    )
+    jobs, reports = Path("autotune-jobs"), Path("ranking-report")
+    kept = "where jobs are kept (default autotune-jobs)"
+    source.add_argument("--directory", type=Path, default=jobs, help=kept)
     transfers = [kind.name.lower() for kind in HeldOut]
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("ranking-report"),
-        help="folder of the report (default ranking-report)",
-    )
-    parser.add_argument(
-        "--domains", nargs="*", default=[], help="tested ones (default: all that are large enough)"
-    )
-    parser.add_argument(
-        "--smallest",
-        type=_at_least(3),
-        default=SMALLEST_DOMAIN,
-        help="plans that a tested domain has (default 20)",
-    )
-    parser.add_argument(
-        "--rankers",
-        nargs="*",
-        default=list(RANKERS),
-        choices=RANKERS,
-        help="learned ones (default: all)",
-    )
-    parser.add_argument(
-        "--paper",
-        action="store_true",
-        help="sizes and epochs of the paper instead of the tuner's (many times longer)",
-    )
-    parser.add_argument(
-        "--epochs", type=_at_least(1), help="of every training (default: the recipe's)"
-    )
-    parser.add_argument(
-        "--seeds",
-        type=_at_least(1),
-        default=3,
-        help="test parts and trainings per domain (default 3)",
-    )
-    parser.add_argument(
-        "--sizes",
-        type=_at_least(2),
-        nargs="*",
-        default=list(SIZES),
-        help="of the learning curve, plans (default 25 to 400)",
-    )
-    parser.add_argument(
-        "--test-share",
-        type=_share,
-        default=0.3,
-        help="of a domain's plans (default 0.3; the paper's: 0.15)",
-    )
-    parser.add_argument(
-        "--transfers",
-        nargs="*",
-        default=transfers,
-        choices=transfers,
-        help="what is held out (default: all four)",
-    )
-    parser.add_argument(
-        "--tuned-from",
-        choices=[*transfers, "none"],
-        default="domain",
-        help="transfer that goes on with own trials",
-    )
-    parser.add_argument(
-        "--source-plans",
-        type=_at_least(2),
-        default=60,
-        help="most plans of each source domain (default 60)",
-    )
-    parser.add_argument(
-        "--max-plans", type=_at_least(3), help="of each domain in all (default: all)"
-    )
-    parser.add_argument(
-        "--no-choice",
-        action="store_true",
-        help="leave out what the tuner's cross-validation would choose",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print nothing but the last line on stdout"
-    )
+    one, two, three = _at_least(1), _at_least(2), _at_least(3)
+
+    def add(name: str, text: str, **settings: Any) -> None:
+        parser.add_argument(name, help=text, **settings)
+
+    def some(name: str, text: str, values: Sequence[str]) -> None:
+        add(name, text, nargs="*", default=list(values), choices=values)
+
+    add("--output", f"folder of the report (default {reports})", type=Path, default=reports)
+    add("--domains", "tested ones (default: all that are large enough)", nargs="*", default=[])
+    smallest = "plans that a tested domain has (default 20)"
+    add("--smallest", smallest, type=three, default=SMALLEST_DOMAIN)
+    some("--rankers", "learned ones (default: all)", RANKERS)
+    paper = "sizes and epochs of the paper instead of the tuner's (many times longer)"
+    add("--paper", paper, action="store_true")
+    add("--epochs", "of every training (default: the recipe's)", type=one)
+    add("--seeds", "test parts and trainings per domain (default 3)", type=one, default=3)
+    sizes = "of the learning curve, plans (default 25 to 400)"
+    add("--sizes", sizes, type=two, nargs="*", default=list(SIZES))
+    share = "of a domain's plans (default 0.3; the paper's: 0.15)"
+    add("--test-share", share, type=_share, default=0.3)
+    some("--transfers", "what is held out (default: all four)", transfers)
+    tuned_from = "transfer that goes on with own trials"
+    add("--tuned-from", tuned_from, choices=[*transfers, "none"], default="domain")
+    most = "most plans of each source domain (default 60)"
+    add("--source-plans", most, type=two, default=60)
+    add("--max-plans", "of each domain in all (default: all)", type=three)
+    no_choice = "leave out what the tuner's cross-validation would choose"
+    add("--no-choice", no_choice, action="store_true")
+    add("--json", "print nothing but the last line on stdout", action="store_true")
     return parser.parse_args(arguments)
 
 

@@ -12,7 +12,6 @@ one JSON object. `benchmarks.ranking --dataset DIRECTORY` compares learned simul
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import sys
@@ -28,7 +27,7 @@ from autotune.jobs.campaign.domain_features import domain_extractor
 from autotune.simulators.evaluation import kendall_tau
 from autotune.strategy_space.plan import Plan, PlannedStrategy, plan
 from benchmarks.replay_accuracy.trials import CLUSTERS, MODELS, collect, collected
-from benchmarks.repository import can_emulate, machine, setup_of
+from benchmarks.repository import can_emulate, machine, option_parser, setup_of
 
 console = Console(stderr=True, highlight=False, markup=False)
 
@@ -157,9 +156,7 @@ def shown(title: str, rows: Sequence[PredictedStep]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument(
         "--folder",
         type=Path,

@@ -7,17 +7,15 @@ See `autotune.jobs.campaign.runtime_costs`. The last line is one JSON object: na
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 
 from autotune.jobs.campaign.runtime_costs import PAUSE_S, measured_costs
+from benchmarks.repository import option_parser
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     parser.add_argument(
         "--ranks", type=int, default=1, help="processes that work at once (default 1)"
     )

@@ -9,7 +9,6 @@ which does not change their speed. The last line is one JSON object; seconds are
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import sys
@@ -26,6 +25,7 @@ from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
 from autotune.zoo.architectures import workload
 from autotune.zoo.clusters import CLUSTERS
+from benchmarks.repository import option_parser
 
 FITTED = 60
 
@@ -33,7 +33,7 @@ FITTED = 60
 def main() -> int:
     import torch
 
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = option_parser(__doc__)
     parser.add_argument("--model", default="bert-base")
     parser.add_argument("--cluster", default="B7", choices=list(CLUSTERS))
     parser.add_argument("--strategies", type=int, default=2000)

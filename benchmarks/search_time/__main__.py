@@ -15,7 +15,6 @@ replay is loaded before.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -37,6 +36,7 @@ from autotune.strategy_space.builders.registry import seed_strategies
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.zoo.assumed_models import assumed_ops
+from benchmarks.repository import option_parser
 
 PROFILED = ("resnet50", "vgg16", "inception_v3")
 BERT = "bert-base"
@@ -168,9 +168,7 @@ def measure(case: Case, budget: Budget, ablation_s: float) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = option_parser(__doc__)
     default = os.environ.get(
         "AUTOTUNE_REFERENCE_DATA", str(Path(__file__).parents[2] / "../shared/data")
     )

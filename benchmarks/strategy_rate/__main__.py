@@ -8,7 +8,6 @@ is one JSON object.
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import statistics
@@ -21,10 +20,11 @@ from autotune.strategy_space.plan import plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.zoo.architectures import workload
 from autotune.zoo.clusters import CLUSTERS
+from benchmarks.repository import option_parser
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = option_parser(__doc__)
     parser.add_argument("--model", default="bert-large")
     parser.add_argument("--cluster", default="B7", choices=list(CLUSTERS))
     parser.add_argument("--strategies", type=int, default=300, help="per repeat")

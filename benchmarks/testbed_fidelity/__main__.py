@@ -14,11 +14,9 @@ The last line is one JSON object; every error is relative.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -43,8 +41,8 @@ from autotune.strategy_space.builders.collectives import reduce_scatter_all_gath
 from autotune.strategy_space.plan import Plan, plan
 from autotune.testbed.bed import Testbed, running
 from autotune.workload import Workload
-from benchmarks.repository import ROOT, can_emulate, machine
-from benchmarks.testbed_fidelity.processes import inside, output, streams
+from benchmarks.repository import ROOT, can_emulate, last_json, machine, option_parser, run_autotune
+from benchmarks.testbed_fidelity.processes import first_rank_output, streams
 from runtime_rewriter.world.command import read_command
 from runtime_rewriter.world.world import World
 
@@ -108,22 +106,9 @@ def all_reduce_errors(
     """Return bytes -> (fresh - fitted) / fresh time; the fit is from another testbed."""
     given, probed = directory / "cluster.yaml", directory / "probed.yaml"
     given.write_text(cluster_yaml(cluster_of(rates_mbit)))
-    words = [
-        "probe",
-        "--testbed",
-        str(given),
-        "--accelerators",
-        "emulated",
-        "--budget-time",
-        budget,
-        "--output",
-        str(probed),
-    ]
-    subprocess.run(
-        [sys.executable, "-m", "autotune", *words, "--directory", str(directory)],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
+    hosts = ["--testbed", str(given), "--accelerators", "emulated"]
+    files = ["--output", str(probed), "--directory", str(directory)]
+    run_autotune("probe", *hosts, "--budget-time", budget, *files)
     fit = read_cluster(probed).fit("all_reduce", len(rates_mbit))
     assert fit is not None
     with running(cluster_of(rates_mbit), name=f"fidelity-{os.getpid()}") as bed:
@@ -132,25 +117,11 @@ def all_reduce_errors(
 
 
 def _fresh_times(bed: Testbed, repeats: int) -> dict[int, float]:
-    words = [
-        sys.executable,
-        "-m",
-        "benchmarks.testbed_fidelity.all_reduce_times",
-        str(repeats),
-        *map(str, FRESH_BYTES),
-    ]
-    shared = {
-        "MASTER_ADDR": bed.hosts[0].address,
-        "MASTER_PORT": str(MASTER_PORT),
-        "GLOO_SOCKET_IFNAME": bed.interface,
-    }
-    count = {"WORLD_SIZE": str(len(bed.hosts)), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        inside(bed, rank, words, RANK=str(rank), **shared, **count)
-        for rank in range(len(bed.hosts))
-    ]
-    first, *_ = [output(rank) for rank in ranks]
-    return {int(size): float(seconds) for size, seconds in json.loads(first).items()}
+    module = "benchmarks.testbed_fidelity.all_reduce_times"
+    times_s = last_json(
+        first_rank_output(bed, module, [str(repeats), *map(str, FRESH_BYTES)], MASTER_PORT)
+    )
+    return {int(size): float(seconds) for size, seconds in times_s.items()}
 
 
 def spreads(
@@ -192,7 +163,7 @@ def _trial(world: World, number: int, wanted: Plan | None) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = option_parser(__doc__)
     parser.add_argument(
         "--only", choices=["goodput", "allreduce", "spread"], help="one part, for a first look"
     )
