@@ -81,7 +81,8 @@ def sample(mixture, folder: Path, count: int, obey: Callable[[], None] = lambda:
         if writer.described is None:
             writer.describe(DESCRIPTION)
         writer.begin_session(Environment(Conditions(), {}, 2, "x86_64", "6.1"))
-        session = TrialSession(PlannedWorld(), writer, setup, length, PROFILE, ignore)
+        world: Any = PlannedWorld()
+        session = TrialSession(world, writer, setup, length, PROFILE, ignore)
         mixture.sample_domain(session, count, 0, obey)
     return read_domain(folder)
 

@@ -33,8 +33,9 @@ def record(folder: Path, name: str, count: int) -> Domain:
     conditions = Conditions(Network.EMULATED, Accelerators.EMULATED)
     with opened(folder / name) as writer:
 
-        def append(source, *enacted):
-            writer.append(DatasetTrial(len(writer.trials), source, *enacted, 0.2, 1e9, "0"))
+        def append(source, strategy, plan, step):
+            number = len(writer.trials)
+            writer.append(DatasetTrial(number, source, strategy, plan, step, 0.2, 1e9, "0"))
 
         writer.describe(Description(name, "small", "local", WORKLOAD, CLUSTER, {}, 2, ()))
         writer.begin_session(Environment(conditions, {"torch": "2.13.0"}, 2, "x86_64", "6.1"))

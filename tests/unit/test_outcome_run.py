@@ -81,8 +81,8 @@ def made_variable(number):
     return Variable(f"v{number}", (256, 1024), ready_s=ready_s, needed_s=needed_s)
 
 
-TIMES_S = {"forward_s": 0.06, "backward_s": 0.07, "update_s": 0.001}
-WORKLOAD = Workload("made", tuple(map(made_variable, range(6))), **TIMES_S)
+VARIABLES = tuple(map(made_variable, range(6)))
+WORKLOAD = Workload("made", VARIABLES, forward_s=0.06, backward_s=0.07, update_s=0.001)
 CLUSTER = Cluster("up", tuple(Host(f"h{number}", 1, 1e8, 1e-4, 1e9, 1e-5) for number in range(2)))
 PROFILE = Profile(WORKLOAD, (), {"torch": "2.13.0"}, 2, "", (("h0", 1), ("h1", 1)))
 SETUP = Setup("made", Path("up.yaml"), ("train.py",))

@@ -254,8 +254,10 @@ def test_replayed_times_are_stored_by_what_they_depend_on(jobs: Jobs, tmp_path: 
 def test_only_undisturbed_trials_of_a_dataset_count_with_their_enacted_plans():
     """Times are at the machine's usual speed, and the replay uses the costs of that machine."""
 
-    def trial(number, source, *enacted, disturbed=False):
-        return DatasetTrial(number, source, *enacted, 0.0, 0.0, "s", disturbed=disturbed)
+    def trial(number, source, strategy, enacted, outcome):
+        disturbed = number == 4
+        trial = (number, source, strategy, enacted, outcome, 0.0, 0.0, "s")
+        return DatasetTrial(*trial, disturbed=disturbed)
 
     def step(step_s):
         return Measured(((step_s, step_s),), 0.0)
@@ -267,7 +269,7 @@ def test_only_undisturbed_trials_of_a_dataset_count_with_their_enacted_plans():
     reference = ("reference", None, None, step(1.0))
     trials = [trial(0, *reference)]
     for number, enacted in enumerate(zip(strategies, plans, outcomes, strict=True)):
-        trials.append(trial(number + 1, "random:lossless", *enacted, disturbed=number == 3))
+        trials.append(trial(number + 1, "random:lossless", *enacted))
     trials.append(trial(5, *reference))
     emulated = Conditions(Network.EMULATED, Accelerators.EMULATED)
     environment = Environment(emulated, {}, 2, "x86_64", "6.1")

@@ -183,8 +183,10 @@ def test_no_simulator_trains_on_what_is_held_out(held_out: HeldOut):
 
 
 def test_a_model_under_two_names_is_one_model():
-    other = {"model": "renamed", "domain": "renamed on wide"}
-    given = [replace(p, **other) if p.domain == "a on wide" else p for p in points()]
+    def renamed(p: Point) -> Point:
+        return replace(p, model="renamed", domain="renamed on wide")
+
+    given = [renamed(p) if p.domain == "a on wide" else p for p in points()]
     for held_out in (HeldOut.DOMAIN, HeldOut.MODEL, HeldOut.BOTH):
         sources = sources_for(given, "a on even", held_out, None, NONE)
         allowed = held_out is HeldOut.DOMAIN

@@ -299,7 +299,7 @@ WRONG |= {"validation_share": 1.0, "prior_weight": -1.0}
 @pytest.mark.parametrize(("name", "value"), WRONG.items())
 def test_a_recipe_that_cannot_train_is_refused(name: str, value: float):
     with pytest.raises(InvalidInput):
-        TrainingRecipe(**{name: value})
+        TrainingRecipe(**{name: value})  # type: ignore[arg-type]
 
 
 def test_an_example_needs_a_real_measurement():
