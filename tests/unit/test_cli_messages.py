@@ -7,17 +7,15 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+from command_line import error_output
 
 from autotune.cli import main
 from autotune.storage.store import Store
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train_small.py"
-LAUNCH = ["--", "torchrun", "--nproc-per-node", "2", str(SCRIPT)]
-
-
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main(list(words)) == 2
-    return capsys.readouterr().err
+TORCHRUN = ["torchrun", "--nproc-per-node"]
+LAUNCH = ["--", *TORCHRUN, "2", SCRIPT]
+SEARCHES = "'autosync', 'no-simulator', 'random', 'bayes' or 'fusion', but is 'genetic'"
 
 
 @pytest.mark.parametrize(
@@ -30,99 +28,66 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
             "budget_time needs a time such as 50us, 30s or 5min, but is 'soon'",
         ),
         ("search: autosync", "field 'command' is required, but missing"),
-        (
-            "command: torchrun x.py\nsearch: genetic",
-            "Input should be 'autosync', 'no-simulator', 'random', 'bayes' or 'fusion', "
-            "but is 'genetic'",
-        ),
+        ("command: torchrun x.py\nsearch: genetic", f"Input should be {SEARCHES}"),
         ("- a\n- b", "job.yaml"),
     ],
 )
-def test_a_wrong_job_file_is_refused_with_field_value_and_rule(
-    capsys, tmp_path, yaml, message
-) -> None:
-    (tmp_path / "job.yaml").write_text(yaml)
-    assert message in refused(
-        capsys, "tune", str(tmp_path / "job.yaml"), "--directory", str(tmp_path / "jobs")
-    )
+def test_a_wrong_job_file_is_refused_with_its_rule(capsys, tmp_path, yaml, message) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml)
+    assert message in error_output(capsys, "tune", path, "--directory", tmp_path / "jobs")
     assert not (tmp_path / "jobs").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["tune"], "nothing to tune: give a command, for example"),
-        (
-            ["tune", "--", "torchrun", "--nproc-per-node", "2", "absent.py"],
-            "the training script must be a file, but 'absent.py' is not found",
-        ),
-        (
-            ["tune", "--", "torchrun", "--nprocs", "2", str(SCRIPT)],
-            "torchrun does not understand its options",
-        ),
-        (
-            ["tune", "--", "bash", "train.sh"],
-            "must start with torchrun, python or a script.py, but starts with 'bash'",
-        ),
-        (
-            ["tune", "--", "python", str(SCRIPT)],
-            "the number of workers is not known; use torchrun --nproc-per-node N",
-        ),
-        (
-            ["tune", "--", "torchrun", "--nproc-per-node", "1", str(SCRIPT)],
-            "between two or more workers, but the command asks for 1",
-        ),
-        (["tune", "--workers", "4", *LAUNCH], "--workers and torchrun must agree, but are 4 and 2"),
-        (
-            ["tune", "--simulators", "tree", *LAUNCH],
-            "simulators must be some of linear, rnn, gat, but are tree",
-        ),
-        (["tune", "--warmup-steps", "0", *LAUNCH], "warmup_steps must be at least 1"),
-        (["tune", "--master-ports", "9-1", *LAUNCH], "--master-ports needs FIRST-LAST"),
-        (["run", "--strategy", "absent.json", *LAUNCH], "cannot read absent.json"),
-        (["run", "--strategy", "absent.json"], "nothing to run"),
-    ],
-)
-def test_a_wrong_command_line_is_refused_before_anything_is_written(
-    capsys, tmp_path, words, message
-) -> None:
-    if words[0] == "tune":
-        words = ["tune", "--directory", str(tmp_path / "jobs"), *words[1:]]
-    assert message in refused(capsys, *words)
+TUNE = [
+    ([], "nothing to tune: give a command, for example"),
+    (["--", *TORCHRUN, "2", "absent.py"], "must be a file, but 'absent.py' is not found"),
+    (["--", "torchrun", "--nprocs", "2", SCRIPT], "torchrun does not understand its options"),
+    (
+        ["--", "bash", "train.sh"],
+        "must start with torchrun, python or a script.py, but starts with 'bash'",
+    ),
+    (
+        ["--", "python", SCRIPT],
+        "the number of workers is not known; use torchrun --nproc-per-node N",
+    ),
+    (["--", *TORCHRUN, "1", SCRIPT], "between two or more workers, but the command asks for 1"),
+    (["--workers", "4", *LAUNCH], "--workers and torchrun must agree, but are 4 and 2"),
+    (["--simulators", "tree", *LAUNCH], "must be some of linear, rnn, gat, but are tree"),
+    (["--warmup-steps", "0", *LAUNCH], "warmup_steps must be at least 1"),
+    (["--master-ports", "9-1", *LAUNCH], "--master-ports needs FIRST-LAST"),
+]
+RUN = [(LAUNCH, "cannot read absent.json"), ([], "nothing to run")]
+
+
+@pytest.mark.parametrize(("words", "message"), TUNE)
+def test_a_wrong_command_line_writes_nothing(capsys, tmp_path, words, message) -> None:
+    assert message in error_output(capsys, "tune", "--directory", tmp_path / "jobs", *words)
     assert not (tmp_path / "jobs").exists()
+
+
+@pytest.mark.parametrize(("words", "message"), RUN)
+def test_a_run_without_its_strategy_or_command_is_refused(capsys, words, message) -> None:
+    assert message in error_output(capsys, "run", "--strategy", "absent.json", *words)
 
 
 def test_a_cluster_of_another_size_is_refused(capsys, tmp_path) -> None:
-    (tmp_path / "cluster.yaml").write_text("hosts: [{name: a, devices: 4}]")
-    error = refused(
-        capsys,
-        "tune",
-        "--cluster",
-        str(tmp_path / "cluster.yaml"),
-        "--directory",
-        str(tmp_path / "jobs"),
-        *LAUNCH,
-    )
-    assert (
-        "must have as many devices as the job has workers, but has 4 for 2; "
-        "change --nproc-per-node or the cluster file" in error
-    )
+    path = tmp_path / "cluster.yaml"
+    path.write_text("hosts: [{name: a, devices: 4}]")
+    options = ("--cluster", path, "--directory", tmp_path / "jobs")
+    error = error_output(capsys, "tune", *options, *LAUNCH)
+    assert "must have as many devices as the job has workers, but has 4 for 2; " in error
+    assert "; change --nproc-per-node or the cluster file" in error
 
 
-def test_a_directory_that_cannot_be_made_is_refused(capsys, tmp_path) -> None:
+def test_an_unusable_directory_is_refused(capsys, tmp_path) -> None:
     (tmp_path / "file").write_text("")
-    error = refused(capsys, "tune", "--directory", str(tmp_path / "file" / "jobs"), *LAUNCH)
+    error = error_output(capsys, "tune", "--directory", tmp_path / "file" / "jobs", *LAUNCH)
     assert "cannot be created" in error and "choose another --directory" in error
-
-
-def test_a_read_only_directory_is_refused(capsys) -> None:
-    error = refused(
-        capsys, "tune", "--directory", "/sys", *LAUNCH
-    )  # read-only for everybody, root included
-    assert (
-        "/sys/autotune.db must be readable and writable" in error
-        and "check its permissions or give another path" in error
-    )
+    # /sys is read-only for everybody, root included.
+    error = error_output(capsys, "tune", "--directory", "/sys", *LAUNCH)
+    assert "/sys/autotune.db must be readable and writable" in error
+    assert "check its permissions or give another path" in error
 
 
 def test_a_store_from_a_newer_version_is_refused_and_left_alone(capsys, tmp_path) -> None:
@@ -143,6 +108,5 @@ def test_json_errors_are_json_too(capsys, tmp_path) -> None:
 
 def test_resuming_without_an_unfinished_job_is_refused(capsys, tmp_path) -> None:
     Store.open(tmp_path / "autotune.db").close()
-    assert "there is no unfinished job" in refused(
-        capsys, "tune", "--resume", "--directory", str(tmp_path)
-    )
+    error = error_output(capsys, "tune", "--resume", "--directory", tmp_path)
+    assert "there is no unfinished job" in error

@@ -18,10 +18,8 @@ def first_line(decision: Decision) -> str:
 
 
 def test_the_headline_names_the_export_or_only_the_reason() -> None:
-    exported = Decision("strategy-1", "faster than the current setup", None, "strategy-1")
-    assert (
-        first_line(exported)
-        == "exported strategy-1: faster than the current setup [emulated network]"
-    )
+    reason = "faster than the current setup"
+    exported = Decision("strategy-1", reason, None, "strategy-1")
+    assert first_line(exported) == f"exported strategy-1: {reason} [emulated network]"
     kept = Decision(CURRENT_SETUP, "no better, so the current setup stays", None, None)
     assert first_line(kept) == "no better, so the current setup stays [emulated network]"

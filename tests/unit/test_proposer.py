@@ -1,4 +1,4 @@
-"""What a job may propose: what its script refuses is not among it."""
+"""The strategies that a job proposes, and those that it leaves out."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from autotune.records import (
 from autotune.sampler.proposer import CUT_SHORT, Proposer
 from autotune.strategy_space.enactable import refusal_reason
 from autotune.strategy_space.plan import plan
-from autotune.strategy_space.strategy import Compressor, Strategy
-from autotune.tuning.events import Profiled, Proposed, TrialFinished
+from autotune.strategy_space.strategy import Compressor
+from autotune.tuning.events import Profiled, Proposal, Proposed, TrialFinished
 from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec, Search
 from autotune.workload import Variable, Workload
@@ -30,106 +30,84 @@ from autotune.workload import Variable, Workload
 MODEL = Workload("m", tuple(Variable(f"v{i}", (300, 200)) for i in range(12)), (), 0.1, 0.2)
 
 
-@pytest.mark.parametrize(
-    ("refused", "across"), [("", True), ("gradients are clipped by their global norm", False)]
-)
-def test_no_strategy_crosses_steps_where_the_script_cannot(refused: str, across: bool) -> None:
-    cluster = Cluster.local(4)
-    spec = JobSpec(
-        ("torchrun", "train.py"), 4, cluster, search=Search.AUTOSYNC, samples_per_round=60
-    )
-    history = History((Profiled(MODEL, cluster, 1.0, {"torch": "2.13.0"}, refused),), 0.1)
-    proposed = Proposer(spec, {}).propose(history, 0, 40)
-    assert len(proposed.proposals) == 40
-    assert any(proposal.strategy.cross_step for proposal in proposed.proposals) is across
+SLOW_NETWORK = Cluster("slow", tuple(Host(f"h{i}", 1, 12.5e6, 1e-4, 10e9, 1e-5) for i in range(4)))
+CLIPPED = "gradients are clipped by their global norm"
 
 
-def compressors_of(strategies: list[Strategy]) -> set[Compressor]:
-    return {
-        shard.compressor
-        for strategy in strategies
-        for choice in strategy.variables
-        for shard in choice.shards
-    }
+def job(cluster: Cluster = SLOW_NETWORK, **settings) -> JobSpec:
+    return JobSpec(("torchrun", "train.py"), 4, cluster, **({"samples_per_round": 40} | settings))
+
+
+def profiled(spec: JobSpec, refused: str = "", model: Workload = MODEL) -> History:
+    return History((Profiled(model, spec.cluster, 1.0, {"torch": "2.13.0"}, refused),), 0.1)
+
+
+def finished(number: int, key: str, plan_id: str | None, step_s: float) -> TrialFinished:
+    role = Role.REFERENCE if plan_id is None else Role.CANDIDATE
+    request = TrialRequest(number, key, role, 0, 3)
+    return TrialFinished(request, Measured(((step_s,) * 3,)), plan_id, float(number))
+
+
+def leading(proposals: tuple[Proposal, ...]) -> list[Proposal]:
+    return [proposal for proposal in proposals if proposal.origin.startswith("optimizer: ")]
+
+
+@pytest.mark.parametrize("refused", ["", CLIPPED])
+def test_no_strategy_crosses_steps_where_the_script_cannot(refused: str) -> None:
+    spec = job(Cluster.local(4), samples_per_round=60)
+    proposals = Proposer(spec, {}).propose(profiled(spec, refused), 0, 40).proposals
+    assert len(proposals) == 40
+    assert any(proposal.strategy.cross_step for proposal in proposals) is not bool(refused)
 
 
 @pytest.mark.parametrize(("byte_scale", "fed_back"), [(1.0, True), (8.0, False)])
-def test_compressors_that_scaled_bytes_refuse_are_not_drawn(
-    byte_scale: float, fed_back: bool
-) -> None:
-    cluster = Cluster.local(4)
+def test_compressors_that_scaled_bytes_refuse_are_not_drawn(byte_scale, fed_back) -> None:
     conditions = Conditions(Network.EMULATED, Accelerators.REAL, byte_scale)
-    spec = JobSpec(
-        ("torchrun", "train.py"),
-        4,
-        cluster,
-        lossy=True,
-        samples_per_round=60,
-        conditions=conditions,
-    )
-    history = History((Profiled(MODEL, cluster, 1.0, {"torch": "2.13.0"}),), 0.1)
-    proposed = Proposer(spec, {}).propose(history, 0, 40)
-    used = compressors_of([proposal.strategy for proposal in proposed.proposals])
+    spec = job(Cluster.local(4), lossy=True, samples_per_round=60, conditions=conditions)
+    proposed = Proposer(spec, {}).propose(profiled(spec), 0, 40)
+    choices = [choice for one in proposed.proposals for choice in one.strategy.variables]
+    used = {shard.compressor for choice in choices for shard in choice.shards}
     assert any(kind.error_feedback for kind in used) is fed_back and Compressor.FP16 in used
     assert "cannot be enacted" not in proposed.reason
 
 
-SLOW_NETWORK = Cluster("slow", tuple(Host(f"h{i}", 1, 12.5e6, 1e-4, 10e9, 1e-5) for i in range(4)))
-
-
 def test_the_first_trials_are_what_the_optimizer_found_with_its_predictions() -> None:
-    spec = JobSpec(("torchrun", "train.py"), 4, SLOW_NETWORK, lossy=True, samples_per_round=40)
-    history = History((Profiled(MODEL, SLOW_NETWORK, 1.0, {"torch": "2.13.0"}),), 0.1)
-    first = Proposer(spec, {}).propose(history, 0, 8).proposals
-    leading = [proposal for proposal in first if proposal.origin.startswith("optimizer: ")]
-    assert len(leading) == 6 and list(first[:6]) == leading and len(first) == 8
-    assert any(proposal.strategy.lossless for proposal in leading)
-    assert leading[0].origin.startswith("optimizer: lossy")
+    spec = job(lossy=True)
+    proposals = Proposer(spec, {}).propose(profiled(spec), 0, 8).proposals
+    first = leading(proposals)
+    assert len(first) == 6 and list(proposals[:6]) == first and len(proposals) == 8
+    assert any(proposal.strategy.lossless for proposal in first)
+    assert first[0].origin.startswith("optimizer: lossy")
     steps = LoweredSteps(MODEL, SLOW_NETWORK)
-    for proposal in leading:
-        assert proposal.predicted_s == steps.step_s(plan(proposal.strategy, MODEL, 4))
-    assert [own.predicted_s for own in leading] == sorted(own.predicted_s or 0.0 for own in leading)
+    predicted_s = [steps.step_s(plan(proposal.strategy, MODEL, 4)) for proposal in first]
+    assert [proposal.predicted_s for proposal in first] == predicted_s == sorted(predicted_s)
 
 
 def test_in_a_later_round_the_optimizer_goes_on_from_what_was_measured() -> None:
-    spec = JobSpec(("torchrun", "train.py"), 4, SLOW_NETWORK, samples_per_round=40)
-    history = History(
-        (
-            Profiled(MODEL, SLOW_NETWORK, 1.0, {"torch": "2.13.0"}),
-            finished(0, CURRENT_SETUP, None, 0.5),
-        ),
-        0.1,
-    )
+    spec = job()
+    history = profiled(spec).then(finished(0, CURRENT_SETUP, None, 0.5))
     proposer = Proposer(spec, {})
     first = proposer.propose(history, 0, 8)
     history = history.then(first)
     for number, proposal in enumerate(first.proposals, start=1):
-        history = history.then(
-            finished(
-                number,
-                proposal.strategy.id,
-                plan(proposal.strategy, MODEL, 4).id,
-                0.4 + 0.01 * number,
-            )
-        )
+        plan_id = plan(proposal.strategy, MODEL, 4).id
+        trial = finished(number, proposal.strategy.id, plan_id, 0.4 + 0.01 * number)
+        history = history.then(trial)
     later = proposer.propose(history, 1, 8).proposals
     assert Proposer(spec, {}).propose(history, 1, 8).proposals == later  # a resumed job
-    leading = [proposal.origin.startswith("optimizer: ") for proposal in later]
-    assert leading == [True] * 4 + [False] * 4
+    assert leading(later) == list(later[:4])
     tried = {trial.plan_id for trial in history.trials}
-    assert not any(plan(proposal.strategy, MODEL, 4).id in tried for proposal in later)
+    assert not tried & {plan(proposal.strategy, MODEL, 4).id for proposal in later}
 
 
-def test_what_is_proposed_does_not_depend_on_the_speed_of_the_machine_unless_it_says_so() -> None:
-    spec = JobSpec(("torchrun", "train.py"), 4, SLOW_NETWORK, lossy=True, samples_per_round=20)
-    history = History((Profiled(MODEL, SLOW_NETWORK, 1.0, {"torch": "2.13.0"}),), 0.1)
+def test_proposals_depend_on_the_speed_of_the_machine_only_if_they_say_so() -> None:
+    spec = job(lossy=True, samples_per_round=20)
 
     def proposed(look_s: float) -> tuple[Proposed, float]:
-        """With a clock on which each look takes so long; and what it shows at the end."""
+        """The proposals with a clock that moves by `look_s` at each look, and its last time."""
         looks = count()
-        return Proposer(spec, {}, clock=lambda: next(looks) * look_s).propose(history, 0, 8), next(
-            looks
-        ) * look_s
+        proposer = Proposer(spec, {}, clock=lambda: next(looks) * look_s)
+        return proposer.propose(profiled(spec), 0, 8), next(looks) * look_s
 
     fast, _ = proposed(1e-6)
     slow, took_s = proposed(0.2)
@@ -140,93 +118,50 @@ def test_what_is_proposed_does_not_depend_on_the_speed_of_the_machine_unless_it_
 
 @pytest.mark.parametrize("search", [Search.RANDOM, Search.NO_SIMULATOR])
 def test_the_baselines_do_without_the_optimizer(search: Search) -> None:
-    spec = JobSpec(("torchrun", "train.py"), 4, SLOW_NETWORK, search=search, samples_per_round=40)
-    history = History((Profiled(MODEL, SLOW_NETWORK, 1.0, {"torch": "2.13.0"}),), 0.1)
-    proposed = Proposer(spec, {}).propose(history, 0, 8)
+    spec = job(search=search)
+    proposed = Proposer(spec, {}).propose(profiled(spec), 0, 8)
     assert not any(proposal.origin.startswith("optimizer") for proposal in proposed.proposals)
 
 
 def test_the_optimizer_keeps_to_what_the_script_allows() -> None:
-    spec = JobSpec(("torchrun", "train.py"), 4, SLOW_NETWORK, samples_per_round=40)
-    history = History(
-        (
-            Profiled(
-                MODEL,
-                SLOW_NETWORK,
-                1.0,
-                {"torch": "2.13.0"},
-                "gradients are clipped by their global norm",
-            ),
-        ),
-        0.1,
-    )
-    leading = [
-        p
-        for p in Proposer(spec, {}).propose(history, 0, 8).proposals
-        if p.origin.startswith("optimizer")
-    ]
-    assert [proposal.origin for proposal in leading] == ["optimizer: lossless, within the step"]
-    assert leading[0].strategy.lossless and not leading[0].strategy.cross_step
+    spec = job()
+    proposals = Proposer(spec, {}).propose(profiled(spec, CLIPPED), 0, 8).proposals
+    [first] = [proposal for proposal in proposals if proposal.origin.startswith("optimizer")]
+    assert first.origin == "optimizer: lossless, within the step"
+    assert first.strategy.lossless and not first.strategy.cross_step
 
 
-HUGE = Workload(
-    "huge", (Variable("table", (2**17, 2**15), "float32"), Variable("bias", (8,))), (), 0.1, 0.2
-)
-"""The table has 2^32 elements: more than top_k can number, so that it must be cut for it."""
+TABLE = Variable("table", (2**17, 2**15), "float32")  # 2^32 elements: too many for top_k
+HUGE = Workload("huge", (TABLE, Variable("bias", (8,))), (), 0.1, 0.2)
 
 
 @pytest.mark.parametrize("search", [Search.RANDOM, Search.AUTOSYNC])
 def test_strategies_that_cannot_be_enacted_are_left_out_with_the_reason(search: Search) -> None:
-    cluster = Cluster.local(4)
-    spec = JobSpec(
-        ("torchrun", "train.py"), 4, cluster, search=search, lossy=True, samples_per_round=80
-    )
-    history = History((Profiled(HUGE, cluster, 1.0, {"torch": "2.13.0"}),), 0.1)
+    spec = job(Cluster.local(4), search=search, lossy=True, samples_per_round=80)
+    history = profiled(spec, model=HUGE)
     proposed = Proposer(spec, {}).propose(history, 0, 80)
     assert proposed.considered > 20
-    found = re.search(
-        r"; left out (\d+) strategies that cannot be enacted, the first because of message \d+ \(.*table",
-        proposed.reason,
-    )
-    assert found is not None and int(found[1]) > 1, proposed.reason
+    rule = r"; left out (\d+) strategies that cannot be enacted, the first because of message"
+    left_out = re.search(rule + r" \d+ \(.*table", proposed.reason)
+    assert left_out is not None and int(left_out[1]) > 1, proposed.reason
     assert "top_k sends int32 indices, but the message has" in proposed.reason
-    for proposal in proposed.proposals:
-        assert refusal_reason(plan(proposal.strategy, HUGE, 4)) is None
-    again = Proposer(spec, {}).propose(history, 0, 80)
-    assert again == proposed
-
-
-def finished(number: int, key: str, plan_id: str | None, step_s: float) -> TrialFinished:
-    role = Role.REFERENCE if plan_id is None else Role.CANDIDATE
-    return TrialFinished(
-        TrialRequest(number, key, role, 0, 3),
-        Measured(((step_s, step_s, step_s),)),
-        plan_id,
-        float(number),
-    )
+    plans = [plan(proposal.strategy, HUGE, 4) for proposal in proposed.proposals]
+    assert all(refusal_reason(each) is None for each in plans)
+    assert Proposer(spec, {}).propose(history, 0, 80) == proposed
 
 
 @pytest.mark.parametrize("search", [Search.BAYES, Search.FUSION])
 def test_a_resumed_bayesian_search_goes_on_as_if_it_had_never_stopped(search: Search) -> None:
-    # References drift, which changes what earlier trials count as: told again is what was known then.
-    spec = JobSpec(("torchrun", "train.py"), 4, SLOW_NETWORK, search=search)
-    history = History(
-        (
-            Profiled(MODEL, SLOW_NETWORK, 1.0, {"torch": "2.13.0"}),
-            finished(0, CURRENT_SETUP, None, 0.30),
-        ),
-        0.1,
-    )
+    """The references drift. A resumed search uses each trial's time as it was known then."""
+    spec = job(search=search)
+    history = profiled(spec).then(finished(0, CURRENT_SETUP, None, 0.30))
     live = Proposer(spec, {})
-    for round_ in range(13):  # behind the random points
+    for round_ in range(13):  # more than the random points
         proposed = live.propose(history, round_, 1)
         assert Proposer(spec, {}).propose(history, round_, 1) == proposed
         [proposal] = proposed.proposals
-        made = plan(proposal.strategy, MODEL, 4)
-        number = 2 * round_ + 1
-        slow = finished(number, proposal.strategy.id, made.id, 0.2 + 0.01 * len(made.messages))
-        history = (
-            history.then(proposed)
-            .then(slow)
-            .then(finished(number + 1, CURRENT_SETUP, None, 0.30 + 0.004 * round_))
-        )
+        planned = plan(proposal.strategy, MODEL, 4)
+        step_s, number = 0.2 + 0.01 * len(planned.messages), 2 * round_ + 1
+        slow = finished(number, proposal.strategy.id, planned.id, step_s)
+        reference = finished(number + 1, CURRENT_SETUP, None, 0.30 + 0.004 * round_)
+        history = history.then(proposed).then(slow).then(reference)

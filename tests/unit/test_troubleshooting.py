@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from synthetic_job import SyntheticWorld, drive, job_spec
+from synthetic_job import SyntheticWorld, decided, job_spec
 from test_export import MODEL, NOW
 from torch import nn
 
@@ -60,8 +60,7 @@ def refused_strategy() -> None:
 
 
 def export():
-    history, end = drive(job_spec(), SyntheticWorld({5: 0.06}))
-    return build_export("job", job_spec(), history, end.decision, NOW)
+    return build_export("job", job_spec(), *decided(job_spec(), SyntheticWorld({5: 0.06})), NOW)
 
 
 CASES = {
