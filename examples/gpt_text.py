@@ -66,7 +66,7 @@ def parse_args() -> argparse.Namespace:
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of `block_size` tokens that start every `stride` tokens, each with the same window one token later."""
+    """Windows of `block_size` tokens every `stride` tokens, with the window one token later."""
 
     def __init__(self, tokens: Tensor, block_size: int, stride: int) -> None:
         self.tokens, self.block_size, self.stride = tokens, block_size, stride
@@ -95,7 +95,7 @@ def load_data(text: Path, vocabulary: int, block_size: int) -> tuple[Windows, Wi
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward net, each behind a LayerNorm, each added to its input."""
+    """Causal self-attention and a feed-forward net, each after a LayerNorm, added to its input."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -227,8 +227,9 @@ def main() -> None:
     ).to(device)
     torch.manual_seed(args.seed + rank)  # every rank drops other units
     if rank == 0:
+        million_parameters = sum(p.numel() for p in model.parameters()) / 1e6
         print(
-            f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {world_size} rank(s) on {device.type}",
+            f"{million_parameters:.2f} M parameters, {world_size} rank(s) on {device.type}",
             flush=True,
         )
     model = DDP(model, device_ids=[device.index] if device.type == "cuda" else None)
@@ -270,14 +271,17 @@ def main() -> None:
         )
         val_loss = evaluate(model.module, val_loader, device)
         if rank == 0:
-            losses = f"train_loss {train_loss:.4f} val_loss {val_loss:.4f} val_perplexity {math.exp(val_loss):.1f}"
+            perplexity = math.exp(val_loss)
+            losses = f"train_loss {train_loss:.4f} val_loss {val_loss:.4f} "
+            losses += f"val_perplexity {perplexity:.1f}"
             print(f"epoch {epoch + 1} {losses} tokens/s {tokens_per_s:.0f}", flush=True)
         if step == last_step:
             break
 
     if args.checkpoint and rank == 0:
         torch.save(model.module.state_dict(), args.checkpoint)
-    del model  # before its process group: torch 2.13 may wait for gloo's threads for ever where DDP is the last to let go of it
+    # Before its process group: torch 2.13 may wait for gloo's threads for ever if DDP outlives it.
+    del model
     dist.destroy_process_group()
 
 

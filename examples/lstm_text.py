@@ -1,10 +1,10 @@
-"""Trains an LSTM on the bytes of a text with DistributedDataParallel, several batches for each update.
+"""Trains an LSTM on the bytes of a text with DistributedDataParallel and accumulated gradients.
 
     torchrun --nproc-per-node 2 examples/lstm_text.py
     python examples/lstm_text.py --epochs 1
 
-Gradients are accumulated over --accumulate batches, of which only the last synchronizes, and their norm is clipped before the update.
-The first nine tenths of the text are trained on, the last tenth is held out.
+Gradients are accumulated over --accumulate batches; only the last one synchronizes. Their norm is
+clipped before the update. The last tenth of the text is held out.
 """
 
 from __future__ import annotations
@@ -66,12 +66,13 @@ def parse_args() -> argparse.Namespace:
 
 
 def load_data(text: Path, block_size: int) -> tuple[TensorDataset, TensorDataset]:
-    """Training and validation sequences (block_size + 1,) of bytes that follow each other and share one byte."""
+    """Training and validation sequences (block_size + 1,) of bytes; neighbors share one byte."""
     symbols = torch.tensor(list(text.read_bytes()))
     split = len(symbols) * 9 // 10
     if min(split, len(symbols) - split) <= block_size:
         raise SystemExit(
-            f"a text needs more than {10 * block_size + 10} bytes for --block-size {block_size}, but has {len(symbols)}"
+            f"a text needs more than {10 * block_size + 10} bytes for --block-size {block_size}, "
+            f"but has {len(symbols)}"
         )
     return (
         TensorDataset(symbols[:split].unfold(0, block_size + 1, block_size)),
@@ -80,7 +81,7 @@ def load_data(text: Path, block_size: int) -> tuple[TensorDataset, TensorDataset
 
 
 class LanguageModel(nn.Module):
-    """LSTM over embedded bytes; the output layer shares its weight with the embedding (Press and Wolf 2017)."""
+    """LSTM over embedded bytes; output layer and embedding share a weight (Press, Wolf 2017)."""
 
     def __init__(self, width: int, layers: int, dropout: float) -> None:
         super().__init__()
@@ -130,7 +131,7 @@ def setup() -> torch.device:
 
 
 def loss_of(model: nn.Module, sequences: Tensor, reduction: str = "mean") -> Tensor:
-    """Negative log-likelihood in nats of every byte but the first of sequences (batch, length + 1)."""
+    """Negative log-likelihood (nats) of all bytes but the first; sequences (batch, length + 1)."""
     logits = model(sequences[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1), sequences[:, 1:].flatten(), reduction=reduction)
 
@@ -176,15 +177,17 @@ def main() -> None:
     model = LanguageModel(args.width, args.layers, args.dropout).to(device)
     torch.manual_seed(args.seed + rank)  # every rank drops other units
     if rank == 0:
+        million_parameters = sum(p.numel() for p in model.parameters()) / 1e6
         print(
-            f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {world_size} rank(s) on {device.type}",
+            f"{million_parameters:.2f} M parameters, {world_size} rank(s) on {device.type}",
             flush=True,
         )
     model = DDP(model, device_ids=[device.index] if device.type == "cuda" else None)
     optimizer = make_optimizer(model, args.lr, args.weight_decay)
     total_steps = args.epochs * len(train_loader)
     if total_steps < 1:
-        need = f"at least 1 epoch and --batch-size {args.batch_size} times --accumulate {args.accumulate} sequences"
+        batches = f"--batch-size {args.batch_size} times --accumulate {args.accumulate}"
+        need = f"at least 1 epoch and {batches} sequences"
         raise SystemExit(
             f"a rank needs {need}, but has {args.epochs} epochs and {len(sampler)} sequences"
         )
@@ -218,14 +221,17 @@ def main() -> None:
         bytes_per_s = trained / (time.perf_counter() - started)
         val_loss = evaluate(model.module, val_loader, device)
         if rank == 0:
-            losses = f"train_loss {train_loss:.4f} val_loss {val_loss:.4f} val_perplexity {math.exp(val_loss):.2f}"
+            perplexity = math.exp(val_loss)
+            losses = f"train_loss {train_loss:.4f} val_loss {val_loss:.4f} "
+            losses += f"val_perplexity {perplexity:.2f}"
             print(f"epoch {epoch + 1} {losses} bytes/s {bytes_per_s:.0f}", flush=True)
         if step == last_step:
             break
 
     if args.checkpoint and rank == 0:
         torch.save(model.module.state_dict(), args.checkpoint)
-    del model  # before its process group: torch 2.13 may wait for gloo's threads for ever where DDP is the last to let go of it
+    # Before its process group: torch 2.13 may wait for gloo's threads for ever if DDP outlives it.
+    del model
     dist.destroy_process_group()
 
 

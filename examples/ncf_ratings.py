@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 2 examples/ncf_ratings.py
     python examples/ncf_ratings.py --epochs 1
 
-The data is generated, not collected: every user and item has a random latent vector, an item's popularity falls as a power of its
-rank, and a user takes the items with the largest sum of both and of noise (`generate`). Of every user one item is held out.
-The embeddings have sparse gradients, since a step touches the rows of its batch only, and an optimizer of their own.
+The data is generated, not collected. Every user and item has a random latent vector, and an item's
+popularity falls as a power of its rank. A user takes the items with the largest sum of both and of
+noise (`generate`); one item per user is held out. The embeddings have sparse gradients, since a
+step touches only the rows of its batch, and their own optimizer.
 """
 
 from __future__ import annotations
@@ -68,10 +69,11 @@ def parse_args() -> argparse.Namespace:
 
 
 class NeuMF(nn.Module):
-    """A product of embeddings (GMF) and a multi-layer net over other embeddings (MLP), added up by one layer (He et al. 2017, Fig. 3).
+    """GMF (a product of embeddings) and an MLP over other embeddings (He et al. 2017, Fig. 3).
 
-    One table holds them all: a row per user and then one per item, GMF's part beside MLP's. So a step sends one sparse tensor: several
-    at once over gloo corrupt the heap in torch 2.13. `sparse`: whether the gradient of the table is sparse.
+    One table holds all embeddings: a row per user, then one per item, with GMF's columns before
+    MLP's. A step therefore sends one sparse tensor; several at once over gloo corrupt the heap in
+    torch 2.13. `sparse`: whether the gradient of the table is sparse.
     """
 
     def __init__(self, users: int, items: int, width: int, sparse: bool) -> None:
@@ -96,8 +98,12 @@ class NeuMF(nn.Module):
 
 @dataclass(frozen=True)
 class Ratings:
-    """`taken` (users, items): what a user took, the held-out item among it. `pairs` (ratings, 2): users and items to train on.
-    `candidates` (users, 1 + RIVALS): the held-out item, then items that the user did not take."""
+    """Generated feedback.
+
+    `taken` (users, items): the items of each user, with the held-out one. `pairs` (ratings, 2):
+    users and items to train on. `candidates` (users, 1 + RIVALS): the held-out item, then items
+    that the user did not take.
+    """
 
     taken: Tensor
     pairs: Tensor
@@ -109,13 +115,15 @@ def generate(users: int, items: int, ratings_per_user: int) -> Ratings:
 
         w <p_u, q_i> / sqrt(k) - a log(rank of i) + Gumbel noise
 
-    which is n_u draws without replacement by softmax. p_u and q_i are standard normal in k = TASTES dimensions, w is TASTE_WEIGHT,
-    a is POPULARITY_EXPONENT, n_u is 5 plus an exponentially distributed number: most users rate little, some a lot.
+    which is n_u draws without replacement by softmax. p_u and q_i are standard normal in k = TASTES
+    dimensions, w is TASTE_WEIGHT, a is POPULARITY_EXPONENT. n_u is 5 plus an exponentially
+    distributed number: most users rate little, some a lot.
     """
     if min(ratings_per_user - 5, items - RIVALS - 5) < 1 or users < 1:
         need = f"at least 1 user, {RIVALS + 6} items and a mean of 6 ratings per user"
         raise SystemExit(
-            f"generated ratings need {need}, but there are to be {users}, {items} and {ratings_per_user}"
+            f"generated ratings need {need}, "
+            f"but there are to be {users}, {items} and {ratings_per_user}"
         )
     generator = torch.Generator().manual_seed(DATA_SEED)
     tastes, traits = (
@@ -139,7 +147,7 @@ def generate(users: int, items: int, ratings_per_user: int) -> Ratings:
 
 
 def draw_batch(pairs: Tensor, taken: Tensor, negatives: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Users, items and labels of ratings (batch, 2), each with `negatives` random items that its user did not take."""
+    """Users, items, labels of ratings (batch, 2), with `negatives` untaken items for each."""
     users, items = pairs.repeat(1 + negatives, 1).unbind(1)
     wrong = torch.arange(len(users)) >= len(pairs)
     labels = (~wrong).float()
@@ -150,7 +158,7 @@ def draw_batch(pairs: Tensor, taken: Tensor, negatives: int) -> tuple[Tensor, Te
 
 
 def make_optimizers(model: NeuMF, lr: float) -> list[torch.optim.Optimizer]:
-    """Adam for the layers; for the table its lazy variant, which touches only the rows that have a gradient."""
+    """Adam for the layers; lazy Adam, which touches only rows with a gradient, for the table."""
     layers = [*model.mlp.parameters(), *model.head.parameters()]
     lazy = torch.optim.SparseAdam if model.table.sparse else torch.optim.Adam
     return [lazy([model.table.weight], lr=lr), torch.optim.Adam(layers, lr=lr)]
@@ -174,13 +182,13 @@ def setup() -> torch.device:
 
 
 def is_hit(scores: Tensor) -> Tensor:
-    """Whether the first of each row of scores (users, 1 + RIVALS) is among the row's ten largest; of equals it comes last."""
+    """Whether the first score of each row (users, 1 + RIVALS) is in its top ten; ties lose."""
     return (scores[:, 1:] >= scores[:, :1]).sum(1) < 10
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, candidates: Tensor, device: torch.device) -> float:
-    """Share of the users whose held-out item is among the ten best of its candidates, over all ranks."""
+    """Share of users, over all ranks, whose held-out item is among its ten best candidates."""
     model.eval()
     counts = torch.zeros(2, device=device)  # hits, users
     for users in torch.arange(dist.get_rank(), len(candidates), dist.get_world_size()).split(256):
@@ -223,15 +231,15 @@ def main() -> None:
         ratings.taken.sum(0)[ratings.candidates],
     )
     if rank == 0:
+        million_parameters = sum(p.numel() for p in model.parameters()) / 1e6
         print(
-            f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {world_size} rank(s) on {device.type}",
+            f"{million_parameters:.2f} M parameters, {world_size} rank(s) on {device.type}",
             flush=True,
         )
         about = f"{len(train_set)} ratings, {len(train_set) / ratings.taken.numel():.2%} of all"
-        print(
-            f"{about}; hit_rate_10 untrained {before:.4f}, by popularity {is_hit(popular).float().mean():.4f}",
-            flush=True,
-        )
+        by_popularity = is_hit(popular).float().mean()
+        hits = f"hit_rate_10 untrained {before:.4f}, by popularity {by_popularity:.4f}"
+        print(f"{about}; {hits}", flush=True)
 
     step = 0
     for epoch in range(args.epochs):
@@ -261,7 +269,8 @@ def main() -> None:
         hit_rate = evaluate(model.module, ratings.candidates, device)
         if rank == 0:
             print(
-                f"epoch {epoch + 1} train_loss {train_loss:.4f} hit_rate_10 {hit_rate:.4f} ratings/s {ratings_per_s:.0f}",
+                f"epoch {epoch + 1} train_loss {train_loss:.4f} hit_rate_10 {hit_rate:.4f} "
+                f"ratings/s {ratings_per_s:.0f}",
                 flush=True,
             )
         if step == last_step:
@@ -269,7 +278,8 @@ def main() -> None:
 
     if args.checkpoint and rank == 0:
         torch.save(model.module.state_dict(), args.checkpoint)
-    del model  # before its process group: torch 2.13 may wait for gloo's threads for ever where DDP is the last to let go of it
+    # Before its process group: torch 2.13 may wait for gloo's threads for ever if DDP outlives it.
+    del model
     dist.destroy_process_group()
 
 
