@@ -11,8 +11,6 @@ import pytest
 from strategy_rank import SPACE, check_cases, enacted_alike
 from torch_world import run_world
 
-from autotune.strategy_space.strategy import Synchronizer
-
 FEWEST = {2: 200, 4: 60}
 EXPECTED = {
     "without a plan",
@@ -24,10 +22,7 @@ EXPECTED = {
     "across steps",
     "two in flight",
 } | {
-    *(
-        "push_pull" if kind is Synchronizer.PARAMETER_SERVER else str(kind)
-        for kind in SPACE.synchronizers
-    ),
+    *(str(kind) for kind in SPACE.synchronizers),
     *(f"sparse {handling}" for handling in SPACE.sparse),
 }
 """Kinds that must occur among the strategies."""
