@@ -1,3 +1,3 @@
-"""Loads simulators that versions before 0.2 logged to MLflow; their files name this module."""
+"""Load simulators that earlier versions logged to MLflow; their files name this module."""
 
 from autotune.tracking.logged_models import _load_pyfunc as _load_pyfunc
