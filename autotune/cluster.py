@@ -315,8 +315,8 @@ class Cluster:
     def with_fits(self, fits: tuple[CollectiveFit, ...]) -> Cluster:
         """This cluster with measured costs; new fits replace those of the same identity."""
         new = {fit.identity for fit in fits}
-        kept = tuple(fit for fit in self.fits if fit.identity not in new)
-        return replace(self, fits=(*fits, *kept), source="measured")
+        remaining = tuple(fit for fit in self.fits if fit.identity not in new)
+        return replace(self, fits=(*fits, *remaining), source="measured")
 
     def _pair(self, a: int, b: int) -> PairLink | None:
         names = {self.hosts[a].name, self.hosts[b].name}

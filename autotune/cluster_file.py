@@ -105,8 +105,8 @@ def read_cluster(path: Path) -> Cluster:
         for link in spec.links
     )
     software = tuple((spec.software or {}).items())
-    told = (spec.measured_at, software, spec.measured_on, spec.machine_cores)
-    return Cluster(spec.name, hosts, links, spec.fits, spec.source, 1, spec.link_fits, *told)
+    provenance = (spec.measured_at, software, spec.measured_on, spec.machine_cores)
+    return Cluster(spec.name, hosts, links, spec.fits, spec.source, 1, spec.link_fits, *provenance)
 
 
 def _refuse_bombs(data: Any, path: Path) -> None:

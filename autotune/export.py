@@ -156,16 +156,16 @@ def check_model(export: Export, variables: Identity, world_size: int) -> None:
     expected = {
         variable.name: (tuple(variable.shape), variable.dtype) for variable in export.variables
     }
-    found = {name: (tuple(shape), dtype) for name, (shape, dtype) in variables.items()}
+    actual = {name: (tuple(shape), dtype) for name, (shape, dtype) in variables.items()}
     problems = [
-        _listed("lacks", [name for name in expected if name not in found]),
-        _listed("has the unexpected", [name for name in found if name not in expected]),
+        _listed("lacks", [name for name in expected if name not in actual]),
+        _listed("has the unexpected", [name for name in actual if name not in expected]),
         _listed(
             "has other shapes or types:",
             [
-                f"{name} is {_described(found[name])} instead of {_described(expected[name])}"
+                f"{name} is {_described(actual[name])} instead of {_described(expected[name])}"
                 for name in expected
-                if name in found and found[name] != expected[name]
+                if name in actual and actual[name] != expected[name]
             ],
         ),
     ]

@@ -61,7 +61,7 @@ def _all(model: Workload, cluster: Cluster) -> tuple[dict[str, Any], str]:
     table = Table("builder", "messages", "on the wire", "largest", "T_sync", "enacted by PyTorch")
     for column in table.columns[1:5]:
         column.justify = "right"
-    found = {}
+    rows = {}
     for name, build in BUILDERS.items():
         strategy = build(model, cluster)
         enacted = plan(strategy, model, cluster.world_size)
@@ -75,7 +75,7 @@ def _all(model: Workload, cluster: Cluster) -> tuple[dict[str, Any], str]:
             format_seconds(sync_s),
         )
         table.add_row(name, *cells, "yes" if refused is None else escape(f"no: {refused}"))
-        found[name] = {
+        rows[name] = {
             "messages": len(enacted.messages),
             "wire_bytes": enacted.wire_bytes,
             "largest_bytes": largest,
@@ -90,7 +90,7 @@ def _all(model: Workload, cluster: Cluster) -> tuple[dict[str, Any], str]:
         "T_sync: AutoSync's estimate (Eq. 2 and 3), without overlap. `--builder NAME` shows every "
         "variable of one strategy."
     )
-    data = {"model": model.model, "cluster": cluster.name, "builders": found}
+    data = {"model": model.model, "cluster": cluster.name, "builders": rows}
     return data, f"{head}\n{table_text(table)}{tail}"
 
 

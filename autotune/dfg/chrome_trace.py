@@ -122,8 +122,8 @@ def _op(timeline: Timeline, op: int) -> Iterator[Event]:
     elif timeline.duration_s[op] > 0:
         begin = {name: value for name, value in event.items() if name != "dur"}
         yield begin | {"ph": "b", "id": op}
-        kept = {name: begin[name] for name in ("name", "cat", "pid", "tid")}
-        yield kept | {"id": op, "ph": "e", "ts": _us(timeline.end_s[op])}
+        identity = {name: begin[name] for name in ("name", "cat", "pid", "tid")}
+        yield identity | {"id": op, "ph": "e", "ts": _us(timeline.end_s[op])}
 
 
 def _slice(timeline: Timeline, op: int) -> Event:

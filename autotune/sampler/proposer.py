@@ -169,7 +169,7 @@ class Proposer:
         seed = int(generator(self._spec.seed, "optimizer", round_).integers(2**31))
         budget = AGAIN if parents else OPTIMIZER
         tried = {trial.plan_id for trial in history.trials if trial.plan_id is not None}
-        made = suggestions(
+        suggested = suggestions(
             steps,
             space,
             begin=parents,
@@ -180,8 +180,9 @@ class Proposer:
             clock=self._clock,
         )
         return [
-            (f"optimizer: {own.name}", own.strategy) for own in (*made.found, *made.others)
-        ], made.cut_short
+            (f"optimizer: {own.name}", own.strategy)
+            for own in (*suggested.found, *suggested.others)
+        ], suggested.cut_short
 
     def _untried(
         self,
@@ -191,14 +192,14 @@ class Proposer:
     ) -> _Pool:
         """Filter the optimizer's strategies, then the others."""
         assert history.profiled is not None
-        seen = {trial.plan_id for trial in history.trials}
+        tried = {trial.plan_id for trial in history.trials}
         pool: list[Candidate] = []
         refusals: list[str] = []
         for number, (origin, strategy) in enumerate((*searched, *found)):
             planned = PlannedStrategy.of(strategy, history.profiled.workload, self._spec.workers)
-            if planned.plan.id in seen or strategy.id in history.proposals:
+            if planned.plan.id in tried or strategy.id in history.proposals:
                 continue
-            seen.add(planned.plan.id)
+            tried.add(planned.plan.id)
             refusal = self._refusal_reason(planned.plan)
             if refusal is None:
                 pool.append(Candidate(planned, origin, optimized=number < len(searched)))
@@ -246,11 +247,11 @@ class Proposer:
         not learn what makes the others slow. AutoSync trains on random samples for the same reason.
         """
         predicted = scores.predicted_s if scores.predicted_s is not None else np.ones(len(pool))
-        kept, explorers = np.arange(len(pool)), np.arange(0)
+        survivors, explorers = np.arange(len(pool)), np.arange(0)
         if scores.predicted_s is not None:
             ranked = scores.ranked
             passed = min(len(pool), max(count, round(SURVIVORS * len(pool))))
-            kept = ranked[:passed]
+            survivors = ranked[:passed]
             wanted = min(
                 round(count * (FIRST_EXPLORERS if round_ == 0 else EXPLORERS)), len(pool) - passed
             )
@@ -259,12 +260,12 @@ class Proposer:
             )
             count -= len(explorers)
         if self._spec.similarity is Similarity.HIDDEN and scores.hidden is not None:
-            agreement = hidden_cosine(scores.hidden[kept])
-            picked = select_diverse(predicted[kept], agreement, count, self._spec.diversity)
+            agreement = hidden_cosine(scores.hidden[survivors])
+            picked = select_diverse(predicted[survivors], agreement, count, self._spec.diversity)
         else:
-            rows = choice_agreement_rows([pool[int(i)].planned.strategy for i in kept])
-            picked = select_diverse(predicted[kept], rows, count, self._spec.diversity)
-        return [int(kept[i]) for i in picked] + explorers.tolist()
+            rows = choice_agreement_rows([pool[int(i)].planned.strategy for i in survivors])
+            picked = select_diverse(predicted[survivors], rows, count, self._spec.diversity)
+        return [int(survivors[i]) for i in picked] + explorers.tolist()
 
     def _propose_bayes(self, history: History, round_: int) -> Proposed:
         """Propose with scikit-optimize.
@@ -304,7 +305,7 @@ class Proposer:
             trial.plan_id: history.measured_s.get(trial.request.strategy_id, failed_s)
             for trial in history.candidates
         }
-        told: set[str] = set()
+        reasons: set[str] = set()
         repeats = 0
         while repeats < BAYES_ASKS:
             planned = PlannedStrategy.of(search.ask(), workload, self._spec.workers)
@@ -312,8 +313,8 @@ class Proposer:
             if plan_id not in times and self._refusal_reason(planned.plan) is None:
                 return planned
             search.tell(planned.strategy.id, times.get(plan_id, failed_s))
-            repeats = repeats + 1 if plan_id in told else 0
-            told.add(plan_id)
+            repeats = repeats + 1 if plan_id in reasons else 0
+            reasons.add(plan_id)
         return None
 
     def _encoding(self, history: History) -> Encoding:

@@ -180,12 +180,12 @@ class Scorer:
         profiled = history.profiled
         assert profiled is not None
         workload, cluster = profiled.workload, profiled.cluster
-        kept = self._kept
-        if kept is None or (kept.workload, kept.cluster) != (workload, cluster):
+        extractor = self._kept
+        if extractor is None or (extractor.workload, extractor.cluster) != (workload, cluster):
             emulated = self._spec.conditions.accelerators is Accelerators.EMULATED
-            kept = Extractor(workload, cluster, EMULATED_COSTS if emulated else None)
-        self._kept = kept
-        return kept
+            extractor = Extractor(workload, cluster, EMULATED_COSTS if emulated else None)
+        self._kept = extractor
+        return extractor
 
     def examples(self, history: History) -> list[Example]:
         """Every measurement of this job with its features, in an order independent of the time."""

@@ -92,8 +92,8 @@ class Message:
             return payload_bytes(self.elements, element_bytes)
         if self.compressor is Compressor.TOP_K:
             assert self.ratio is not None
-            kept = math.ceil(self.elements * self.ratio)
-            return kept * (element_bytes + 4)  # values and int32 indices
+            sent = math.ceil(self.elements * self.ratio)
+            return sent * (element_bytes + 4)  # values and int32 indices
         assert self.rank is not None
         return element_bytes * sum(_factor_elements(part, self.rank) for part in self.slices)
 

@@ -119,10 +119,10 @@ def setting(
 
 def settings_of(spec_type: Any) -> tuple[Setting, ...]:
     """The settings that the fields of a dataclass define, in order."""
-    found = []
+    settings = []
     for item in spec_type.__dataclass_fields__.values():
         definition: Setting | None = item.metadata.get("setting")
         if definition is not None:
             name = definition.name or item.name
-            found.append(replace(definition, name=name, field=item.name))
-    return tuple(found)
+            settings.append(replace(definition, name=name, field=item.name))
+    return tuple(settings)

@@ -259,10 +259,12 @@ class DdpBackend:
         """After the first steps, those rebuilt from the order in which gradients became ready."""
         if _has_sparse_gradients(self._ddp.module) or self._ddp._comm_hooks:
             return None
-        own = self._idle.reducer if self._planned and self._idle is not None else self._ddp.reducer
+        reducer = (
+            self._idle.reducer if self._planned and self._idle is not None else self._ddp.reducer
+        )
         names = {id(parameter): name for name, parameter in self._ddp.module.named_parameters()}
         buckets = []
-        for bucket in own._get_zeros_like_grad_buckets():
+        for bucket in reducer._get_zeros_like_grad_buckets():
             known = tuple(names[id(p)] for p in bucket.parameters() if id(p) in names)
             if len(known) != len(bucket.parameters()):
                 return None

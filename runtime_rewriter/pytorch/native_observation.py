@@ -78,9 +78,9 @@ class ObservedPass:
         """Call when the reducer has written its averages, if every variable took part."""
         if self._began and self._accumulated and reducer.finished:
             unused = reducer.unused()
-            kept = frozenset(n for n, name in enumerate(self._names) if name in unused)
+            unused_numbers = frozenset(n for n, name in enumerate(self._names) if name in unused)
             for observer in tuple(self._observers):
-                observer.on_synchronized(kept)
+                observer.on_synchronized(unused_numbers)
         self._began = False
 
     def close(self) -> None:

@@ -177,12 +177,12 @@ class PlannedPass:
                 self._fill(position)
         self._drain()
         assert self._next == len(self._transfers)
-        kept = self._agree_on_unused() if self._find_unused else frozenset()
-        for position in kept:
+        unused = self._agree_on_unused() if self._find_unused else frozenset()
+        for position in unused:
             for transfer in self._packing.messages_of[position]:
                 transfer.take_back(self._names[position])
         self._packing.ask_for_rows(self._votes)
-        averaged = [position for position in range(len(self._names)) if position not in kept]
+        averaged = [position for position in range(len(self._names)) if position not in unused]
         if crossing:
             self._cross_step.defer(self._transfers, averaged)
             return missing
@@ -190,7 +190,7 @@ class PlannedPass:
             transfer.wait()
         self._packing.write(averaged)
         for observer in tuple(self._observers):
-            observer.on_synchronized(kept)
+            observer.on_synchronized(unused)
         return missing
 
     def _agree_on_unused(self) -> frozenset[int]:

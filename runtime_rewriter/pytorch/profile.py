@@ -217,10 +217,12 @@ class WorkloadProfiler(BackwardObserver):
             quiet = [all(clean for _, clean in steps) for steps in zip(*gathered, strict=True)]
             of_first = [step for step, _ in gathered[0]]
             return [step for step, alone in zip(of_first, quiet, strict=True) if alone] or of_first
-        kept: list[_Step] = []
+        clean_steps: list[_Step] = []
         for of_rank in gathered:
-            kept += [step for step, clean in of_rank if clean] or [step for step, _ in of_rank]
-        return kept
+            clean_steps += [step for step, clean in of_rank if clean] or [
+                step for step, _ in of_rank
+            ]
+        return clean_steps
 
     def _workload(
         self, steps: list[_Step], edges: set[tuple[int, int]], touched: dict[int, float]

@@ -145,8 +145,8 @@ def rows_taken(count: int) -> Callable[[], object]:
     buffers = RowBuffers.of(parameter, None)
 
     def taken() -> None:
-        found = rows_of(gradient, parameter, 0.25)
-        buffers.packed(found, found.count)
+        rows = rows_of(gradient, parameter, 0.25)
+        buffers.packed(rows, rows.count)
 
     return taken
 
@@ -313,11 +313,11 @@ def mean_step(model: nn.Module, elements: int, share_s: float = 0.6) -> Spent:
 
     for _ in range(3):
         step()
-    found: list[tuple[float, float, float]] = []
+    points: list[tuple[float, float, float]] = []
     began_s = time.perf_counter()
-    while time.perf_counter() - began_s < share_s or len(found) < 3:
-        found.append(step())
-    return Spent(*(fmean(values) for values in zip(*found, strict=True)))
+    while time.perf_counter() - began_s < share_s or len(points) < 3:
+        points.append(step())
+    return Spent(*(fmean(values) for values in zip(*points, strict=True)))
 
 
 def hooks(count: int, way: CostConditions) -> dict[str, float]:
@@ -349,45 +349,47 @@ def hooks(count: int, way: CostConditions) -> dict[str, float]:
     )
     # With one message hardly anything is issued or arrives. Without pauses or updates nothing hides
     # the small cost of deferring a variable, which the optimizer's step pays in part.
-    left, kept = (
+    deferred, within_step = (
         spent(count, few, cross_step, CostConditions(True, 0.0), None)
         for cross_step in (True, False)
     )
+    deferring_s = deferred.backward_s - within_step.backward_s
+    deferring_s += deferred.rest_s - within_step.rest_s
     buffered = spent(count, few, False, way, None, buffers=count)
-    found = {
+    results_s = {
         "fill_s": (together.backward_s - base_s) / count,
         "bucket_s": (bucketed_s - plain_s) / count,
         "issue_s": (apart.whole_s - together.whole_s) / count,
         "lane_s": (two_steps.whole_s - one_step.whole_s) / count,
-        "defer_s": (left.backward_s - kept.backward_s + left.rest_s - kept.rest_s) / count,
+        "defer_s": deferring_s / count,
         "settle_s": (settled_s - settled_together_s) / count,
-        "settle_each_s": (left.forward_s - kept.forward_s) / count,
+        "settle_each_s": (deferred.forward_s - within_step.forward_s) / count,
         "settle_s_per_byte": (settled_large_s - settled_s) * per_byte,
         "buffer_s": (buffered.forward_s - together.forward_s) / count,
     }
     if way.emulated:
-        found["hand_out_s_per_byte"] = (large.backward_s - apart.backward_s) * per_byte
+        results_s["hand_out_s_per_byte"] = (large.backward_s - apart.backward_s) * per_byte
         at_once = spent(count, few, False, replace(way, pause_s=0.0), None)
-        found["wake_s"] = (together.backward_s - at_once.backward_s) / count
-        found["real_update"] = 0.0
-        found["fill_s"] -= found["wake_s"]
-    return {name: max(value, 0.0) for name, value in found.items()}
+        results_s["wake_s"] = (together.backward_s - at_once.backward_s) / count
+        results_s["real_update"] = 0.0
+        results_s["fill_s"] -= results_s["wake_s"]
+    return {name: max(value, 0.0) for name, value in results_s.items()}
 
 
 def one_process(way: CostConditions) -> dict[str, float]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    found: dict[str, float] = {}
+    costs: dict[str, float] = {}
     rounds = [hooks(48, way) for _ in range(ROUNDS)]
-    found |= {name: median(one[name] for one in rounds) for name in rounds[0]}
-    found["pack_s_per_byte"] = line(packing(torch.float32), way.pause_s)[1] / 4
-    found["cast_s_per_byte"] = (
+    costs |= {name: median(one[name] for one in rounds) for name in rounds[0]}
+    costs["pack_s_per_byte"] = line(packing(torch.float32), way.pause_s)[1] / 4
+    costs["cast_s_per_byte"] = (
         max(line(packing(kind), way.pause_s)[1] for kind in (torch.float16, torch.bfloat16)) / 4
     )
     together_s, per_element = line(writing, way.pause_s)
-    found["write_s"], found["unpack_s_per_byte"] = together_s / TOGETHER, per_element / 4
-    if "hand_out_s_per_byte" in found:  # measured together with the packing
-        behind = found["pack_s_per_byte"] + found["unpack_s_per_byte"]
-        found["hand_out_s_per_byte"] = max(found["hand_out_s_per_byte"] - behind, 0.0)
+    costs["write_s"], costs["unpack_s_per_byte"] = together_s / TOGETHER, per_element / 4
+    if "hand_out_s_per_byte" in costs:  # measured together with the packing
+        behind = costs["pack_s_per_byte"] + costs["unpack_s_per_byte"]
+        costs["hand_out_s_per_byte"] = max(costs["hand_out_s_per_byte"] - behind, 0.0)
     compressors = {
         "int8_encode": int8("encode"),
         "int8_decode": int8("decode"),
@@ -395,17 +397,17 @@ def one_process(way: CostConditions) -> dict[str, float]:
         "top_k_add": top_k_sum,
     }
     for name, of_elements in compressors.items():
-        found[f"{name}_s"], found[f"{name}_s_per_element"] = line(of_elements, way.pause_s)
+        costs[f"{name}_s"], costs[f"{name}_s_per_element"] = line(of_elements, way.pause_s)
     for name, of_elements in {
         "rows_take": rows_taken,
         "rows_add": rows_added,
         "rows_write": rows_written,
     }.items():
-        found[f"{name}_s_per_byte"] = line(of_elements, way.pause_s)[1] / 4
+        costs[f"{name}_s_per_byte"] = line(of_elements, way.pause_s)[1] / 4
     per_call_s, per_element = line(low_rank, way.pause_s)
-    found["low_rank_s"], found["low_rank_s_per_flop"] = per_call_s / 3, per_element / 3
+    costs["low_rank_s"], costs["low_rank_s_per_flop"] = per_call_s / 3, per_element / 3
     dist.destroy_process_group()
-    return found
+    return costs
 
 
 def _process(start: object, results: object, way: CostConditions) -> None:
@@ -427,7 +429,7 @@ def measured_costs(
     ]
     for process in processes:
         process.start()
-    found = [results.get(timeout=300) for _ in processes]
+    by_rank = [results.get(timeout=300) for _ in processes]
     for process in processes:
         process.join()
-    return {name: fmean(one[name] for one in found) for name in found[0]}
+    return {name: fmean(one[name] for one in by_rank) for name in by_rank[0]}

@@ -148,9 +148,9 @@ def _repartition(draft: Draft) -> bool:
     if holder.shard.synchronizer in ROOTED:
         draft.send_alone(position, holder, holder.shard.synchronizer, holder.shard)
     else:
-        kept = 1 + draft.pick(count - 1)
-        _rejoin(draft, holder, members[:kept])
-        draft.insert(DraftMessage(members[kept:], holder.shard, holder.dtype))
+        shards = 1 + draft.pick(count - 1)
+        _rejoin(draft, holder, members[:shards])
+        draft.insert(DraftMessage(members[shards:], holder.shard, holder.dtype))
     return True
 
 
