@@ -1,1 +1,1 @@
-"""What the commands print: tables, progress, iterations, memory."""
+"""Prints the results of commands: tables, progress, iterations, memory."""

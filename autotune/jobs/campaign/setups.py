@@ -1,4 +1,4 @@
-"""What a campaign trains, and where: a script or a generated model on a cluster."""
+"""The setup of a campaign: a script or a generated model on a cluster."""
 
 from __future__ import annotations
 
