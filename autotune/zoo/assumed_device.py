@@ -8,6 +8,7 @@ does twice the arithmetic and traffic of its forward op, for the gradients of in
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -57,7 +58,7 @@ class AssumedDevice:
         )
 
 
-class Net:
+class Net(ABC):
     """Ops of one replica's training step on a `batch`, added in forward order with their inputs."""
 
     def __init__(self, device: AssumedDevice, model: str, batch: int) -> None:
@@ -68,8 +69,9 @@ class Net:
         self._ops: list[Op] = []
         self._edges: list[tuple[int, int]] = []
 
+    @abstractmethod
     def op_graph(self) -> OpGraph:
-        raise NotImplementedError
+        """Build the ops of the whole model."""
 
     def op(
         self,
