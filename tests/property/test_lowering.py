@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from synthetic_cluster import FREE, cluster, costs
 
 from autotune.cluster import Bend, Cluster, CollectiveFit, PairLink, Where
 from autotune.costs.issue_order import MessageTimes
+from autotune.dfg.graph import Dfg
 from autotune.dfg.replay import replay
 from autotune.lowering.lower import Lowering
 from autotune.lowering.traffic import Collective, Ports
@@ -142,11 +143,23 @@ def test_sampled_plans_take_as_long_in_the_folded_as_in_the_full_graph(case, tak
     assert close(folded_s, full_step_s(lowering, plan))
 
 
+def has_tie(graph: Dfg, seed: int) -> bool:
+    """Whether the makespan depends on the last bits of the durations.
+
+    Two ops become ready at the same time, and rounding decides which one a queue takes first.
+    """
+    factors = 1 + 1e-12 * generator(seed, "tie").standard_normal((10, graph.ops))
+    makespans_s = [replay(graph, graph.duration_s * each).makespan_s for each in factors]
+    return not np.allclose(makespans_s, replay(graph).makespan_s, rtol=1e-9, atol=0.0)
+
+
 @settings(max_examples=40, deadline=None)
-@given(cases())
-def test_a_further_step_takes_the_period(case) -> None:
+@given(cases(), SEEDS)
+def test_a_further_step_takes_the_period(case, seed) -> None:
     workload, cluster, plan = case
     lowering = Lowering(workload, cluster)
+    # A later step starts at a later time, which rounds differently.
+    assume(not has_tie(lowering.period(plan), seed))
     two_s, three_s = (replay(lowering.graph(plan, steps)).makespan_s for steps in (2, 3))
     assert close(three_s - two_s, lowering.step_s(plan))
 
