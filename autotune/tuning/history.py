@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from bisect import bisect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from autotune.records import CURRENT_SETUP, Conditions, Measured, Role
+from autotune.arrays import BoolArray, FloatArray, IntArray
+from autotune.records import CURRENT_SETUP, Conditions, Failed, Measured, Role
 from autotune.strategy_space.plan import PlannedStrategy
+from autotune.tuning.candidates import CandidateColumns, ReferenceColumns, medians
 from autotune.tuning.events import Event, Profiled, Proposal, Proposed, TrialFinished
 from autotune.tuning.statistics import neighbour_noise, reference_tolerance
 
@@ -26,13 +29,39 @@ class History:
     events: tuple[Event, ...]
     deviation: float
     _planned: dict[str, PlannedStrategy] = field(default_factory=dict, compare=False, repr=False)
+    _numbering: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
 
     def then(self, event: Event) -> History:
-        return History((*self.events, event), self.deviation, self._planned)
+        """The history with one more event. Parts that are known already are not built again."""
+        later = self._with((*self.events, event))
+        known, new = self.__dict__, later.__dict__
+        for name, part in _PARTS.items():
+            if name in known:
+                new[name] = (*known[name], *part((event,)))
+        if "_columns" in known:
+            columns = CandidateColumns.of(_candidates((event,)), self._numbering)
+            new["_columns"] = self._columns.then(columns)
+        proposed = _rounds((event,))
+        if "_proposed" in known:
+            new["_proposed"] = np.concatenate([self._proposed, self._numbers(proposed)])
+        if "proposals" in known:
+            new["proposals"] = self._proposals_with(proposed)
+        return later
+
+    def _proposals_with(self, rounds: Sequence[Proposed]) -> dict[str, Proposal]:
+        if not rounds:
+            return self.proposals
+        proposals = dict(self.proposals)
+        for strategy_id, proposal in _by_id(rounds).items():
+            proposals.setdefault(strategy_id, proposal)
+        return proposals
 
     def first(self, count: int) -> History:
         """The history when it had `count` events."""
-        return History(self.events[:count], self.deviation, self._planned)
+        return self._with(self.events[:count])
+
+    def _with(self, events: tuple[Event, ...]) -> History:
+        return History(events, self.deviation, self._planned, self._numbering)
 
     def planned(self, strategy_id: str) -> PlannedStrategy | None:
         """A proposed strategy with its plan; None for the current setup.
@@ -61,36 +90,75 @@ class History:
 
     @cached_property
     def rounds(self) -> tuple[Proposed, ...]:
-        return tuple(event for event in self.events if isinstance(event, Proposed))
+        return _rounds(self.events)
 
     @cached_property
     def trials(self) -> tuple[TrialFinished, ...]:
-        return tuple(event for event in self.events if isinstance(event, TrialFinished))
-
-    def of_role(self, role: Role) -> tuple[TrialFinished, ...]:
-        return tuple(trial for trial in self.trials if trial.request.role is role)
+        return _trials(self.events)
 
     @cached_property
     def candidates(self) -> tuple[TrialFinished, ...]:
-        return self.of_role(Role.CANDIDATE)
+        return _candidates(self.events)
 
     @cached_property
     def ab_trials(self) -> tuple[TrialFinished, ...]:
-        return self.of_role(Role.AB)
+        return _ab_trials(self.events)
 
     @cached_property
     def refused(self) -> tuple[TrialFinished, ...]:
         """The candidate trials that the ranks refused."""
-        return tuple(trial for trial in self.candidates if trial.refused)
+        return _refused(self.events)
+
+    @cached_property
+    def references(self) -> tuple[tuple[int, float], ...]:
+        """(trial number, median step time) of every measured reference, in order."""
+        return _references(self.events)
+
+    @cached_property
+    def _columns(self) -> CandidateColumns:
+        return CandidateColumns.of(self.candidates, self._numbering)
+
+    @cached_property
+    def _failures(self) -> tuple[TrialFinished, ...]:
+        return _failures(self.events)
 
     @cached_property
     def proposals(self) -> dict[str, Proposal]:
         """Every proposed strategy by its id, in the order of the first proposals."""
-        by_id: dict[str, Proposal] = {}
+        return _by_id(self.rounds)
+
+    @cached_property
+    def _proposed(self) -> IntArray:
+        """The number of every proposal's strategy, in order."""
+        return self._numbers(self.rounds)
+
+    def _numbers(self, rounds: Sequence[Proposed]) -> IntArray:
+        numbering = self._numbering
+        ids = [proposal.strategy.id for event in rounds for proposal in event.proposals]
+        return np.array([numbering.setdefault(id_, len(numbering)) for id_ in ids], dtype=np.int64)
+
+    def next_proposal(self, most_repeats: int) -> tuple[Proposed, Proposal, int] | None:
+        """The first proposal to try, with its round and the number of its trials so far.
+
+        It has no trial yet, or at most `most_repeats`, all of them measured and disturbed.
+        """
+        proposed_numbers, columns = self._proposed, self._columns
+        count = len(self._numbering)
+        attempts = np.bincount(columns.strategies, minlength=count)
+        useless = columns.strategies[columns.measured & self._is_disturbed]
+        useless_attempts = np.bincount(useless, minlength=count)
+        wanted = (attempts == useless_attempts) & (attempts <= most_repeats)
+        positions = np.flatnonzero(wanted[proposed_numbers])
+        if len(positions) == 0:
+            return None
+        position = int(positions[0])
         for proposed in self.rounds:
-            for proposal in proposed.proposals:
-                by_id.setdefault(proposal.strategy.id, proposal)
-        return by_id
+            if position < len(proposed.proposals):
+                proposal = proposed.proposals[position]
+                number = self._numbering[proposal.strategy.id]
+                return proposed, proposal, int(attempts[number])
+            position -= len(proposed.proposals)
+        raise AssertionError("a numbered proposal is in a round")
 
     def conditions(self, requested: Conditions) -> Conditions:
         """The conditions of the trials; `requested`, the job's own, before the first trial.
@@ -108,24 +176,8 @@ class History:
         return self.events[-1].elapsed_s if self.events else 0.0
 
     @cached_property
-    def references(self) -> tuple[tuple[int, float], ...]:
-        """(trial number, median step time) of every measured reference, in order."""
-        return tuple(
-            (trial.request.number, trial.outcome.median_s)
-            for trial in self.of_role(Role.REFERENCE)
-            if isinstance(trial.outcome, Measured)
-        )
-
-    @property
-    def _reference_times_s(self) -> list[float]:
-        return [median_s for _, median_s in self.references]
-
-    def bracket_s(self, number: int) -> tuple[float | None, float | None]:
-        """Median step time of the references before and after a trial; None if there is none."""
-        at = bisect(self.references, (number, 0.0))
-        before = self.references[at - 1][1] if at > 0 else None
-        after = self.references[at][1] if at < len(self.references) else None
-        return before, after
+    def _reference_columns(self) -> ReferenceColumns:
+        return ReferenceColumns.of(self.references)
 
     @cached_property
     def tolerance(self) -> float:
@@ -133,7 +185,7 @@ class History:
 
         It is `deviation`, or less if the references agree better.
         """
-        return reference_tolerance(self._reference_times_s, self.deviation)
+        return reference_tolerance(self._reference_columns.median_s, self.deviation)
 
     @cached_property
     def disturbed(self) -> frozenset[int]:
@@ -143,15 +195,15 @@ class History:
         more than the tolerance; then the moment is unknown. A machine that is slower for long
         disturbs no trial once it is steady: see `measured_s`.
         """
-        marked = set()
-        for trial in self.candidates:
-            before, after = self.bracket_s(trial.request.number)
-            changed = trial.unsteady
-            if before is not None and after is not None:
-                changed |= max(before, after) > (1 + self.tolerance) * min(before, after)
-            if changed:
-                marked.add(trial.request.number)
-        return frozenset(marked)
+        return frozenset(self._columns.numbers[self._is_disturbed].tolist())
+
+    @cached_property
+    def _is_disturbed(self) -> BoolArray:
+        columns = self._columns
+        before_s, after_s = self._reference_columns.around_s(columns.numbers)
+        slower_s, faster_s = np.maximum(before_s, after_s), np.minimum(before_s, after_s)
+        # A comparison with NaN is false.
+        return columns.unsteady | (slower_s > (1 + self.tolerance) * faster_s)
 
     @cached_property
     def repeated(self) -> int:
@@ -168,10 +220,24 @@ class History:
         all references. Other tenants of a machine slow trials and references equally.
         """
         assert isinstance(trial.outcome, Measured)
-        around = [value for value in self.bracket_s(trial.request.number) if value is not None]
-        if self.reference_s is None or not around:
-            return trial.outcome.median_s
-        return trial.outcome.median_s * self.reference_s / float(np.mean(around))
+        numbers, median_s = np.array([trial.request.number]), np.array([trial.outcome.median_s])
+        return float(self._corrected_s(numbers, median_s)[0])
+
+    def _corrected_s(self, numbers: IntArray, median_s: FloatArray) -> FloatArray:
+        if self.reference_s is None:
+            return median_s
+        return self._reference_columns.corrected_s(numbers, median_s, self.reference_s)
+
+    @cached_property
+    def _measured_s(self) -> FloatArray:
+        """`measured_s` by the number of the strategy; NaN if it was not measured."""
+        columns, count = self._columns, len(self._numbering)
+        has_steady = np.zeros(count, dtype=bool)
+        steady = columns.measured & ~self._is_disturbed
+        has_steady[columns.strategies[steady]] = True
+        used = steady | (columns.measured & ~has_steady[columns.strategies])
+        step_s = self._corrected_s(columns.numbers[used], columns.median_s[used])
+        return medians(step_s, columns.strategies[used], count)
 
     @cached_property
     def measured_s(self) -> dict[str, float]:
@@ -180,24 +246,21 @@ class History:
         If every trial was disturbed, over all of them. Blocks of the closing comparison do not
         count: they are compared with their neighbouring blocks of the current setup.
         """
-        steady: dict[str, list[float]] = {}
-        disturbed: dict[str, list[float]] = {}
-        for trial in self.candidates:
-            if isinstance(trial.outcome, Measured):
-                target = disturbed if trial.request.number in self.disturbed else steady
-                target.setdefault(trial.request.strategy_id, []).append(self.steady_s(trial))
-        return {key: float(np.median(times)) for key, times in {**disturbed, **steady}.items()}
+        measured = [trial for trial in self.candidates if isinstance(trial.outcome, Measured)]
+        # Strategies with a disturbed trial first: simulators train on them in this order.
+        measured.sort(key=lambda trial: trial.request.number not in self.disturbed)
+        ids = dict.fromkeys(trial.request.strategy_id for trial in measured)
+        return {id_: float(self._measured_s[self._numbering[id_]]) for id_ in ids}
 
     @cached_property
     def failed(self) -> dict[str, TrialFinished]:
         """Strategy id -> its failed trial."""
-        failures = (trial for trial in self.trials if not isinstance(trial.outcome, Measured))
-        return {trial.request.strategy_id: trial for trial in failures}
+        return {trial.request.strategy_id: trial for trial in self._failures}
 
     @cached_property
     def reference_s(self) -> float | None:
         """Median step time of the current setup over all its reference trials."""
-        return float(np.median(self._reference_times_s)) if self.references else None
+        return float(np.median(self._reference_columns.median_s)) if self.references else None
 
     @cached_property
     def noise(self) -> float:
@@ -209,7 +272,7 @@ class History:
         """The noise that the references show; None if there are too few."""
         if len(self.references) < SMALLEST_SPREAD:
             return None
-        return neighbour_noise(self._reference_times_s)
+        return neighbour_noise(self._reference_columns.median_s)
 
     @property
     def quality(self) -> str:
@@ -220,11 +283,77 @@ class History:
             f"{len(self.candidates)} trials disturbed, {self.repeated} repeated"
         )
 
+    @property
+    def _ineligible(self) -> set[str]:
+        return {CURRENT_SETUP, *self.failed}
+
+    @property
+    def fastest_s(self) -> float | None:
+        """The first step time of `ranking`."""
+        step_s, numbering = self._measured_s.copy(), self._numbering
+        step_s[[numbering[id_] for id_ in self._ineligible if id_ in numbering]] = np.nan
+        return None if np.isnan(step_s).all() else float(np.nanmin(step_s))
+
     def ranking(self) -> list[tuple[str, float]]:
         """(strategy id, median step time), fastest first, without strategies that ever failed."""
-        pairs = [
-            (key, value)
-            for key, value in self.measured_s.items()
-            if key not in self.failed and key != CURRENT_SETUP
-        ]
+        left_out = self._ineligible
+        pairs = [(key, value) for key, value in self.measured_s.items() if key not in left_out]
         return sorted(pairs, key=lambda pair: (pair[1], pair[0]))
+
+
+def _by_id(rounds: Sequence[Proposed]) -> dict[str, Proposal]:
+    by_id: dict[str, Proposal] = {}
+    for proposed in rounds:
+        for proposal in proposed.proposals:
+            by_id.setdefault(proposal.strategy.id, proposal)
+    return by_id
+
+
+# Parts of a history. Each is a concatenation over the events, so that `History.then` can extend it.
+
+
+def _rounds(events: Sequence[Event]) -> tuple[Proposed, ...]:
+    return tuple(event for event in events if isinstance(event, Proposed))
+
+
+def _trials(events: Sequence[Event]) -> tuple[TrialFinished, ...]:
+    return tuple(event for event in events if isinstance(event, TrialFinished))
+
+
+def _of_role(events: Sequence[Event], role: Role) -> tuple[TrialFinished, ...]:
+    return tuple(trial for trial in _trials(events) if trial.request.role is role)
+
+
+def _candidates(events: Sequence[Event]) -> tuple[TrialFinished, ...]:
+    return _of_role(events, Role.CANDIDATE)
+
+
+def _ab_trials(events: Sequence[Event]) -> tuple[TrialFinished, ...]:
+    return _of_role(events, Role.AB)
+
+
+def _refused(events: Sequence[Event]) -> tuple[TrialFinished, ...]:
+    return tuple(trial for trial in _candidates(events) if trial.refused)
+
+
+def _failures(events: Sequence[Event]) -> tuple[TrialFinished, ...]:
+    return tuple(trial for trial in _trials(events) if isinstance(trial.outcome, Failed))
+
+
+def _references(events: Sequence[Event]) -> tuple[tuple[int, float], ...]:
+    return tuple(
+        (trial.request.number, trial.outcome.median_s)
+        for trial in _of_role(events, Role.REFERENCE)
+        if isinstance(trial.outcome, Measured)
+    )
+
+
+_PARTS: dict[str, Callable[[Sequence[Event]], tuple[Any, ...]]] = {
+    "rounds": _rounds,
+    "trials": _trials,
+    "candidates": _candidates,
+    "ab_trials": _ab_trials,
+    "refused": _refused,
+    "references": _references,
+    "_failures": _failures,
+}

@@ -203,7 +203,7 @@ def changed_within(measured: Measured) -> bool:
     return False
 
 
-def reference_tolerance(references_s: Sequence[float], deviation: float) -> float:
+def reference_tolerance(references_s: Sequence[float] | FloatArray, deviation: float) -> float:
     """Maximum relative difference of neighbouring references on a steady machine.
 
     `references_s`: their median step times, in order. The result is at most `deviation`.

@@ -6,7 +6,7 @@ recorded events, so a killed job continues exactly where its event log ends.
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -119,15 +119,13 @@ def _explore(spec: JobSpec, history: History) -> Instruction | None:
 
 def _pending(spec: JobSpec, history: History) -> RunTrial | None:
     """The first proposal without a trial, or the first disturbed trial that may be repeated."""
-    attempts = Counter(trial.request.strategy_id for trial in history.candidates)
-    for proposed in history.rounds:
-        for proposal in proposed.proposals:
-            strategy_id, attempt = proposal.strategy.id, attempts[proposal.strategy.id]
-            repeat = attempt <= spec.max_repeats and _only_disturbed(history, strategy_id)
-            if attempt == 0 or repeat:
-                predicted_s = proposal.predicted_s
-                return _candidate(spec, history, strategy_id, proposed.round, attempt, predicted_s)
-    return None
+    pending = history.next_proposal(spec.max_repeats)
+    if pending is None:
+        return None
+    proposed, proposal, attempt = pending
+    return _candidate(
+        spec, history, proposal.strategy.id, proposed.round, attempt, proposal.predicted_s
+    )
 
 
 def _last_round_is_new(history: History) -> bool:
@@ -136,14 +134,6 @@ def _last_round_is_new(history: History) -> bool:
         proposal.strategy.id for proposed in history.rounds[:-1] for proposal in proposed.proposals
     }
     return any(proposal.strategy.id not in earlier for proposal in history.rounds[-1].proposals)
-
-
-def _only_disturbed(history: History, strategy_id: str) -> bool:
-    return all(
-        isinstance(trial.outcome, Measured) and trial.request.number in history.disturbed
-        for trial in history.candidates
-        if trial.request.strategy_id == strategy_id
-    )
 
 
 def _round_unbracketed(spec: JobSpec, history: History) -> bool:
@@ -371,5 +361,5 @@ def _longest(spec: JobSpec, history: History) -> int:
 def _losing_s(spec: JobSpec, history: History) -> float:
     """The step time above which a candidate loses, at the machine's present speed."""
     assert history.reference_s is not None
-    best_s = min([history.reference_s, *(value for _, value in history.ranking()[:1])])
+    best_s = min(history.reference_s, history.fastest_s or math.inf)
     return spec.losing * best_s * history.references[-1][1] / history.reference_s
