@@ -36,7 +36,7 @@ def stored_fields(kind: type[Any]) -> dict[str, tuple[str, Mapping[Any, str]]]:
 
 _PLAIN = frozenset({str, int, float, bool, type(None)})
 _FIELDS: dict[type[Any], tuple[tuple[str, str, Mapping[Any, str] | None, Any], ...]] = {}
-"""Of each class's fields: name, stored name, stored spellings, and the value that is left out."""
+"""Fields of each class: name, stored name, stored spellings, and the value that is left out."""
 _ALWAYS = object()
 
 

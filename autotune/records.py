@@ -41,7 +41,7 @@ class Stopped(StrEnum):
 
 
 class Network(StrEnum):
-    """What carries the gradients of a trial."""
+    """The network that carries the gradients of a trial."""
 
     HOSTS = "hosts"  # the network of a real Ray cluster
     LOOPBACK = "loopback"  # processes of one machine
@@ -49,7 +49,7 @@ class Network(StrEnum):
 
 
 class Accelerators(StrEnum):
-    """What computes."""
+    """The devices that compute."""
 
     REAL = "real"
     EMULATED = "emulated"  # waits of profiled durations; gradients and transfers are real
@@ -57,7 +57,7 @@ class Accelerators(StrEnum):
 
 @dataclass(frozen=True)
 class Conditions:
-    """What was real in a trial and what was emulated; shown with every figure of the trial.
+    """The real and the emulated parts of a trial; shown with every figure of the trial.
 
     With a `byte_scale` of k, each link has 1/k of its rate and each message sends 1/k of its bytes.
     Times are those of the whole cluster, except for the cost per message. `round_robin`: the ranks

@@ -1,4 +1,4 @@
-"""What several benchmarks need of this checkout: its root, its scripts and its clusters."""
+"""Paths, setups and output that several benchmarks share."""
 
 from __future__ import annotations
 

@@ -45,15 +45,15 @@ class CollectionProgress:
     there: int
     taken: int = 0
     began_s: float = field(default_factory=time.monotonic)
-    said_s: float = 0.0
+    logged_s: float = 0.0
 
-    def kept(self, name: str, trial: DatasetTrial) -> None:
+    def count(self, name: str, trial: DatasetTrial) -> None:
         """Count a candidate, and log the progress now and then."""
         self.taken += trial.strategy is not None
-        if time.monotonic() - self.said_s < LINE_EVERY_S or not self.taken:
+        if time.monotonic() - self.logged_s < LINE_EVERY_S or not self.taken:
             return
-        self.said_s = time.monotonic()
-        pace_s = (self.said_s - self.began_s) / self.taken
+        self.logged_s = time.monotonic()
+        pace_s = (self.logged_s - self.began_s) / self.taken
         left = max(self.wanted - self.there - self.taken, 0)
         console.log(
             f"{name}: {trial_line(trial)} | {pace_s:.2f} s a candidate with all around it, "
@@ -72,14 +72,14 @@ def visited(
     """Visit the domain, and return whether it has all its candidates."""
 
     def visit() -> None:
-        say, kept = partial(said, setup.name), partial(progress.kept, setup.name)
-        with trial_session(folder / setup.name, setup, LENGTH, say, kept) as session:
+        say, save = partial(log_line, setup.name), partial(progress.count, setup.name)
+        with trial_session(folder / setup.name, setup, LENGTH, say, save) as session:
             sample_domain(session, goal, seed, interruption.obey)
 
     return persevere(setup.name, visit, lambda: candidates(folder, setup), console.log)
 
 
-def said(name: str, line: str) -> None:
+def log_line(name: str, line: str) -> None:
     console.log(f"{name}: {line}")
 
 

@@ -87,8 +87,8 @@ def _vision(name: str, batch: int) -> TimedModel:
     def build() -> nn.Module:
         import torchvision
 
-        made: nn.Module = getattr(torchvision.models, name)()
-        return made
+        model: nn.Module = getattr(torchvision.models, name)()
+        return model
 
     return TimedModel(build, _images, _loss_of_images, batch, adam=False, images=True)
 
@@ -96,15 +96,15 @@ def _vision(name: str, batch: int) -> TimedModel:
 def _bert() -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
-    made: nn.Module = BertForMaskedLM(BertConfig())
-    return made
+    model: nn.Module = BertForMaskedLM(BertConfig())
+    return model
 
 
 def _gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    made: nn.Module = GPT2LMHeadModel(GPT2Config(use_cache=False))
-    return made
+    model: nn.Module = GPT2LMHeadModel(GPT2Config(use_cache=False))
+    return model
 
 
 def _text(build: Callable[[], nn.Module], words: int, batch: int, length: int) -> TimedModel:

@@ -49,16 +49,16 @@ class Sheet:
 
 
 def sheets_of(folders: Sequence[Path]) -> list[Sheet]:
-    found = [
+    sheets = [
         (folder.resolve().name, domain) for folder in folders for domain in read_dataset(folder)
     ]
-    held = Counter(domain.name for _, domain in found)
+    held = Counter(domain.name for _, domain in sheets)
     labels = [
         f"{domain.name} ({folder})" if held[domain.name] > 1 else domain.name
-        for folder, domain in found
+        for folder, domain in sheets
     ]
     return sorted(
-        (sheet_of(label, domain) for label, (_, domain) in zip(labels, found, strict=True)),
+        (sheet_of(label, domain) for label, (_, domain) in zip(labels, sheets, strict=True)),
         key=lambda sheet: sheet.label,
     )
 
@@ -126,8 +126,11 @@ def influence_plot(sheets: Sequence[Sheet], path: Path) -> None:
     names = choice_names(sheets)
     table = np.array(
         [
-            [own.choices[name].alone if name in own.choices else np.nan for name in names]
-            for _, own in shown
+            [
+                influences.choices[name].alone if name in influences.choices else np.nan
+                for name in names
+            ]
+            for _, influences in shown
         ]
     )
     figure, axes = plt.subplots(figsize=(WIDTH, 2.0 + ROW * max(len(shown), 1)))
@@ -152,11 +155,11 @@ def influence_plot(sheets: Sequence[Sheet], path: Path) -> None:
 
 def choice_names(sheets: Sequence[Sheet]) -> list[str]:
     """Return all choices that vary somewhere, the most important on average first."""
-    found: dict[str, list[float]] = {}
+    values: dict[str, list[float]] = {}
     for sheet in sheets:
-        for name, own in sheet.explained.choices.items() if sheet.explained else ():
-            found.setdefault(name, []).append(own.alone)
-    return sorted(found, key=lambda name: (-float(np.mean(found[name])), name))
+        for name, influence in sheet.explained.choices.items() if sheet.explained else ():
+            values.setdefault(name, []).append(influence.alone)
+    return sorted(values, key=lambda name: (-float(np.mean(values[name])), name))
 
 
 def _save(figure: Figure, path: Path) -> None:
@@ -294,15 +297,15 @@ def _by_family(domain: Domain) -> tuple[list[DatasetTrial], list[DatasetTrial]]:
 def influence_table(sheets: Sequence[Sheet]) -> str:
     rows = []
     for name in choice_names(sheets):
-        own = [
+        cells = [
             sheet.explained.choices[name]
             for sheet in sheets
             if sheet.explained and name in sheet.explained.choices
         ]
         alone, beyond = (
-            float(np.mean([getattr(one, kind) for one in own])) for kind in ("alone", "beyond")
+            float(np.mean([getattr(one, kind) for one in cells])) for kind in ("alone", "beyond")
         )
-        rows.append(f"| {name} | {alone:.2f} | {beyond:.2f} | {len(own)} |")
+        rows.append(f"| {name} | {alone:.2f} | {beyond:.2f} | {len(cells)} |")
     if not rows:
         return "No domain has enough strategies yet."
     return "| choice | alone | beyond the others | domains |\n|---|---|---|---|\n" + "\n".join(rows)

@@ -94,7 +94,7 @@ def choices(
     strategies = [strategy for strategy, _, _ in measured]
     plans = [plan for _, plan, _ in measured]
     largest_bytes = [max(message.grad_bytes for message in plan.messages) for plan in plans]
-    shards = [sum(len(own.shards) for own in strategy.variables) for strategy in strategies]
+    shards = [sum(len(choice.shards) for choice in strategy.variables) for strategy in strategies]
     numbers = {
         "messages": [float(len(plan.messages)) for plan in plans],
         "largest message": [size / domain.workload.grad_bytes for size in largest_bytes],

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 DATA_SEED = 0  # the ratings are the same for every --seed
 TASTES = 16  # latent dimensions of the generated ratings
-TASTE_WEIGHT = 2.0  # standard deviation of a user's liking, beside the noise of the choice (1.28)
+TASTE_WEIGHT = 2.0  # standard deviation of a user's liking, without the noise of the choice (1.28)
 POPULARITY_EXPONENT = (
     0.8  # the item of popularity rank r is taken as if it were r^-0.8 as attractive
 )

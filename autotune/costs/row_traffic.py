@@ -69,7 +69,7 @@ class RowTraffic:
     def least_bytes(self, messages: Sequence[Message]) -> float:
         """Lower bound of the bytes that one rank sends, compressed as the messages are.
 
-        Of sparse gradients it counts only the touched rows, even if the messages send them dense.
+        It counts only the touched rows of sparse gradients, even if the messages send them dense.
         """
         return sum(message.wire_bytes * self._least_share(message) for message in messages)
 

@@ -299,7 +299,7 @@ class _Exchange:
     def _quantised_row(self, rows: int) -> tuple[int, int]:
         """(elements, bytes) of one of `rows` rows, as the runtime's `RowLayout` cuts them.
 
-        int8 has blocks of one scale each. What a plugin's own code allocates is not known.
+        int8 has blocks of one scale each. Allocations by a plugin's own code are unknown.
         """
         length = max(1, -(-self.message.elements // rows))
         if self.message.compressor is not Compressor.INT8:

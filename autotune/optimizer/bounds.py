@@ -13,8 +13,8 @@ from autotune.workload import Workload
 def least_transfer_s(cluster: Cluster, sent_bytes: float) -> float:
     """T_comm: by the rates of the links, no synchronization of `sent_bytes` in all is faster.
 
-    The bound ignores latency. Of n hosts with b_i bytes per second each way, host i owns the share
-    f_i of the S bytes, and must send and receive S (1 + f_i (n - 2)). The best shares give
+    The bound ignores latency. There are n hosts with b_i bytes per second each way. Host i owns the
+    share f_i of the S bytes, and must send and receive S (1 + f_i (n - 2)). The best shares give
     max(S / min b_i, 2 (n - 1) S / sum b_i), the time of a ring if all b_i are equal. Transfers
     within hosts count only if there is one host, by its n devices.
     """

@@ -42,12 +42,12 @@ class Suggested:
 
 @dataclass(frozen=True)
 class Suggestions:
-    """`found`: the best of each family. `others`: ends of other climbs. Both fastest first.
+    """`best`: the best of each family. `others`: ends of other climbs. Both fastest first.
 
     `cut_short`: the wall clock ended a search, so another run may find other strategies.
     """
 
-    found: tuple[Suggested, ...]
+    best: tuple[Suggested, ...]
     others: tuple[Suggested, ...]
     cut_short: bool
 

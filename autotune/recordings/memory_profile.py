@@ -37,7 +37,7 @@ MAX_TENSORS = 4_000_000
 
 
 class Phase(StrEnum):
-    """What a segment computes. Segments from the forward pass to the first gradient are forward."""
+    """The work of a segment. Segments from the forward pass to the first gradient are forward."""
 
     FORWARD = "forward"
     BACKWARD = "backward"

@@ -17,7 +17,7 @@ from autotune.strategy_space.strategy import Strategy
 class BayesianSearch:
     """Ask for a strategy, tell its step time, repeat.
 
-    One proposal is open at a time, and `ask` returns it until its time is told. So the state is a
+    One proposal is open at a time, and `ask` returns it until `tell`. So the state is a
     function of the seed and the tells; telling a new object the same results in the same order
     restores it.
     """
@@ -52,7 +52,7 @@ class BayesianSearch:
         strategy = self.ask()
         if strategy.id != strategy_id:
             raise InvalidInput(
-                f"a step time must be told for the open proposal {strategy.id}, "
+                f"`tell` needs the step time of the open proposal {strategy.id}, "
                 f"but is for {strategy_id}; tell in the order of asking"
             )
         if not (math.isfinite(step_s) and step_s > 0):

@@ -41,7 +41,7 @@ RING = 0.25  # share of strategies with a ring order of their own, where one can
 
 @dataclass(frozen=True)
 class Context:
-    """What all draws for one workload, cluster and space share."""
+    """Data that all draws for one workload, cluster and space share."""
 
     workload: Workload
     cluster: Cluster

@@ -57,9 +57,9 @@ the replay's error: with half of them omitted, the best lossless one was never t
 """
 BAYESIAN = {Search.BAYES: "the search space", Search.FUSION: "fusion threshold and cycle time"}
 BAYES_ASKS = 20
-"""Consecutive known plans of a baseline before the search ends; each is told its known time."""
+"""Consecutive known plans of a baseline, each with its known time, before the search ends."""
 FAILED_FACTOR = 2.0
-"""Time told for a failed trial, relative to the current setup: slow, but not an outlier."""
+"""Time assumed for a failed trial, relative to the current setup: slow, but not an outlier."""
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,14 @@ class Proposer:
         """At most `count` strategies with untried plans; none if the space has nothing new."""
         if self._spec.search in BAYESIAN:
             return self._propose_bayes(history, round_)
-        found = self._pool(history, round_)
-        pool = found.candidates
+        untried = self._pool(history, round_)
+        pool = untried.candidates
         if not pool:
-            reason = _full_reason("no strategy was sampled that had not been tried", found)
+            reason = _full_reason("no strategy was sampled that had not been tried", untried)
             return Proposed(round_, (), "none", reason, 0, (), 0.0)
         if self._spec.search is Search.RANDOM:
             proposals = tuple(_proposal(candidate, history) for candidate in pool[:count])
-            reason = _full_reason("random search was asked for", found)
+            reason = _full_reason("random search was asked for", untried)
             return Proposed(round_, proposals, "random", reason, len(pool), (), 0.0)
         scores = self._scorer.score(history, pool)
         most = int(LATER_LEADERS * count) if round_ else max(1, round(LEADERS * count))
@@ -114,7 +114,7 @@ class Proposer:
             )
             for i in leading
         )
-        reason, quality = _full_reason(scores.reason, found), scores.quality
+        reason, quality = _full_reason(scores.reason, untried), scores.quality
         return Proposed(round_, proposals, scores.ranker, reason, len(pool), quality, 0.0)
 
     def _pool(self, history: History, round_: int) -> _Pool:
@@ -131,21 +131,21 @@ class Proposer:
         mutants = wanted // 2 if guided and parents else 0
         rng = generator(self._spec.seed, "mutations", round_)
         space = self._space(history)
-        found: list[tuple[str, Strategy]] = []
+        strategies: list[tuple[str, Strategy]] = []
         with collection_paused():
             searched: list[tuple[str, Strategy]] = []
             cut_short = False
             if guided:
                 searched, cut_short = self._searched(history, space, parents, round_)
             if self._spec.search is not Search.RANDOM:
-                found += seed_strategies(workload, cluster, space)
+                strategies += seed_strategies(workload, cluster, space)
             for _ in range(mutants):
                 parent = parents[int(rng.integers(len(parents)))]
-                found.append(("mutated", self._walk(parent, history, space, rng)))
+                strategies.append(("mutated", self._walk(parent, history, space, rng)))
             seed = int(generator(self._spec.seed, "samples", round_).integers(2**31))
             samples = sample_many(workload, cluster, space, wanted - mutants, seed)
-            found += [("sampled", strategy) for strategy in samples]
-            pool = self._untried(searched, found, history)
+            strategies += [("sampled", strategy) for strategy in samples]
+            pool = self._untried(searched, strategies, history)
         return replace(pool, cut_short=cut_short)
 
     def _searched(
@@ -180,14 +180,14 @@ class Proposer:
             clock=self._clock,
         )
         return [
-            (f"optimizer: {own.name}", own.strategy)
-            for own in (*suggested.found, *suggested.others)
+            (f"optimizer: {suggestion.name}", suggestion.strategy)
+            for suggestion in (*suggested.best, *suggested.others)
         ], suggested.cut_short
 
     def _untried(
         self,
         searched: Sequence[tuple[str, Strategy]],
-        found: Sequence[tuple[str, Strategy]],
+        strategies: Sequence[tuple[str, Strategy]],
         history: History,
     ) -> _Pool:
         """Filter the optimizer's strategies, then the others."""
@@ -195,7 +195,7 @@ class Proposer:
         tried = {trial.plan_id for trial in history.trials}
         pool: list[Candidate] = []
         refusals: list[str] = []
-        for number, (origin, strategy) in enumerate((*searched, *found)):
+        for number, (origin, strategy) in enumerate((*searched, *strategies)):
             planned = PlannedStrategy.of(strategy, history.profiled.workload, self._spec.workers)
             if planned.plan.id in tried or strategy.id in history.proposals:
                 continue
@@ -296,7 +296,7 @@ class Proposer:
     def _next_of(self, search: BayesianSearch, history: History) -> PlannedStrategy | None:
         """The next strategy with a new plan; None if there is none.
 
-        A known plan is told its time at once, and one that cannot be enacted is told as failed.
+        The search learns the time of a known plan at once; a plan that cannot be enacted failed.
         """
         assert history.profiled is not None
         workload = history.profiled.workload

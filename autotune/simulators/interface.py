@@ -35,7 +35,7 @@ class Example:
 
 @dataclass(frozen=True)
 class FitReport:
-    """What `fit` did. `best_epoch`: the epoch of the kept weights (0: the untrained start)."""
+    """The result of `fit`. `best_epoch`: the epoch of the kept weights (0: the untrained start)."""
 
     epochs: int
     best_epoch: int

@@ -27,7 +27,7 @@ MOST_IN_FLIGHT = 2
 
 
 class Synchronizer(StrEnum):
-    """What the ranks do together to sum a message."""
+    """How the ranks sum a message."""
 
     ALL_REDUCE = "all_reduce"
     REDUCE_SCATTER_ALL_GATHER = "reduce_scatter_all_gather"

@@ -21,7 +21,7 @@ class Unsendable(Exception):
 
 
 def _condition_params(conditions: Conditions) -> dict[str, Any]:
-    """What was emulated, as parameters of every run with figures."""
+    """Conditions of the trials, as parameters of every run with figures."""
     params = to_data(conditions)
     return {name: params[name] for name in ("network", "accelerators", "byte_scale", "round_robin")}
 

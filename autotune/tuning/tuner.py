@@ -139,7 +139,7 @@ def _last_round_is_new(history: History) -> bool:
 def _round_unbracketed(spec: JobSpec, history: History) -> bool:
     """Whether half a reference interval of trials has no reference after it.
 
-    Training must not learn from so many trials that no reference has checked.
+    Training must not learn from more trials without a reference to check them.
     """
     since = _candidates_since_reference(history)
     return since > 0 and 2 * since >= spec.reference_every
@@ -265,7 +265,7 @@ def _second_looks(history: History) -> set[str]:
 def _first(history: History, ranking: list[tuple[str, float]], count: int) -> list[str]:
     """The first `count` strategies of a ranking.
 
-    Of those that tie with the last one, closer than the noise, lossless ones come first.
+    Among those that tie with the last one, closer than the noise, lossless ones come first.
     """
     if not ranking:
         return []

@@ -62,7 +62,7 @@ class CompressedStep:
 def int8(shapes: list[tuple[int, int]]) -> Callable[[], None]:
     layout = RowLayout.of(sum(rows * columns for rows, columns in shapes), RANKS)
     step = CompressedStep(shapes, layout.elements)
-    rows, own = (
+    rows, local_rows = (
         QuantisedRows(layout, torch.float32, CPU),
         QuantisedRows(layout.with_rows(1), torch.float32, CPU),
     )
@@ -72,7 +72,7 @@ def int8(shapes: list[tuple[int, int]]) -> Callable[[], None]:
         step.pack()
         rows.encode_(step.values)
         rows.sum_into(total)
-        own.encode_(total)
+        local_rows.encode_(total)
         step.values[: len(total)] += total
         step.feedback.keep()
         rows.decode(step.values)
@@ -83,13 +83,13 @@ def int8(shapes: list[tuple[int, int]]) -> Callable[[], None]:
 def top_k(shapes: list[tuple[int, int]], ratio: float) -> Callable[[], None]:
     step = CompressedStep(shapes, sum(rows * columns for rows, columns in shapes))
     k = picked(step.elements, ratio)
-    own, rows = (PickedRows(count, k, torch.float32, CPU) for count in (1, RANKS))
+    local_rows, rows = (PickedRows(count, k, torch.float32, CPU) for count in (1, RANKS))
 
     def run() -> None:
         step.pack()
-        own.encode_(step.values)
+        local_rows.encode_(step.values)
         step.feedback.keep()
-        rows.bytes.copy_(own.bytes.expand_as(rows.bytes))
+        rows.bytes.copy_(local_rows.bytes.expand_as(rows.bytes))
         rows.sum_into(step.values)
 
     return run

@@ -99,10 +99,10 @@ def in_ready_order(strategy: Strategy) -> Strategy:
 
 
 def setups(cluster: Cluster) -> dict[str, Contender]:
-    made = {}
+    by_name = {}
     for megabytes in BUCKETS_MB:
         module = build()
-        made[f"DDP {megabytes:g} MB"] = Contender.of(
+        by_name[f"DDP {megabytes:g} MB"] = Contender.of(
             DistributedDataParallel(module, bucket_cap_mb=megabytes), module
         )
     work = replace(MODEL.workload(), update_s=0.0)  # updates are real
@@ -118,8 +118,8 @@ def setups(cluster: Cluster) -> dict[str, Contender]:
         module = build()
         model = PlannedDataParallel(module)
         model.synchronizer.load(replace(wanted, workload_id=model.synchronizer.model_id))
-        made[name] = Contender.of(model, module)
-    return made
+        by_name[name] = Contender.of(model, module)
+    return by_name
 
 
 def block_s(setup: Contender, steps: int) -> float:
@@ -146,17 +146,17 @@ def main() -> None:
     cluster, rounds, steps = read_cluster(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    made = setups(cluster)
-    for setup in made.values():
+    sides = setups(cluster)
+    for setup in sides.values():
         for _ in range(WARM_STEPS):
             setup.step()
-    taken: dict[str, list[float]] = {name: [] for name in made}
+    taken: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(rounds):
-        order = list(made) if number % 2 == 0 else list(made)[::-1]
+        order = list(sides) if number % 2 == 0 else list(sides)[::-1]
         for name in order:
-            taken[name].append(block_s(made[name], steps))
+            taken[name].append(block_s(sides[name], steps))
     same, ours, theirs = (
-        weights(made[name]) for name in ("same plan within the step", OURS, "DDP 25 MB")
+        weights(sides[name]) for name in ("same plan within the step", OURS, "DDP 25 MB")
     )
     if dist.get_rank() == 0:
         difference = float(((ours - theirs).abs() / theirs.abs().clamp_min(1e-6)).max())

@@ -116,7 +116,7 @@ def main() -> None:
         ddp_s.append(their)
     if dist.get_rank() == 0:
         assert buckets_of(theirs) == buckets
-        found = {
+        result = {
             "ratios": ratios,
             "ddp_s": sorted(ddp_s)[len(ddp_s) // 2],
             "variables": len(workload.variables),
@@ -127,7 +127,7 @@ def main() -> None:
         }
         print(
             json.dumps(
-                found
+                result
                 | findings
                 | {"backend": backend_text(same, ours.synchronizer.native is not None)}
             )

@@ -95,8 +95,8 @@ def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
             f"a rank ended with exit status {process.returncode}; "
             "run it again with MEMORY_VERBOSE=1"
         )
-    found: dict[str, Any] = json.loads(text.splitlines()[-1])
-    return found
+    result: dict[str, Any] = json.loads(text.splitlines()[-1])
+    return result
 
 
 def measured(library: str, name: str, what: str) -> list[dict[str, Any]]:
@@ -138,10 +138,10 @@ def main() -> int:
     refused: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         for model in options.models:
-            found = answer(started(library, model, "profile"))
+            profiled = answer(started(library, model, "profile"))
             profile, workload = (
-                MemoryProfile.from_data(found["profile"]),
-                Workload.from_data(found["workload"]),
+                MemoryProfile.from_data(profiled["profile"]),
+                Workload.from_data(profiled["workload"]),
             )
             for name, chosen in cases(workload, cluster, options.strategies).items():
                 file = Path(folder) / f"{model}-{name}.json"

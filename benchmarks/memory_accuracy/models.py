@@ -40,8 +40,8 @@ def example(name: str) -> ModuleType:
 
 
 def resnet_digits(batch: int = 16, parts: int = 1) -> ExampleJob:
-    made = example("resnet_digits").ResNet(32)
-    optimizer = torch.optim.SGD(made.parameters(), lr=0.03, momentum=0.9, weight_decay=5e-4)
+    network = example("resnet_digits").ResNet(32)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.03, momentum=0.9, weight_decay=5e-4)
 
     def step(model: Any) -> None:
         optimizer.zero_grad()
@@ -53,13 +53,13 @@ def resnet_digits(batch: int = 16, parts: int = 1) -> ExampleJob:
             (F.cross_entropy(model(images), labels) / parts).backward()
         optimizer.step()
 
-    return ExampleJob(made, step, (torch.randn(batch, 1, 32, 32),))
+    return ExampleJob(network, step, (torch.randn(batch, 1, 32, 32),))
 
 
 def gpt_text(batch: int = 8, parts: int = 1) -> ExampleJob:
     script = example("gpt_text")
-    made = script.GPT(2000, 64, 256, 4, 4, 0.1)
-    optimizer = script.make_optimizer(made, 5e-4, 0.1)
+    network = script.GPT(2000, 64, 256, 4, 4, 0.1)
+    optimizer = script.make_optimizer(network, 5e-4, 0.1)
 
     def step(model: Any) -> None:
         optimizer.zero_grad()
@@ -71,14 +71,14 @@ def gpt_text(batch: int = 8, parts: int = 1) -> ExampleJob:
             ).backward()
         optimizer.step()
 
-    return ExampleJob(made, step, (torch.randint(2000, (batch, 64)),))
+    return ExampleJob(network, step, (torch.randint(2000, (batch, 64)),))
 
 
 def lstm_text(batch: int = 8) -> ExampleJob:
     """Return the model with its two batches per step."""
     script = example("lstm_text")
-    made = script.LanguageModel(256, 2, 0.1)
-    optimizer = script.make_optimizer(made, 3e-3, 0.01)
+    network = script.LanguageModel(256, 2, 0.1)
+    optimizer = script.make_optimizer(network, 3e-3, 0.01)
 
     def step(model: Any) -> None:
         sequences = torch.randint(256, (2 * batch, 65))
@@ -91,13 +91,13 @@ def lstm_text(batch: int = 8) -> ExampleJob:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
-    return ExampleJob(made, step)
+    return ExampleJob(network, step)
 
 
 def ncf_ratings(batch: int = 256) -> ExampleJob:
     script = example("ncf_ratings")
-    made = script.NeuMF(4000, 3000, 64, True)
-    optimizers = script.make_optimizers(made, 2e-3)
+    network = script.NeuMF(4000, 3000, 64, True)
+    optimizers = script.make_optimizers(network, 2e-3)
     taken = torch.rand(4000, 3000) < 0.01
 
     def step(model: Any) -> None:
@@ -110,7 +110,7 @@ def ncf_ratings(batch: int = 256) -> ExampleJob:
         for optimizer in optimizers:
             optimizer.step()
 
-    return ExampleJob(made, step)
+    return ExampleJob(network, step)
 
 
 class Clicks(nn.Module):
@@ -127,16 +127,16 @@ class Clicks(nn.Module):
         self.top = nn.Sequential(nn.Linear((tables + 1) * width, 256), nn.ReLU(), nn.Linear(256, 1))
 
     def forward(self, dense: Tensor, values: Tensor) -> Tensor:
-        found = [table(values[:, number]) for number, table in enumerate(self.tables)]
-        clicked: Tensor = self.top(torch.cat([self.bottom(dense), *found], dim=1))
+        looked_up = [table(values[:, number]) for number, table in enumerate(self.tables)]
+        clicked: Tensor = self.top(torch.cat([self.bottom(dense), *looked_up], dim=1))
         return clicked.squeeze(1)
 
 
 def clicks(batch: int = 512) -> ExampleJob:
     """Return the model with rows of which some are drawn far more often than others."""
     tables, rows, values = 4, 20_000, 3
-    made = Clicks(tables, rows, 32, 13)
-    optimizer = torch.optim.SGD(made.parameters(), lr=0.01)
+    network = Clicks(tables, rows, 32, 13)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
 
     def step(model: Any) -> None:
         drawn = (torch.rand(batch, tables, values) ** 3 * rows).long()
@@ -147,7 +147,7 @@ def clicks(batch: int = 512) -> ExampleJob:
         loss.backward()
         optimizer.step()
 
-    return ExampleJob(made, step)
+    return ExampleJob(network, step)
 
 
 JOBS: dict[str, Callable[..., ExampleJob]] = {

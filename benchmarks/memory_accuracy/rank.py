@@ -59,7 +59,7 @@ def measured(
     counter.reset()
     for _ in range(MEASURED_STEPS):
         job.step(model)
-    found = {"peak_bytes": counter.peak_bytes - outside}
+    result = {"peak_bytes": counter.peak_bytes - outside}
     dist.barrier()
     if plan is not None:
         model.synchronizer.close()
@@ -67,7 +67,7 @@ def measured(
     # last.
     del model
     dist.destroy_process_group()
-    return found
+    return result
 
 
 def _refused_by_ddp(job: ExampleJob) -> bool:
@@ -83,7 +83,7 @@ def main() -> None:
     torch.manual_seed(0)
     job = JOBS[name]()
     if what == "profile":
-        found = recorded(job)
+        result = recorded(job)
     else:
         plan = None if what == "ddp" else Plan.from_json(Path(what).read_text())
         backend = "nccl" if isinstance(counter, DeviceCounter) else "gloo"
@@ -94,15 +94,15 @@ def main() -> None:
             world_size=int(os.environ["WORLD_SIZE"]),
         )
         if plan is None and _refused_by_ddp(job):
-            found = {"refused": "torch's DDP does not send sparse gradients over NCCL"}
+            result = {"refused": "torch's DDP does not send sparse gradients over NCCL"}
         else:
             try:
-                found = measured(job, plan, counter, OUTSIDE_BYTES.get(name, 0))
+                result = measured(job, plan, counter, OUTSIDE_BYTES.get(name, 0))
             except (
                 InvalidStrategy
             ) as refusal:  # on all ranks: a script that clips cannot cross the step
-                found = {"refused": str(refusal)}
-    print(json.dumps(found), flush=True)
+                result = {"refused": str(refusal)}
+    print(json.dumps(result), flush=True)
     os._exit(0)  # threads of a refused plan may wait for the other rank
 
 

@@ -150,12 +150,12 @@ def main() -> int:
     summary: dict[str, dict[str, float | int]] = {}
     for model in options.models:
         subject = SUBJECTS[model]()
-        found = dict(ways(subject))
-        peaks = {name: measured_peak(way, counter) for name, way in found.items()}
-        taken = measured_times(found, options.rounds, options.steps, clock)
+        by_name = dict(ways(subject))
+        peaks = {name: measured_peak(way, counter) for name, way in by_name.items()}
+        taken = measured_times(by_name, options.rounds, options.steps, clock)
         summary |= {
             f"{model} {name}": compared(f"{model} {name}", way, peaks[name], taken, name)
-            for name, way in found.items()
+            for name, way in by_name.items()
         }
     print(json.dumps({**figures(summary), "ways": summary, "device": "cpu", **machine()}))
     return 0
@@ -221,11 +221,11 @@ def measured_peak(way: MemoryWay, counter: AllocatorCounter) -> int:
 
 
 def measured_times(
-    found: dict[str, MemoryWay], rounds: int, steps: int, clock: Callable[[], float]
+    by_name: dict[str, MemoryWay], rounds: int, steps: int, clock: Callable[[], float]
 ) -> dict[str, list[float]]:
     """Return way -> seconds per step of every block; blocks of all ways alternate."""
-    built_steps = {name: way.build() for name, way in found.items()}
-    taken: dict[str, list[float]] = {name: [] for name in found}
+    built_steps = {name: way.build() for name, way in by_name.items()}
+    taken: dict[str, list[float]] = {name: [] for name in by_name}
     for _ in range(rounds):
         for name, step in built_steps.items():
             step()

@@ -1,1 +1,1 @@
-"""What tuning is worth against every rival: `python -m benchmarks.outcome`."""
+"""Measures the gain of tuning over every rival: `python -m benchmarks.outcome`."""

@@ -92,14 +92,14 @@ def main() -> int:
         type=Path,
         help="folder of the dataset (default outcome-trials, with --quick quick-outcome-trials)",
     )
-    own = f"of {', '.join(DOMAINS)} (default all)"
+    domains_help = f"of {', '.join(DOMAINS)} (default all)"
     parser.add_argument(
         "--domain",
         nargs="+",
         default=list(DOMAINS),
         choices=list(DOMAINS),
         metavar="MODEL.CLUSTER",
-        help=own,
+        help=domains_help,
     )
     parser.add_argument(
         "--marks",

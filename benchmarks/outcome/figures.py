@@ -4,7 +4,7 @@ A ratio is time(rival) / time(ours): above 1, ours is faster. It is the Hodges-L
 the rounds with the exact interval of the signed-rank test, both on logarithms
 (`autotune.tuning.statistics.compare`).
 
-Of several rivals, the one with the lowest ratio by all rounds counts, so the luck of the best of
+Among several rivals, the one with the lowest ratio by all rounds counts, so the luck of the best of
 many favours the rivals. The lower limit is the lowest of all of them: whichever rival is really the
 best, its own interval reaches at least as low. The upper limit is that of the named rival.
 """
@@ -58,8 +58,8 @@ def failures_of(rounds: Mapping[int, Sequence[DatasetTrial]]) -> dict[str, str]:
     """
     failed = [
         trial
-        for own in rounds.values()
-        for trial in own
+        for trials in rounds.values()
+        for trial in trials
         if trial.failure and trial.strategy is not None
     ]
     times = Counter(key_of(trial) for trial in failed)
@@ -71,12 +71,14 @@ def whole_rounds(
 ) -> list[Round]:
     """Return the rounds in which every side was measured, except for sides that are left out."""
     wanted = {side.plan for side in sides} - failures_of(rounds).keys()
-    found = (
-        {key_of(trial): trial.outcome for trial in own if isinstance(trial.outcome, Measured)}
-        for own in rounds.values()
+    by_side = (
+        {key_of(trial): trial.outcome for trial in outcomes if isinstance(trial.outcome, Measured)}
+        for outcomes in rounds.values()
     )
-    kept = ({key: outcome for key, outcome in own.items() if key in wanted} for own in found)
-    return [own for own in kept if own.keys() == wanted]
+    complete = (
+        {key: outcome for key, outcome in outcomes.items() if key in wanted} for outcomes in by_side
+    )
+    return [outcomes for outcomes in complete if outcomes.keys() == wanted]
 
 
 def best_of_sweep(
@@ -86,13 +88,15 @@ def best_of_sweep(
 
     Raises `InvalidInput` if none was.
     """
-    found: dict[str, list[float]] = {}
-    for trial in (trial for own in rounds.values() for trial in own if trial.step_s):
-        found.setdefault(key_of(trial), []).append(trial.median_s)
-    times_s = {name: median(found[key]) for name, key in plans.items() if key in found}
+    of_bucket_size: dict[str, list[float]] = {}
+    for trial in (trial for trials in rounds.values() for trial in trials if trial.step_s):
+        of_bucket_size.setdefault(key_of(trial), []).append(trial.median_s)
+    times_s = {
+        name: median(of_bucket_size[key]) for name, key in plans.items() if key in of_bucket_size
+    }
     if not times_s:
         failed = next(
-            (trial.failure for own in rounds.values() for trial in own if trial.failure),
+            (trial.failure for trials in rounds.values() for trial in trials if trial.failure),
             "none was measured",
         )
         raise InvalidInput(
@@ -117,12 +121,12 @@ def ratio_to_best(
         )
     mine = [measured[ours] for measured in rounds]
     there = [side for side in rivals if side.plan in rounds[0]]
-    found = [
+    comparisons = [
         _ratio(compare([measured[side.plan] for measured in rounds], mine, confidence), side.name)
         for side in there
     ]
-    best = min(found, key=lambda ratio: ratio.value)
-    return replace(best, low=min(ratio.low for ratio in found))
+    best = min(comparisons, key=lambda ratio: ratio.value)
+    return replace(best, low=min(ratio.low for ratio in comparisons))
 
 
 def ratio_to_bound(
@@ -130,12 +134,12 @@ def ratio_to_bound(
 ) -> Ratio:
     """Return time(ours) / bound, which is at least 1 but for errors of the fitted rate."""
     bound = Measured(((bound_s,),))
-    found = compare([measured[ours] for measured in rounds], [bound] * len(rounds), confidence)
-    return _ratio(found, "bound")
+    comparison = compare([measured[ours] for measured in rounds], [bound] * len(rounds), confidence)
+    return _ratio(comparison, "bound")
 
 
-def _ratio(found: Comparison, name: str) -> Ratio:
-    return Ratio(found.ratio, found.low, found.high, found.pairs, name)
+def _ratio(comparison: Comparison, name: str) -> Ratio:
+    return Ratio(comparison.ratio, comparison.low, comparison.high, comparison.pairs, name)
 
 
 def first_within(

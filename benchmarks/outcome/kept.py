@@ -86,7 +86,7 @@ class Course:
 
 @dataclass(frozen=True)
 class Frozen:
-    """What the closing comparison compares. `sweep_s`: bucket size -> median time of its trials."""
+    """The sides of the closing comparison. `sweep_s`: bucket size -> median time of its trials."""
 
     settings: OutcomeSettings
     sides: tuple[Side, ...]
@@ -101,12 +101,12 @@ def key_of(trial: DatasetTrial) -> str:
 
 def rounds_of(trials: Sequence[DatasetTrial], phase: str) -> dict[int, list[DatasetTrial]]:
     """Return round -> trials of the sweep or of the closing comparison, in the order of time."""
-    found: dict[int, list[DatasetTrial]] = {}
+    by_round: dict[int, list[DatasetTrial]] = {}
     for trial in trials:
         kind, number, *_ = (*trial.source.split(":", 2), "")
         if kind == phase and number.isdecimal():
-            found.setdefault(int(number), []).append(trial)
-    return found
+            by_round.setdefault(int(number), []).append(trial)
+    return by_round
 
 
 def read_frozen(folder: Path) -> Frozen | None:

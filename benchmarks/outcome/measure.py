@@ -55,7 +55,7 @@ from benchmarks.repository import setup_of
 MODELS = ("vgg", "densenet", "embedding", "gpt_text")
 CLUSTERS = ("four_hosts", "four_hosts_uneven", "four_hosts_mixed", "two_hosts_two_devices")
 DOMAINS: Mapping[str, Setup] = MappingProxyType(
-    {own.name: own for own in (setup_of(m, c) for m in MODELS for c in CLUSTERS)}
+    {setup.name: setup for setup in (setup_of(m, c) for m in MODELS for c in CLUSTERS)}
 )
 LENGTHS = TrialLength(warmup_steps=2, timed_steps=6)
 """Length of every trial; those of a search may be longer."""
@@ -98,11 +98,11 @@ def run(session: TrialSession, settings: OutcomeSettings, say: Say) -> None:
                 session, store, settings
             )  # first, since a job remembers how long the domain's profile took
             swept = sweep(session, settings, say)
-            found = {
+            searches = {
                 job: searched(job, spec, store, session, _marks(job, settings), say)
                 for job, spec in specs.items()
             }
-        frozen = freeze(session, settings, swept, found)
+        frozen = freeze(session, settings, swept, searches)
         write_frozen(folder, frozen)
     close(session, frozen, say)
 
@@ -208,7 +208,7 @@ def sweep(session: TrialSession, settings: OutcomeSettings, say: Say) -> Swept:
 
 
 def freeze(
-    session: TrialSession, settings: OutcomeSettings, swept: Swept, found: Mapping[str, Searched]
+    session: TrialSession, settings: OutcomeSettings, swept: Swept, searches: Mapping[str, Searched]
 ) -> Frozen:
     """Return the sides of the closing comparison."""
     domain = session.writer.domain
@@ -216,57 +216,61 @@ def freeze(
     def side(name: str, group: Group, strategy: Strategy) -> Side:
         return Side(name, group, plan_id(session, strategy), strategy)
 
-    made = rivals(
+    rival_strategies = rivals(
         domain.workload, domain.cluster, across_steps=not session.profile.cross_step_refused
     )
     sides = [
         Side(DDP_DEFAULT, Group.TODAY, CURRENT_SETUP, None),
         side(DDP_BEST, Group.TODAY, swept.best),
     ]
-    sides += [side(name, Group.RIVAL, strategy) for name, strategy in made.items()]
-    for job, own in found.items():
+    sides += [side(name, Group.RIVAL, strategy) for name, strategy in rival_strategies.items()]
+    for job, search in searches.items():
         group = Group.OURS if job in (OURS, OURS_LOSSY) else Group.RIVAL
         sides += [
-            side(_frozen_name(job, mark, own), group, strategy) for mark, strategy in own.at.items()
+            side(_frozen_name(job, mark, search), group, strategy)
+            for mark, strategy in search.at.items()
         ]
     courses = {}
-    for job in (job for job in (OURS, OURS_LOSSY) if job in found):
-        own = found[job]
+    for job in (job for job in (OURS, OURS_LOSSY) if job in searches):
+        search = searches[job]
         bests = [
             (best, side(f"{job}, best from trial {best.trials}", Group.STOP, best.strategy))
-            for best in own.incumbents
+            for best in search.incumbents
         ]
-        kept = _measured_again(bests, {there.plan for there in sides})
-        sides += [made_side for _, made_side in kept]
+        measured_again = _measured_again(bests, {there.plan for there in sides})
+        sides += [made_side for _, made_side in measured_again]
         courses[job] = Course(
             # if every trial failed, the tuner keeps the current setup
             {
-                str(mark): _frozen_name(job, mark, own) if mark in own.at else DDP_DEFAULT
+                str(mark): _frozen_name(job, mark, search) if mark in search.at else DDP_DEFAULT
                 for mark in settings.marks
             },
-            {str(mark): trials for mark, trials in own.trials_at.items()},
-            {str(mark): seconds for mark, seconds in own.seconds_at.items()},
-            tuple(Stop(best.trials, best.seconds, made_side.name) for best, made_side in kept),
+            {str(mark): trials for mark, trials in search.trials_at.items()},
+            {str(mark): seconds for mark, seconds in search.seconds_at.items()},
+            tuple(
+                Stop(best.trials, best.seconds, made_side.name)
+                for best, made_side in measured_again
+            ),
         )
     return Frozen(settings, tuple(sides), courses, swept.times_s)
 
 
-def _frozen_name(job: str, mark: int, own: Searched) -> str:
-    return f"{job}, {mark if job in (OURS, OURS_LOSSY) else own.trials_at[mark]} trials"
+def _frozen_name(job: str, mark: int, searched: Searched) -> str:
+    return f"{job}, {mark if job in (OURS, OURS_LOSSY) else searched.trials_at[mark]} trials"
 
 
 def _measured_again(
     bests: list[tuple[Incumbent, Side]], planned: set[str]
 ) -> list[tuple[Incumbent, Side]]:
     """Keep the bests whose plan is `planned` anyway, and the first `MOST_INCUMBENTS` others."""
-    kept, once, left = [], set(), MOST_INCUMBENTS
+    chosen, once, left = [], set(), MOST_INCUMBENTS
     for best, side in bests:
         new = side.plan not in planned
         if side.plan not in once and (not new or left > 0):
-            kept.append((best, side))
+            chosen.append((best, side))
             once.add(side.plan)
             left -= new
-    return kept
+    return chosen
 
 
 def close(session: TrialSession, frozen: Frozen, say: Say) -> None:
@@ -286,8 +290,8 @@ def close(session: TrialSession, frozen: Frozen, say: Say) -> None:
         failed = failures_of(rounds)
         of_current = [
             trial.failure
-            for own in rounds.values()
-            for trial in own
+            for outcomes in rounds.values()
+            for trial in outcomes
             if trial.failure and trial.strategy is None
         ]
         if len(of_current) >= CURRENT_TRIES:

@@ -98,7 +98,7 @@ def _domain(row: DomainFigures) -> str:
         "| side | step (quartiles) | time(side) / time(ours) | replayed |",
         "|---|---|---|---|",
     ]
-    for compared in sorted(row.compared, key=lambda own: own.middle_s):
+    for compared in sorted(row.compared, key=lambda side: side.middle_s):
         if compared.side.group is Group.STOP:
             continue
         low, middle, high = (

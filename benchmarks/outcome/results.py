@@ -119,7 +119,7 @@ def row_of(folder: Path) -> DomainFigures | None:
     if len(rounds) < fewest_values(0.95) or OURS not in frozen.courses:
         return None
     failures = failures_of(closing)
-    trials = [trial for own in closing.values() for trial in own]
+    trials = [trial for of_side in closing.values() for trial in of_side]
     there = [side for side in frozen.sides if side.plan not in failures]
     lossless = _outcome(frozen.courses[OURS], [side for side in there if side.lossless], rounds)
     lossy = (
@@ -164,8 +164,8 @@ def _as_played(workload: Workload) -> Workload:
     timetable = timetable_of(workload)
     ready_s, needed_s = dict(timetable.ready), dict(timetable.needed)
     played = (
-        replace(own, ready_s=ready_s[own.name], needed_s=needed_s[own.name])
-        for own in workload.variables
+        replace(variable, ready_s=ready_s[variable.name], needed_s=needed_s[variable.name])
+        for variable in workload.variables
     )
     return replace(workload, variables=tuple(played))
 

@@ -38,9 +38,13 @@ RIVALS: Mapping[str, Callable[[Workload, Cluster], Strategy]] = MappingProxyType
 
 def rivals(workload: Workload, cluster: Cluster, across_steps: bool = True) -> dict[str, Strategy]:
     """Return name -> strategy; without `across_steps` (the script forbids it) some are left out."""
-    made = {name: with_rows(build(workload, cluster), workload) for name, build in RIVALS.items()}
+    strategies = {
+        name: with_rows(build(workload, cluster), workload) for name, build in RIVALS.items()
+    }
     return {
-        name: strategy for name, strategy in made.items() if across_steps or not strategy.cross_step
+        name: strategy
+        for name, strategy in strategies.items()
+        if across_steps or not strategy.cross_step
     }
 
 
@@ -50,12 +54,12 @@ def bucket_sweep(workload: Workload, world_size: int) -> dict[str, Strategy]:
     A given `bucket_cap_mb` also limits the first bucket, which is 1 MiB by default (torch 2.13,
     `BucketCapacityConfig`).
     """
-    made = {DDP_DEFAULT: collectives.ddp_default(workload)}
+    strategies = {DDP_DEFAULT: collectives.ddp_default(workload)}
     for cap in BUCKET_CAPS_MIB:
         limit = int(cap * MIB)
-        made[f"bucket_cap_mb={cap:g}"] = collectives.ddp_default(workload, limit, limit)
+        strategies[f"bucket_cap_mb={cap:g}"] = collectives.ddp_default(workload, limit, limit)
     distinct: dict[str, tuple[str, Strategy]] = {}
-    for name, strategy in made.items():
+    for name, strategy in strategies.items():
         enacted = with_rows(strategy, workload)
         distinct.setdefault(plan(enacted, workload, world_size).id, (name, enacted))
     return dict(distinct.values())

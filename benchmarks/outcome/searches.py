@@ -112,7 +112,7 @@ def _with_looks(
 
 def incumbents(history: History) -> tuple[Incumbent, ...]:
     """Return the bests of a search in order, each from the trial that made it the best."""
-    found: list[Incumbent] = []
+    bests: list[Incumbent] = []
     trials = 0
     candidates = {id(trial) for trial in history.candidates if not trial.refused}
     for count, event in enumerate(history.events, start=1):
@@ -120,16 +120,16 @@ def incumbents(history: History) -> tuple[Incumbent, ...]:
             continue
         trials += 1
         ranking = history.first(count).ranking()
-        if ranking and (not found or found[-1].strategy.id != ranking[0][0]):
-            found.append(
+        if ranking and (not bests or bests[-1].strategy.id != ranking[0][0]):
+            bests.append(
                 Incumbent(trials, event.elapsed_s, history.proposals[ranking[0][0]].strategy)
             )
-    return tuple(found)
+    return tuple(bests)
 
 
-def near_the_last(history: History, found: Sequence[Incumbent]) -> tuple[Incumbent, ...]:
+def near_the_last(history: History, bests: Sequence[Incumbent]) -> tuple[Incumbent, ...]:
     """Return those whose time, by the whole search, is within `NEAR` of the last one's."""
     times_s = history.measured_s
     return tuple(
-        own for own in found if times_s[own.strategy.id] <= NEAR * times_s[found[-1].strategy.id]
+        best for best in bests if times_s[best.strategy.id] <= NEAR * times_s[bests[-1].strategy.id]
     )

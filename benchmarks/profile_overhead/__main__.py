@@ -104,20 +104,20 @@ def measure(
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    module, made = MODELS[name]()
-    run = made(DistributedDataParallel(module))
+    module, optimizer = MODELS[name]()
+    run = optimizer(DistributedDataParallel(module))
     _block(run, FEWEST_STEPS, None)
     slowest = _block(run, FEWEST_STEPS, None)[0]
     steps = min(max(round(BLOCK_S / statistics.fmean(slowest)), FEWEST_STEPS), MOST_STEPS)
     _block(run, steps, options)  # the first trace loads slowly
-    found = []
+    rows = []
     for number in range(blocks):
         order = (None, options) if number % 2 == 0 else (options, None)
         pair = [_block(run, steps, chosen) for chosen in order]
-        found.append(pair if number % 2 == 0 else pair[::-1])
+        rows.append(pair if number % 2 == 0 else pair[::-1])
     outside_s, spans = _outside(run, options, Path(directory))
     findings = {
-        "took_s": found,
+        "took_s": rows,
         "outside_s": outside_s,
         "spans": spans,
         "event_s": _event_s(options),
@@ -149,8 +149,8 @@ def _block(
                 )
     dist.all_reduce(took[0], op=dist.ReduceOp.MAX)
     dist.all_reduce(took[1])
-    found: list[list[float]] = took.tolist()
-    return found
+    step_s: list[list[float]] = took.tolist()
+    return step_s
 
 
 def _outside(
@@ -249,9 +249,9 @@ def pseudo_median(values: np.ndarray) -> float:
     return float(np.median((values[first] + values[second]) / 2))
 
 
-def _told(found: dict[str, Any]) -> str:
-    low, high = found["interval"]
-    return f"{found['median']:+.1%} ({low:+.1%} to {high:+.1%}, quiet {found['quiet']:+.1%})"
+def _told(result: dict[str, Any]) -> str:
+    low, high = result["interval"]
+    return f"{result['median']:+.1%} ({low:+.1%} to {high:+.1%}, quiet {result['quiet']:+.1%})"
 
 
 def main() -> None:

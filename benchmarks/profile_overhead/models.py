@@ -45,11 +45,11 @@ def resnet() -> Example:
 
     images, labels = torch.randn(16, 1, 32, 32), torch.randint(0, 10, (16,))
 
-    def made(model: DistributedDataParallel) -> Step:
+    def step_of(model: DistributedDataParallel) -> Step:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
         return _step([optimizer], lambda: F.cross_entropy(model(images), labels).backward())
 
-    return ResNet(32), made
+    return ResNet(32), step_of
 
 
 def gpt() -> Example:
@@ -58,13 +58,13 @@ def gpt() -> Example:
 
     tokens = torch.randint(0, 2000, (8, 65))
 
-    def made(model: DistributedDataParallel) -> Step:
+    def step_of(model: DistributedDataParallel) -> Step:
         def backward() -> None:
             F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
 
         return _step([make_optimizer(model, 1e-3, 0.1)], backward)
 
-    return GPT(2000, 64, 256, 4, 4, 0.1), made
+    return GPT(2000, 64, 256, 4, 4, 0.1), step_of
 
 
 def lstm() -> Example:
@@ -73,7 +73,7 @@ def lstm() -> Example:
 
     batches = torch.randint(0, 256, (16, 65)).split(8)
 
-    def made(model: DistributedDataParallel) -> Step:
+    def step_of(model: DistributedDataParallel) -> Step:
         def backward() -> None:
             accumulate_gradients(model, batches)
 
@@ -83,7 +83,7 @@ def lstm() -> Example:
             lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
         )
 
-    return LanguageModel(256, 2, 0.1), made
+    return LanguageModel(256, 2, 0.1), step_of
 
 
 def ncf() -> Example:
@@ -96,14 +96,14 @@ def ncf() -> Example:
         torch.rand(1280).round(),
     )
 
-    def made(model: DistributedDataParallel) -> Step:
+    def step_of(model: DistributedDataParallel) -> Step:
         optimizers = make_optimizers(model.module, 2e-3)
         return _step(
             optimizers,
             lambda: F.binary_cross_entropy_with_logits(model(users, items), labels).backward(),
         )
 
-    return NeuMF(4000, 3000, 64, sparse=True), made
+    return NeuMF(4000, 3000, 64, sparse=True), step_of
 
 
 MODELS: dict[str, Callable[[], Example]] = {"resnet": resnet, "gpt": gpt, "lstm": lstm, "ncf": ncf}

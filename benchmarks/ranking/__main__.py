@@ -64,8 +64,8 @@ class TrainingProgress:
         now = time.monotonic()
         if self._running is not None:
             name, count = self._running
-            took_s, seen = self._took.get(name, (0.0, 0))
-            self._took[name] = took_s + now - self._since_s, seen + count
+            took_s, runs = self._took.get(name, (0.0, 0))
+            self._took[name] = took_s + now - self._since_s, runs + count
         self._running, self._since_s = (ranker, examples), now
         eta = "ETA after one training of each"
         if all(name in self._took for name, _ in self._left):
@@ -90,7 +90,7 @@ def makers(names: Sequence[str], paper: bool, epochs: int | None) -> dict[str, M
     from autotune.simulators.residual import ResidualSimulator
 
     def maker(make: Maker) -> Maker:
-        def made() -> ResidualSimulator:
+        def build() -> ResidualSimulator:
             simulator = make()
             assert isinstance(simulator, ResidualSimulator)
             # One thread: figures do not depend on the number of cores, nor on a busy machine.
@@ -100,7 +100,7 @@ def makers(names: Sequence[str], paper: bool, epochs: int | None) -> dict[str, M
             )
             return simulator
 
-        return made
+        return build
 
     given = _paper_makers() if paper else SIMULATORS
     return {name: maker(given[name]) for name in names}
@@ -121,7 +121,7 @@ def usable(
 
     Raises `InvalidInput` if none is left.
     """
-    kept = []
+    usable_domains = []
     plans = plans_by_domain(points)
     unknown = sorted(set(wanted) - set(plans))
     if unknown:
@@ -129,22 +129,22 @@ def usable(
             f"a domain to test must be among the trials, but {unknown[0]!r} is not; "
             f"there are {', '.join(plans) or 'none'}"
         )
-    for name, own in plans.items():
-        if len(own) < smallest:
+    for name, ids in plans.items():
+        if len(ids) < smallest:
             show(
-                f"not tested: {name} has {len(own)} plans, but at least {smallest} are needed "
+                f"not tested: {name} has {len(ids)} plans, but at least {smallest} are needed "
                 "to test a ranking; it is a source for others"
             )
         elif not wanted or name in wanted:
-            kept.append(name)
-    if not kept:
+            usable_domains.append(name)
+    if not usable_domains:
         raise InvalidInput(
             "the benchmark needs a domain (model and cluster) with at least "
             f"{smallest} measured plans, but the largest of {len(plans)} has "
             f"{max(map(len, plans.values()), default=0)}; measure more (`datasets/collect.py`, "
             "or `autotune tune` with a larger --budget-trials)"
         )
-    return kept
+    return usable_domains
 
 
 def limited(points: Sequence[Point], most: int | None) -> list[Point]:
@@ -167,11 +167,11 @@ def described(campaigns: Sequence[Campaign], points: Sequence[Point], tested: Se
     header = "| domain | tested | campaigns | trials | plans | left out |"
     lines = [header, "|---|---|---|---|---|---|"]
     for name in sorted({campaign.domain for campaign in campaigns}):
-        own = [campaign for campaign in campaigns if campaign.domain == name]
-        trials = sum(len(campaign.measured) for campaign in own)
-        left_out = "; ".join(campaign.left_out for campaign in own if campaign.left_out)
+        of_domain = [campaign for campaign in campaigns if campaign.domain == name]
+        trials = sum(len(campaign.measured) for campaign in of_domain)
+        left_out = "; ".join(campaign.left_out for campaign in of_domain if campaign.left_out)
         tests, count = "yes" if name in tested else "no", len(plans.get(name, []))
-        lines.append(f"| {name} | {tests} | {len(own)} | {trials} | {count} | {left_out} |")
+        lines.append(f"| {name} | {tests} | {len(of_domain)} | {trials} | {count} | {left_out} |")
     return "\n".join(lines) + "\n"
 
 
@@ -234,8 +234,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     source = parser.add_argument_group("trials").add_mutually_exclusive_group()
     source.add_argument("--dataset", type=Path, nargs="+", help="folders of datasets")
     jobs, reports = Path("autotune-jobs"), Path("ranking-report")
-    kept = "where jobs are kept (default autotune-jobs)"
-    source.add_argument("--directory", type=Path, default=jobs, help=kept)
+    jobs_help = "where jobs are kept (default autotune-jobs)"
+    source.add_argument("--directory", type=Path, default=jobs, help=jobs_help)
     transfers = [kind.name.lower() for kind in HeldOut]
     one, two, three = _at_least(1), _at_least(2), _at_least(3)
 

@@ -52,7 +52,9 @@ def by_seed(rows: Iterable[RankingRow], figure: str) -> list[float]:
 
 def means(rows: Sequence[RankingRow], figure: str) -> dict[str, float]:
     """Return "ranker, learned from, not seen before" -> mean, with the largest training parts."""
-    return {_label(key): statistics.mean(by_seed(own, figure)) for key, own in _whole(rows).items()}
+    return {
+        _label(key): statistics.mean(by_seed(group, figure)) for key, group in _whole(rows).items()
+    }
 
 
 def largest_own(rows: Iterable[RankingRow]) -> list[RankingRow]:
@@ -94,20 +96,20 @@ def overview(rows: Sequence[RankingRow]) -> str:
         _line("ranker", "learned from", "not seen before", *FIGURES.values()),
         _line(*["---"] * (3 + len(FIGURES))),
     ]
-    for (ranker, learned, held_out), own in _whole(rows).items():
-        cells = [_spread(by_seed(own, figure)) for figure in FIGURES]
+    for (ranker, learned, held_out), group in _whole(rows).items():
+        cells = [_spread(by_seed(group, figure)) for figure in FIGURES]
         lines.append(_line(MEANING.get(ranker, ranker), learned, held_out, *cells))
     return "\n".join(lines) + "\n"
 
 
 def _whole(rows: Sequence[RankingRow]) -> dict[tuple[str, str, str], list[RankingRow]]:
     """Return (ranker, learned from, held out) -> rows of the largest training parts."""
-    found: dict[tuple[str, str, str], list[RankingRow]] = {}
+    groups: dict[tuple[str, str, str], list[RankingRow]] = {}
     for row in rows:
-        found.setdefault((row.ranker, row.learned, row.held_out), []).append(row)
+        groups.setdefault((row.ranker, row.learned, row.held_out), []).append(row)
     order = list(Learned)
-    ordered = sorted(found, key=lambda key: (order.index(Learned(key[1])), key[2]))
-    return {key: largest_own(found[key]) for key in ordered}
+    ordered = sorted(groups, key=lambda key: (order.index(Learned(key[1])), key[2]))
+    return {key: largest_own(groups[key]) for key in ordered}
 
 
 def _domain_table(rows: Sequence[RankingRow], domains: Sequence[str], figure: str) -> str:
@@ -117,9 +119,9 @@ def _domain_table(rows: Sequence[RankingRow], domains: Sequence[str], figure: st
         _line("ranker, learned from, not seen before", *domains),
         _line(*["---"] * (1 + len(domains))),
     ]
-    for name, own in zip(names, groups.values(), strict=True):
+    for name, group in zip(names, groups.values(), strict=True):
         cells = [
-            _mean_or_dash(by_seed([row for row in own if row.domain == domain], figure))
+            _mean_or_dash(by_seed([row for row in group if row.domain == domain], figure))
             for domain in domains
         ]
         lines.append(_line(name, *cells))
@@ -134,20 +136,21 @@ def curve(
     held_out: str = "",
 ) -> list[tuple[int, float]]:
     """Return (own plans, mean accuracy) over the domains that have every size, the same at each."""
-    own = [
+    of_ranker = [
         row
         for row in rows
         if (row.ranker, row.learned, row.held_out) == (ranker, learned, held_out)
         and row.plans in sizes
     ]
-    common = _common_domains(own)
-    used = sorted({row.plans for row in own if row.domain in common})
+    common = _common_domains(of_ranker)
+    used = sorted({row.plans for row in of_ranker if row.domain in common})
     return [
         (
             size,
             statistics.mean(
                 by_seed(
-                    [r for r in own if r.plans == size and r.domain in common], "pairwise_accuracy"
+                    [r for r in of_ranker if r.plans == size and r.domain in common],
+                    "pairwise_accuracy",
                 )
             ),
         )
@@ -161,19 +164,19 @@ def _common_domains(rows: Sequence[RankingRow]) -> set[str]:
     for row in rows:
         sizes.setdefault(row.domain, set()).add(row.plans)
     most = max(map(len, sizes.values()), default=0)
-    return {name for name, own in sizes.items() if len(own) == most}
+    return {name for name, domain_sizes in sizes.items() if len(domain_sizes) == most}
 
 
 def curves(rows: Sequence[RankingRow], sizes: Sequence[int], tuned_from: str) -> list[Line]:
     """Return learned rankers by own plans, and level lines of those that learn nothing."""
-    found = []
+    lines = []
     for ranker in dict.fromkeys(row.ranker for row in rows if row.learned is not Learned.NOTHING):
-        own = curve(rows, ranker, Learned.OWN, sizes)
+        untransferred = curve(rows, ranker, Learned.OWN, sizes)
         tuned = curve(rows, ranker, Learned.BOTH, sizes, tuned_from)
-        found += [Line(ranker, own)] if own else []
-        found += [Line(f"{ranker}, after other domains", tuned, dashed=True)] if tuned else []
-    if found:
-        used = sorted({size for line in found for size, _ in line.points})
+        lines += [Line(ranker, untransferred)] if untransferred else []
+        lines += [Line(f"{ranker}, after other domains", tuned, dashed=True)] if tuned else []
+    if lines:
+        used = sorted({size for line in lines for size, _ in line.points})
         common = _common_domains(
             [
                 row
@@ -184,15 +187,15 @@ def curves(rows: Sequence[RankingRow], sizes: Sequence[int], tuned_from: str) ->
         for ranker in (REPLAY, ANALYTIC, PAPER):
             level = [row for row in rows if row.ranker == ranker and row.domain in common]
             value = statistics.mean(by_seed(level, "pairwise_accuracy"))
-            found.insert(0, Line(MEANING[ranker], [(size, value) for size in used]))
-    return found
+            lines.insert(0, Line(MEANING[ranker], [(size, value) for size in used]))
+    return lines
 
 
 def curve_table(rows: Sequence[RankingRow], sizes: Sequence[int], tuned_from: str) -> str:
-    found = curves(rows, sizes, tuned_from)
-    if not found:
+    curve_lines = curves(rows, sizes, tuned_from)
+    if not curve_lines:
         return "No domain has that many plans to learn from.\n"
-    used = sorted({size for each in found for size, _ in each.points})
+    used = sorted({size for each in curve_lines for size, _ in each.points})
     common = _common_domains(
         [row for row in rows if row.learned in (Learned.OWN, Learned.BOTH) and row.plans in sizes]
     )
@@ -201,7 +204,7 @@ def curve_table(rows: Sequence[RankingRow], sizes: Sequence[int], tuned_from: st
         _line("ranker", *map(str, used)),
         _line(*["---"] * (1 + len(used))),
     ]
-    for each in found:
+    for each in curve_lines:
         values = dict(each.points)
         lines.append(
             _line(each.name, *(f"{values[size]:.3f}" if size in values else "-" for size in used))
@@ -210,23 +213,23 @@ def curve_table(rows: Sequence[RankingRow], sizes: Sequence[int], tuned_from: st
 
 
 def curve_plot(rows: Sequence[RankingRow], sizes: Sequence[int], tuned_from: str) -> str | None:
-    found = [line for line in curves(rows, sizes, tuned_from) if WITHOUT_REPLAY not in line.name]
-    if not found:
+    lines = [line for line in curves(rows, sizes, tuned_from) if WITHOUT_REPLAY not in line.name]
+    if not lines:
         return None
-    return line_plot(found, "own plans learned from", "pairwise accuracy on held-out plans")
+    return line_plot(lines, "own plans learned from", "pairwise accuracy on held-out plans")
 
 
 def cost_table(rows: Sequence[RankingRow]) -> str:
     """Return CPU seconds per training on one thread, by ranker and number of examples."""
-    found: dict[tuple[str, str], dict[int, float]] = {}
+    seconds: dict[tuple[str, str], dict[int, float]] = {}
     for row in rows:
         if row.train_examples:
-            found.setdefault((row.ranker, row.learned), {})[row.train_examples] = row.train_cpu_s
+            seconds.setdefault((row.ranker, row.learned), {})[row.train_examples] = row.train_cpu_s
     lines = [
         _line("ranker", "learned from", "examples: CPU s of one training, one thread"),
         _line("---", "---", "---"),
     ]
-    for (ranker, learned), costs in found.items():
+    for (ranker, learned), costs in seconds.items():
         shown = sorted(costs.items())
         picked = shown[:: max(1, len(shown) // 5)]
         lines.append(

@@ -134,7 +134,7 @@ class Trainer:
         )
 
     def announced(self, examples: int) -> dict[str, Maker]:
-        """Return the makers; each announces a training on so many examples."""
+        """Return the makers; each announces a training on `examples` examples."""
 
         def maker(name: str) -> Simulator:
             self._began(name, examples)
@@ -158,9 +158,9 @@ def run(
         parts = {
             name: parts_of(points, name, seed, study.sizes, study.test_share) for name in domains
         }
-        for own in parts.values():
-            rows += _unlearned(points, own, trainer)
-            rows += _own(points, own, study, trainer)
+        for of_domain in parts.values():
+            rows += _unlearned(points, of_domain, trainer)
+            rows += _own(points, of_domain, study, trainer)
         for held_out in study.transfers:
             rows += _transfers(points, list(parts.values()), held_out, study, trainer)
     return rows
@@ -169,44 +169,53 @@ def run(
 def _unlearned(points: Sequence[Point], parts: Parts, trainer: Trainer) -> list[RankingRow]:
     features = trainer.features(parts.test)
     draw = generator(parts.seed, "random ranker", parts.domain)
-    found = []
+    rows = []
     for name in UNLEARNED:
-        found += _rows(points, parts, name, unlearned_step_s(name, features, draw), Learned.NOTHING)
-    return found
+        rows += _rows(points, parts, name, unlearned_step_s(name, features, draw), Learned.NOTHING)
+    return rows
 
 
 def _own(points: Sequence[Point], parts: Parts, study: Study, trainer: Trainer) -> list[RankingRow]:
     """Return the learning curve on own trials; a simulator needs at least two of them."""
-    found = []
-    for plans, own in parts.own.items():
-        if len(own) < 2:
+    rows = []
+    for plans, training in parts.own.items():
+        if len(training) < 2:
             continue
-        assert_no_leak(points, np.zeros(0, dtype=np.int64), own, parts.test, None)
+        assert_no_leak(points, np.zeros(0, dtype=np.int64), training, parts.test, None)
         predicted: dict[str, FloatArray] = {}
         for variant in trainer.variants():
-            simulator, cpu_s, note = trainer.fit(variant, own, parts.seed)
+            simulator, cpu_s, note = trainer.fit(variant, training, parts.seed)
             guess = simulator.predict_step_s(trainer.features(parts.test, variant[1]))
             predicted[called(variant)] = guess
-            found += _rows(
-                points, parts, called(variant), guess, Learned.OWN, "", plans, cpu_s, len(own), note
+            rows += _rows(
+                points,
+                parts,
+                called(variant),
+                guess,
+                Learned.OWN,
+                "",
+                plans,
+                cpu_s,
+                len(training),
+                note,
             )
         if study.with_choice:
-            choice, cpu_s = _chosen(trainer, own, parts.seed)
+            choice, cpu_s = _chosen(trainer, training, parts.seed)
             if choice in predicted:
                 guess = predicted[choice]
             else:
                 guess = unlearned_step_s(
                     choice, trainer.features(parts.test), generator(parts.seed, "not drawn from")
                 )
-            found += _rows(
-                points, parts, CHOSEN, guess, Learned.OWN, "", plans, cpu_s, len(own), choice
+            rows += _rows(
+                points, parts, CHOSEN, guess, Learned.OWN, "", plans, cpu_s, len(training), choice
             )
-    return found
+    return rows
 
 
-def _chosen(trainer: Trainer, own: IntArray, seed: int) -> tuple[str, float]:
+def _chosen(trainer: Trainer, indices: IntArray, seed: int) -> tuple[str, float]:
     """Return (ranker that the tuner's cross-validation chooses, CPU seconds)."""
-    examples = trainer.examples(own)
+    examples = trainer.examples(indices)
     splits = k_fold(examples, FOLDS, seed) if len(examples) >= SMALLEST_TRAINING else []
     if (
         not all(_has_pair(examples, test) and len(training) > 1 for training, test in splits)
@@ -233,28 +242,28 @@ def _transfers(
 ) -> list[RankingRow]:
     """Return transfers without own trials and, where asked, with them. Equal sources train once."""
     by_sources: dict[tuple[int, ...], list[Parts]] = {}
-    for own in parts:
+    for target in parts:
         tested = np.concatenate(
             [
                 other.test
                 for other in parts
-                if other is own or _share_sources(points, own, other, held_out)
+                if other is target or _share_sources(points, target, other, held_out)
             ]
         )
-        sources = sources_for(points, own.domain, held_out, study.source_plans, tested)
+        sources = sources_for(points, target.domain, held_out, study.source_plans, tested)
         if len(sources) >= 2:
-            by_sources.setdefault(tuple(sources.tolist()), []).append(own)
-    found = []
+            by_sources.setdefault(tuple(sources.tolist()), []).append(target)
+    rows = []
     for key, targets in by_sources.items():
         sources = np.array(key, dtype=np.int64)
         for variant in trainer.variants():
             simulator, cpu_s, note = trainer.fit(variant, sources, targets[0].seed)
-            for own in targets:
-                assert_no_leak(points, sources, np.zeros(0, dtype=np.int64), own.test, held_out)
-                guess = simulator.predict_step_s(trainer.features(own.test, variant[1]))
-                found += _rows(
+            for target in targets:
+                assert_no_leak(points, sources, np.zeros(0, dtype=np.int64), target.test, held_out)
+                guess = simulator.predict_step_s(trainer.features(target.test, variant[1]))
+                rows += _rows(
                     points,
-                    own,
+                    target,
                     called(variant),
                     guess,
                     Learned.OTHERS,
@@ -265,14 +274,15 @@ def _transfers(
                     note,
                 )
                 if study.tuned_from == held_out:
-                    found += _tuned(points, own, sources, held_out, variant, simulator, trainer)
-    return found
+                    rows += _tuned(points, target, sources, held_out, variant, simulator, trainer)
+    return rows
 
 
-def _share_sources(points: Sequence[Point], own: Parts, other: Parts, held_out: HeldOut) -> bool:
+def _share_sources(points: Sequence[Point], target: Parts, other: Parts, held_out: HeldOut) -> bool:
     """Return whether one simulator can test both domains: it has seen the test part of neither."""
     return (
-        held_out is HeldOut.CLUSTER and points[own.test[0]].cluster == points[other.test[0]].cluster
+        held_out is HeldOut.CLUSTER
+        and points[target.test[0]].cluster == points[other.test[0]].cluster
     )
 
 
@@ -285,14 +295,14 @@ def _tuned(
     start: Simulator,
     trainer: Trainer,
 ) -> list[RankingRow]:
-    found = []
-    for plans, own in parts.own.items():
-        if len(own) < 2:
+    rows = []
+    for plans, training in parts.own.items():
+        if len(training) < 2:
             continue
-        assert_no_leak(points, sources, own, parts.test, held_out)
-        simulator, cpu_s, note = trainer.fit(variant, own, parts.seed, start)
+        assert_no_leak(points, sources, training, parts.test, held_out)
+        simulator, cpu_s, note = trainer.fit(variant, training, parts.seed, start)
         guess = simulator.predict_step_s(trainer.features(parts.test, variant[1]))
-        found += _rows(
+        rows += _rows(
             points,
             parts,
             called(variant),
@@ -301,10 +311,10 @@ def _tuned(
             held_out,
             plans,
             cpu_s,
-            len(own),
+            len(training),
             note,
         )
-    return found
+    return rows
 
 
 def _rows(
@@ -322,14 +332,14 @@ def _rows(
     """Return a row per campaign with at least two points; times compare within a campaign only."""
     campaigns = np.array([points[index].example.domain for index in parts.test])
     measured = np.array([points[index].example.step_s for index in parts.test])
-    found = []
+    rows = []
     for campaign in sorted(set(campaigns.tolist())):
         here = campaigns == campaign
         if here.sum() < 2:
             continue
         predicted, times = guess[here], measured[here]
         regrets = [best_of_top_k_regret(predicted, times, k) for k in (1, 5, 10)]
-        found.append(
+        rows.append(
             RankingRow(
                 parts.domain,
                 campaign,
@@ -350,4 +360,4 @@ def _rows(
                 note=note,
             )
         )
-    return found
+    return rows

@@ -82,35 +82,35 @@ def sources_for(
     most_plans: int | None,
     tested: IntArray,
 ) -> IntArray:
-    """Return points of other domains, at most so many plans of each; may be none.
+    """Return points of other domains, at most `most_plans` of each; may be none.
 
     They are the same ones whichever domain is held out, and exclude plans of the parts `tested`,
     which may have been measured on other clusters.
     """
     hidden = {points[index].plan_id for index in tested}
     target = next(point for point in points if point.domain == domain)
-    kept = []
+    chosen = []
     for name, plans in plans_by_domain(points).items():
         source = next(point for point in points if point.domain == name)
         if not _seen(source, target, held_out):
             mixed = generator(0, "sources", name).permutation(len(plans))[:most_plans]
-            kept.append(_members(points, name, {plans[index] for index in mixed} - hidden))
-    return np.sort(np.concatenate(kept)) if kept else np.zeros(0, dtype=np.int64)
+            chosen.append(_members(points, name, {plans[index] for index in mixed} - hidden))
+    return np.sort(np.concatenate(chosen)) if chosen else np.zeros(0, dtype=np.int64)
 
 
 def assert_no_leak(
     points: Sequence[Point],
     sources: IntArray,
-    own: IntArray,
+    training: IntArray,
     test: IntArray,
     held_out: HeldOut | None,
 ) -> None:
     """Raise if a figure would be tested on its training data."""
     tested = {(points[index].domain, points[index].plan_id) for index in test}
-    learned = {(points[index].domain, points[index].plan_id) for index in own}
+    learned = {(points[index].domain, points[index].plan_id) for index in training}
     assert not tested & learned, "a plan is in the training and in the test part"
     [domain] = {points[index].domain for index in test}
-    assert all(points[index].domain == domain for index in own), (
+    assert all(points[index].domain == domain for index in training), (
         "an own training part holds another domain's trials"
     )
     target = points[test[0]]

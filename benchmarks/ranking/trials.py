@@ -139,10 +139,10 @@ def of_store(directory: Path) -> list[Campaign]:
             f"{model}/{cluster}",
             model,
             cluster,
-            Extractor(own[0].workload, own[0].cluster),
-            _planned(own),
+            Extractor(of_domain[0].workload, of_domain[0].cluster),
+            _planned(of_domain),
         )
-        for (_, model, cluster), own in jobs.items()
+        for (_, model, cluster), of_domain in jobs.items()
     ]
 
 
@@ -163,15 +163,15 @@ def points_of(campaigns: Sequence[Campaign], replayed: ReplayedTimes) -> list[Po
     Equal predictions are ranked in the order of the points. In the order of the trials, a ranker
     that cannot tell two strategies apart would profit from the searches that chose them.
     """
-    seen: dict[str, int] = {}
+    campaigns_of: dict[str, int] = {}
     points: list[Point] = []
     for campaign in campaigns:
-        seen[campaign.domain] = number = seen.get(campaign.domain, 0) + 1
-        found = _points(campaign, f"{campaign.domain} #{number}", replayed)
+        campaigns_of[campaign.domain] = number = campaigns_of.get(campaign.domain, 0) + 1
+        new_points = _points(campaign, f"{campaign.domain} #{number}", replayed)
         points += [
-            found[index]
+            new_points[index]
             for index in generator(0, "order of trials", campaign.domain, number).permutation(
-                len(found)
+                len(new_points)
             )
         ]
     return points
@@ -179,10 +179,10 @@ def points_of(campaigns: Sequence[Campaign], replayed: ReplayedTimes) -> list[Po
 
 def plans_by_domain(points: Iterable[Point]) -> dict[str, list[str]]:
     """Return domain -> its distinct plans, both in order of their names."""
-    found: dict[str, set[str]] = {}
+    ids: dict[str, set[str]] = {}
     for point in points:
-        found.setdefault(point.domain, set()).add(point.plan_id)
-    return {name: sorted(plans) for name, plans in sorted(found.items())}
+        ids.setdefault(point.domain, set()).add(point.plan_id)
+    return {name: sorted(plans) for name, plans in sorted(ids.items())}
 
 
 def _points(campaign: Campaign, name: str, replayed: ReplayedTimes) -> list[Point]:

@@ -72,11 +72,11 @@ def rows_of(domain: Domain) -> list[PredictedStep]:
     for trial in domain.trials:
         if trial.strategy is not None and trial.step_s:
             medians.setdefault(trial.strategy.id, []).append(trial.median_s)
-    rows, seen = [], set()
+    rows, plan_ids = [], set()
     for trial in domain.trials:
-        if trial.strategy is None or not trial.step_s or trial.strategy.id in seen:
+        if trial.strategy is None or not trial.step_s or trial.strategy.id in plan_ids:
             continue
-        seen.add(trial.strategy.id)
+        plan_ids.add(trial.strategy.id)
         wanted = plan(trial.strategy, domain.workload, domain.cluster.world_size)
         low, middle, high = np.quantile(trial.step_s, [0.25, 0.5, 0.75])
         rows.append(
@@ -111,18 +111,18 @@ def summary(rows: Sequence[PredictedStep]) -> dict[str, float]:
 def taus(rows: Sequence[PredictedStep]) -> tuple[float, float]:
     """Return Kendall's tau of the replay and of the analytic estimate, mean over the domains."""
     names = sorted({row.domain for row in rows})
-    found = []
+    values = []
     for name in names:
-        own = [row for row in rows if row.domain == name]
-        measured = [row.measured_s for row in own]
-        found.append(
+        of_domain = [row for row in rows if row.domain == name]
+        measured = [row.measured_s for row in of_domain]
+        values.append(
             (
-                len(own),
-                kendall_tau([r.replayed_s for r in own], measured),
-                kendall_tau([r.analytic_s for r in own], measured),
+                len(of_domain),
+                kendall_tau([r.replayed_s for r in of_domain], measured),
+                kendall_tau([r.analytic_s for r in of_domain], measured),
             )
         )
-    table = np.array(found)
+    table = np.array(values)
     replayed, analytic = np.average(table[:, 1:], axis=0, weights=table[:, 0]).tolist()
     return float(replayed), float(analytic)
 
@@ -147,11 +147,11 @@ def write_table(rows: Sequence[PredictedStep], path: Path) -> None:
 
 
 def shown(title: str, rows: Sequence[PredictedStep]) -> str:
-    found = summary(rows)
+    figures = summary(rows)
     return (
-        f"{title:62} {found['strategies']:3d}  error {found['error_mean']:6.1%}  "
-        f"p90 {found['error_p90']:6.1%}  "
-        f"bias {found['bias']:+6.1%}  analytic {found['analytic_error_mean']:6.1%}"
+        f"{title:62} {figures['strategies']:3d}  error {figures['error_mean']:6.1%}  "
+        f"p90 {figures['error_p90']:6.1%}  "
+        f"bias {figures['bias']:+6.1%}  analytic {figures['analytic_error_mean']:6.1%}"
     )
 
 

@@ -198,7 +198,9 @@ def measure(layers: int, workers: int, rounds: int) -> dict[str, object]:
     }
     rates["batched"] = [rate * SETS for rate in rates["batched"]]
     ratios = {
-        name: spread([other / own for other, own in zip(times[name], times["replay"], strict=True)])
+        name: spread(
+            [other / ours for other, ours in zip(times[name], times["replay"], strict=True)]
+        )
         for name in (*slow, "incremental")
     }
     return {"ops": dfg.ops, "edges": dfg.edges, "per_s": rates, "time_over_replay": ratios}

@@ -73,17 +73,21 @@ def fold(dfg: Dfg, representative: Int32Array | None = None) -> Fold:
         dfg.lock_capacity != dfg.lock_capacity[locks]
     ):
         raise InvalidInput(
-            "only graphs of alike workers can be folded, "
+            "only graphs of equal workers can be folded, "
             "but their queues or locks differ in discipline or capacity"
         )
-    kept = np.flatnonzero(stands == np.arange(dfg.ops))
-    _compare_users(dfg, queues, (dfg.queue, dfg.channel), stands, kept, "queue or channel")
-    _compare_users(dfg, locks, (dfg.acquires, dfg.releases), stands, kept, "lock")
+    representatives = np.flatnonzero(stands == np.arange(dfg.ops))
+    _compare_users(
+        dfg, queues, (dfg.queue, dfg.channel), stands, representatives, "queue or channel"
+    )
+    _compare_users(dfg, locks, (dfg.acquires, dfg.releases), stands, representatives, "lock")
     child, parent = _parents(dfg, stands)
     member = (np.cumsum(stands == np.arange(dfg.ops)) - 1)[stands].astype(np.int32)
     mine = stands[child] == child
     return Fold(
-        dfg, _quotient(dfg, kept, queues, locks, member[parent[mine]], member[child[mine]]), member
+        dfg,
+        _quotient(dfg, representatives, queues, locks, member[parent[mine]], member[child[mine]]),
+        member,
     )
 
 
@@ -96,7 +100,7 @@ def _by_worker(dfg: Dfg) -> IntArray:
             ops = np.flatnonzero(dfg.worker == worker)
             if len(ops) != len(first):
                 raise InvalidInput(
-                    f"only alike workers can be folded, but worker {worker} has {len(ops)} ops "
+                    f"only equal workers can be folded, but worker {worker} has {len(ops)} ops "
                     f"where worker {workers[0]} has {len(first)}"
                 )
             stands[ops] = first
@@ -120,8 +124,8 @@ def _require(dfg: Dfg, holds: np.ndarray, stands: IntArray, what: str) -> None:
         op = int(wrong[0])
         names = dfg.names.ops
         raise InvalidInput(
-            f"only alike ops can be folded, but {names[op]!r} {what} "
-            f"than {names[int(stands[op])]!r}, which stands for it"
+            f"only equal ops can be folded, but {names[op]!r} {what} "
+            f"than {names[int(stands[op])]!r}, which represents it"
         )
 
 
@@ -168,14 +172,14 @@ def _compare_users(
     classes: IntArray,
     takes: Sequence[Int32Array],
     stands: IntArray,
-    kept: IntArray,
+    representatives: IntArray,
     what: str,
 ) -> None:
     """Check that equivalent ops use each resource and its class in the same order."""
     if not len(classes):
         return
     resource, op, role = _users(takes, np.arange(dfg.ops), np.arange(len(classes)))
-    model, model_op, model_role = _users(takes, kept, classes)
+    model, model_op, model_role = _users(takes, representatives, classes)
     _compare_groups(
         dfg, classes, (resource, stands[op] * 2 + role), (model, model_op * 2 + model_role), what
     )
@@ -202,8 +206,8 @@ def _compare_groups(
         number = int(different[0])
         name = f"op {dfg.names.ops[number]!r}" if what == "parents" else f"{what} {number}"
         raise InvalidInput(
-            f"only graphs of alike workers can be folded, "
-            f"but {name} does not serve or follow alike ops"
+            f"only graphs of equal workers can be folded, "
+            f"but {name} does not serve or follow equal ops"
         )
 
 
@@ -222,7 +226,7 @@ def _parents(dfg: Dfg, stands: IntArray) -> tuple[IntArray, IntArray]:
 
 def _quotient(
     dfg: Dfg,
-    kept: IntArray,
+    representatives: IntArray,
     queues: IntArray,
     locks: IntArray,
     parents: Int32Array,
@@ -232,15 +236,15 @@ def _quotient(
     queue_left, lock_left = np.unique(queues), np.unique(locks)
 
     def renamed(takes: Int32Array, classes: IntArray, left: IntArray) -> Int32Array:
-        taken = takes[kept]
+        taken = takes[representatives]
         return (
             np.where(taken == NONE, NONE, np.searchsorted(left, classes[taken])).astype(np.int32)
             if len(classes)
             else taken
         )
 
-    child_start, child = csr(len(kept), parents, children)
-    columns = {name: getattr(dfg, name)[kept] for name in (*_SAME, "worker")}
+    child_start, child = csr(len(representatives), parents, children)
+    columns = {name: getattr(dfg, name)[representatives] for name in (*_SAME, "worker")}
     return Dfg(
         **columns,
         queue=renamed(dfg.queue, queues, queue_left),
@@ -252,7 +256,7 @@ def _quotient(
         discipline=dfg.discipline[queue_left],
         lock_capacity=dfg.lock_capacity[lock_left],
         names=Names(
-            tuple(dfg.names.ops[op] for op in kept),
+            tuple(dfg.names.ops[op] for op in representatives),
             tuple(dfg.names.queues[queue] for queue in queue_left),
             dfg.names.layers,
         ),

@@ -89,12 +89,12 @@ def best_builder(case: Case) -> tuple[str, float]:
     """Return the fastest hand-made strategy by replay, with no op fused."""
     workload = case.graph.workload()
     steps = LoweredSteps(workload, case.cluster)
-    made = seed_strategies(workload, case.cluster, SearchSpace.default())
+    seeds = seed_strategies(workload, case.cluster, SearchSpace.default())
     times = {
         name: steps.step_s(plan(strategy, workload, case.cluster.world_size))
-        for name, strategy in made
+        for name, strategy in seeds
     }
-    name = min(times, key=lambda own: times[own])
+    name = min(times, key=lambda builder: times[builder])
     return name, times[name]
 
 
@@ -103,25 +103,25 @@ def searched(
 ) -> tuple[Optimized, float]:
     """Return (result, CPU seconds)."""
     began_s = time.process_time()
-    found = optimize(
+    optimized = optimize(
         case.graph.workload(),
         case.cluster,
         graph=case.graph,
         speedups=speedups,
         budget=replace(budget, seconds=seconds),
     )
-    return found, time.process_time() - began_s
+    return optimized, time.process_time() - began_s
 
 
-def row(found: Optimized, cpu_s: float) -> dict[str, Any]:
+def row(optimized: Optimized, cpu_s: float) -> dict[str, Any]:
     return {
-        "search_s": round(found.seconds, 3),
+        "search_s": round(optimized.seconds, 3),
         "cpu_s": round(cpu_s, 3),
-        "stopped": found.cut_short,
-        "replays": found.replays,
-        "partial_replays": found.partial_replays,
-        "predicted_s": found.predicted_step_s,
-        "without_op_fusion_s": found.enacted_step_s,
+        "stopped": optimized.cut_short,
+        "replays": optimized.replays,
+        "partial_replays": optimized.partial_replays,
+        "predicted_s": optimized.predicted_step_s,
+        "without_op_fusion_s": optimized.enacted_step_s,
     }
 
 
@@ -137,9 +137,9 @@ def measure(case: Case, budget: Budget, ablation_s: float) -> dict[str, Any]:
         (f"best builder ({name})", builder_s),
     ):
         print(f"  {label:42} {step_s * 1e3:8.1f} ms")
-    print(f"  {'found, without op fusion':42} {full.enacted_step_s * 1e3:8.1f} ms")
+    print(f"  {'optimized, without op fusion':42} {full.enacted_step_s * 1e3:8.1f} ms")
     print(
-        f"  {'found':42} {full.predicted_step_s * 1e3:8.1f} ms   in {full.seconds:.2f} s, "
+        f"  {'optimized':42} {full.predicted_step_s * 1e3:8.1f} ms   in {full.seconds:.2f} s, "
         f"{cpu_s:.2f} s of CPU, {full.replays} replays"
     )
     print(f"  {'full overlap, max(T_comp, T_comm)':42} {full.bound_s * 1e3:8.1f} ms")
@@ -153,16 +153,16 @@ def measure(case: Case, budget: Budget, ablation_s: float) -> dict[str, Any]:
         "ablation": {},
     }
     for label, speedups in VARIANTS.items() if ablation_s > 0 else ():
-        found, own_s = (
+        optimized, own_s = (
             (full, cpu_s)
             if speedups == Speedups()
             else searched(case, speedups, ablation_s, replace(budget, ops=UNBOUNDED_OPS))
         )
-        findings["ablation"][label] = row(found, own_s)
-        more = "more than " if found.cut_short else ""
+        findings["ablation"][label] = row(optimized, own_s)
+        more = "more than " if optimized.cut_short else ""
         print(
-            f"    {label:26} {more}{found.seconds:.2f} s ({found.replays} replays), "
-            f"{found.predicted_step_s * 1e3:.1f} ms"
+            f"    {label:26} {more}{optimized.seconds:.2f} s ({optimized.replays} replays), "
+            f"{optimized.predicted_step_s * 1e3:.1f} ms"
         )
     return findings
 
@@ -183,12 +183,12 @@ def main() -> int:
     )
     options = parser.parse_args()
     try:
-        found = list(cases(options.data, options.models))
+        all_cases = list(cases(options.data, options.models))
         budget = Budget(options.replays)
         searched(
-            found[0], Speedups(), UNBOUNDED_S, Budget(1, UNBOUNDED_OPS)
+            all_cases[0], Speedups(), UNBOUNDED_S, Budget(1, UNBOUNDED_OPS)
         )  # loads the compiled replay
-        results = {case.name: measure(case, budget, options.ablation_seconds) for case in found}
+        results = {case.name: measure(case, budget, options.ablation_seconds) for case in all_cases}
     except AutotuneError as error:
         print(f"search_time: {error}", file=sys.stderr)
         return 1
@@ -196,7 +196,7 @@ def main() -> int:
     figures = {
         "worst_s": results[worst]["search_s"],
         "worst": worst,
-        "worst_cpu_s": max(own["cpu_s"] for own in results.values()),
+        "worst_cpu_s": max(result_row["cpu_s"] for result_row in results.values()),
     }
     print(json.dumps({**figures, "cases": results}))
     return 0

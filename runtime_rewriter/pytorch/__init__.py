@@ -1,2 +1,1 @@
-"""What happens inside a PyTorch training process: the plan in place of DDP's synchronization,
-profiles, emulation."""
+"""Inside a PyTorch training process: enacted plans, profiles and emulation."""

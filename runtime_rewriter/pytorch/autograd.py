@@ -52,18 +52,18 @@ def _children(node: Node) -> list[Node]:
 def _post_order(tensors: Iterable[Tensor], most_nodes: int) -> list[Node]:
     """Nodes in an order in which each follows all nodes below it; at most `most_nodes`."""
     order: list[Node] = []
-    seen: set[Node] = set()
+    visited: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(t.grad_fn, False) for t in tensors if t.grad_fn is not None]
     while stack:
         node, finished = stack.pop()
         if finished:
             order.append(node)
             continue
-        if node in seen or len(seen) >= most_nodes:
+        if node in visited or len(visited) >= most_nodes:
             continue
-        seen.add(node)
+        visited.add(node)
         stack.append((node, True))
-        stack.extend((child, False) for child in _children(node) if child not in seen)
+        stack.extend((child, False) for child in _children(node) if child not in visited)
     return order
 
 
@@ -86,13 +86,13 @@ def reachable_variables(
 ) -> set[int]:
     """Variables that a backward pass from `tensors` can reach, in O(nodes)."""
     reachable: set[int] = set()
-    seen: set[Node] = set()
+    visited: set[Node] = set()
     stack = [t.grad_fn for t in tensors if t.grad_fn is not None]
     while stack:
         node = stack.pop()
-        if node in seen:
+        if node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         leaf = _leaf_index(node, index_of)
         if leaf is not None:
             reachable.add(leaf)

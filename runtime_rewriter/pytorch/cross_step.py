@@ -149,8 +149,8 @@ class CrossStepUpdates:
 
     # -- forward
 
-    def forward_begins(self, seen: bool = True) -> None:
-        """`seen`: the module itself computes; otherwise its emulation reads the variables."""
+    def forward_begins(self, observable: bool = True) -> None:
+        """`observable`: the module itself computes; otherwise its emulation reads the variables."""
         self._script.stop_looking()
         if (
             self._enabled
@@ -158,7 +158,7 @@ class CrossStepUpdates:
             and self._script.seen > 0
             and self.refusal_reason() is None
         ):
-            self._learn_reads(seen)
+            self._learn_reads(observable)
 
     def forward_ended(self) -> None:
         """Call before the backward pass, which fills the messages' buffers again."""
@@ -168,9 +168,9 @@ class CrossStepUpdates:
                 unwatch(self._parameters[position])
             self._unseen, self._unread = self._unread, None
 
-    def _learn_reads(self, seen: bool) -> None:
+    def _learn_reads(self, observable: bool) -> None:
         """Watch all variables during a forward pass: those without a detected read are unseen."""
-        if not seen:
+        if not observable:
             self._unseen = set()
             return
         for position in self._unread or ():  # an earlier forward pass was interrupted

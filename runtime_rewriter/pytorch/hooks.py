@@ -326,7 +326,7 @@ class GradientSynchronizer:
                     listener.on_boundary(now_s, clean)
         self._saw_training |= self.module.training
         self._saw_eval |= not self.module.training
-        self.cross_step.forward_begins(seen=self.accelerator is None)
+        self.cross_step.forward_begins(observable=self.accelerator is None)
         self._armed = synchronize
 
     @property

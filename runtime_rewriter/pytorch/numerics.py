@@ -137,11 +137,11 @@ class GradientGate(BackwardObserver):
                 waiting, alpha=self._synchronizer.ranks.size
             )
 
-    def on_synchronized(self, kept: frozenset[int]) -> None:
+    def on_synchronized(self, unused: frozenset[int]) -> None:
         synchronizer, ranks = self._synchronizer, self._synchronizer.ranks
         synchronizer.observers.remove(self)
         assert synchronizer.plan is not None
-        compared = sorted(set(self._local) - kept)
+        compared = sorted(set(self._local) - unused)
         for position in compared:
             if self._travels_as_rows(position):
                 self._take_rows(position)

@@ -55,5 +55,5 @@ class BackwardObserver:
     def on_computed(self) -> None:
         """All local gradients are final; messages may still be under way."""
 
-    def on_synchronized(self, kept: frozenset[int]) -> None:
+    def on_synchronized(self, unused: frozenset[int]) -> None:
         """Every `.grad` holds the average, except the variables in `kept`, which no rank used."""

@@ -321,11 +321,11 @@ class StepRecorder:
             trace=trace_name(rank),
             clocks=(trace.before, trace.after),
             step_s=tuple(trace.step_s),
-            collectives=len(annotated.seen),
+            collectives=len(annotated.collectives),
             untimed=annotated.untimed,
             times=step_times(content["traceEvents"], annotated.spans_us),
         )
-        return record, annotated.seen, ""
+        return record, annotated.collectives, ""
 
     def _agree_on_script(self) -> None:
         """Collective: the observations of any rank hold for the job."""

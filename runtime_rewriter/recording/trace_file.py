@@ -61,19 +61,19 @@ class TraceClock:
 class Annotated:
     """The collectives that were added to a trace."""
 
-    seen: tuple[SeenCollective, ...]
+    collectives: tuple[SeenCollective, ...]
 
     @property
     def untimed(self) -> int:
         """Collectives without a span."""
-        return sum(one.start_s is None for one in self.seen)
+        return sum(one.start_s is None for one in self.collectives)
 
     @property
     def spans_us(self) -> list[tuple[float, float]]:
         """Start and end of the collectives with a span, on the trace's clock."""
         return [
             (one.start_s * 1e6, one.end_s * 1e6)
-            for one in self.seen
+            for one in self.collectives
             if one.start_s is not None and one.end_s is not None
         ]
 
@@ -114,10 +114,10 @@ def annotate(
     info = trace.setdefault("distributedInfo", {})
     info |= {"rank": rank, "world_size": world_size}
     info.setdefault("backend", next((group.backend for group in log.groups.values()), ""))
-    return Annotated(tuple(_seen(description) for description in descriptions))
+    return Annotated(tuple(_collective(description) for description in descriptions))
 
 
-def _seen(description: dict[str, Any]) -> SeenCollective:
+def _collective(description: dict[str, Any]) -> SeenCollective:
     times_us = [description.get(key) for key in ("start_us", "end_us", "queue_us")]
     start_s, end_s, queue_s = (None if us is None else us / 1e6 for us in times_us)
     return SeenCollective(

@@ -196,8 +196,8 @@ class RankTraining:
         state = {f"parameter {name}": p.detach().clone() for p, name in names.items()}
         state |= {f"buffer {name}": buffer.clone() for name, buffer in self._inner.named_buffers()}
         for optimizer in self._optimizers:
-            for parameter, kept in optimizer.state.items():
-                for key, value in kept.items():
+            for parameter, saved in optimizer.state.items():
+                for key, value in saved.items():
                     if value is not None:
                         dense = torch.as_tensor(value).to_dense()
                         state[f"{key} of {names[parameter]}"] = dense.clone()
@@ -239,8 +239,8 @@ def check_case(rank: int, case: str, only: int | None = None) -> list[RankOutcom
     inner = built(job)
     wanted: dict[str, tuple[str, Strategy | None, Plan | None]] = {}
     for origin, strategy in strategies_of(case, inner, cluster, COUNTS[size]):
-        made = plan(strategy, workload_of(inner), size)
-        wanted.setdefault(made.id, (origin, strategy, made))
+        case_plan = plan(strategy, workload_of(inner), size)
+        wanted.setdefault(case_plan.id, (origin, strategy, case_plan))
     numbered = [(number, *entry) for number, entry in enumerate(wanted.values())]
     chosen = numbered if only is None else numbered[only : only + 1]
     enactable = [entry for entry in chosen if refusal_reason(entry[3]) is None]
@@ -255,33 +255,35 @@ def check_case(rank: int, case: str, only: int | None = None) -> list[RankOutcom
     switch = Switch(synchronizer)
     training.run(rank)  # from here on there is a step before each plan
     outcomes = []
-    for number, origin, strategy, made in chosen:
-        reason = refusal_reason(made) if made is not None else None
-        if made is not None and made.cross_step:
+    for number, origin, strategy, case_plan in chosen:
+        reason = refusal_reason(case_plan) if case_plan is not None else None
+        if case_plan is not None and case_plan.cross_step:
             reason = reason or synchronizer.cross_step.refusal_reason()
         if reason is not None:
-            failure = refusal_failure(synchronizer, made, reason)
+            failure = refusal_failure(synchronizer, case_plan, reason)
             outcomes.append(RankOutcome(number, origin, failure, refused=reason))
             continue
-        switch.next_is(made)
+        switch.next_is(case_plan)
         repeat = command_to_repeat(size, case, number, origin, strategy)
         try:
             state = training.run(rank)
         except AutotuneError as error:
             raise AssertionError(f"{repeat}\n{error}") from error
-        assert synchronizer.plan is made
+        assert synchronizer.plan is case_plan
         failure = difference(state, truth, allowed)
         failure = failure and f"{repeat}\n{failure}"
-        outcomes.append(RankOutcome(number, origin, failure, digest(state), "", kinds_of(made)))
+        outcomes.append(
+            RankOutcome(number, origin, failure, digest(state), "", kinds_of(case_plan))
+        )
     synchronizer.close()
     return outcomes
 
 
-def refusal_failure(synchronizer: GradientSynchronizer, made: Plan, reason: str) -> str:
+def refusal_failure(synchronizer: GradientSynchronizer, refused: Plan, reason: str) -> str:
     """Check that loading refuses a plan with the same reason as before, and changes nothing."""
     before = synchronizer.plan
     try:
-        synchronizer.load(made)
+        synchronizer.load(refused)
     except InvalidStrategy as error:
         as_before = reason in str(error) and synchronizer.plan is before
         return "" if as_before else f"refused with {error}, but expected {reason}"
@@ -333,44 +335,44 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def difference(
-    found: dict[str, Tensor], truth: dict[str, Tensor], allowed: dict[torch.dtype, float]
+    gradients: dict[str, Tensor], truth: dict[str, Tensor], allowed: dict[torch.dtype, float]
 ) -> str:
-    if found.keys() != truth.keys():
-        return f"only one side has {', '.join(sorted(found.keys() ^ truth.keys()))}"
+    if gradients.keys() != truth.keys():
+        return f"only one side has {', '.join(sorted(gradients.keys() ^ truth.keys()))}"
     worst = []
     for name, right in truth.items():
-        apart = distance(found[name], right)
+        apart = distance(gradients[name], right)
         if not apart <= allowed[right.dtype]:
             worst.append(f"  {name}: {apart:.3g}, allowed {allowed[right.dtype]:.3g}")
     title = "relative to the largest value the result differs from DDP's by"
     return "\n".join([title, *worst]) if worst else ""
 
 
-def digest(found: dict[str, Tensor]) -> str:
+def digest(tensors: dict[str, Tensor]) -> str:
     """A hash of all but the buffers, which DDP lets differ between ranks."""
     hashed = hashlib.sha256()
-    for name, value in sorted(found.items()):  # updates that cross the step come in any order
+    for name, value in sorted(tensors.items()):  # updates that cross the step come in any order
         if not name.startswith("buffer "):
             hashed.update(bits(value).cpu().numpy().tobytes())
     return hashed.hexdigest()
 
 
-def kinds_of(made: Plan | None) -> frozenset[str]:
+def kinds_of(enacted: Plan | None) -> frozenset[str]:
     """The features of a plan, for the test to check that all occurred."""
-    if made is None:
+    if enacted is None:
         return frozenset({"without a plan"})
-    kinds = {str(message.synchronizer) for message in made.messages}
-    kinds |= {f"sparse {message.sparse}" for message in made.messages}
-    axes = [part.axis for message in made.messages for part in message.slices]
+    kinds = {str(message.synchronizer) for message in enacted.messages}
+    kinds |= {f"sparse {message.sparse}" for message in enacted.messages}
+    axes = [part.axis for message in enacted.messages for part in message.slices]
     conditions = {
         "cut": any(axis is not None for axis in axes),
         "cut along a later axis": any(axes),
-        "merged": any(len(message.slices) > 1 for message in made.messages),
-        "mixed": len({message.synchronizer for message in made.messages}) > 1,
-        "hierarchical": any(message.hierarchical for message in made.messages),
-        "across steps": made.cross_step,
-        "two in flight": made.in_flight == 2,
-        "ring order": made.ring_order is not None,
+        "merged": any(len(message.slices) > 1 for message in enacted.messages),
+        "mixed": len({message.synchronizer for message in enacted.messages}) > 1,
+        "hierarchical": any(message.hierarchical for message in enacted.messages),
+        "across steps": enacted.cross_step,
+        "two in flight": enacted.in_flight == 2,
+        "ring order": enacted.ring_order is not None,
     }
     return frozenset(kinds | {name for name, holds in conditions.items() if holds})
 
@@ -393,9 +395,9 @@ def enacted_alike(by_rank: list[dict[str, list[RankOutcome]]]) -> list[RankOutco
     for case, outcomes in by_rank[0].items():
         for number, outcome in enumerate(outcomes):
             everywhere = [ranks[case][number] for ranks in by_rank]
-            failures = [seen.failure for seen in everywhere if seen.failure]
+            failures = [result.failure for result in everywhere if result.failure]
             assert not failures, failures[0]
-            assert len({seen.digest for seen in everywhere}) == 1, (
+            assert len({result.digest for result in everywhere}) == 1, (
                 f"ranks differ after {case} {outcome.number}: {outcome.origin}"
             )
         enacted += [outcome for outcome in outcomes if not outcome.refused]

@@ -210,22 +210,22 @@ def deviations(
     Under "learned": the share of the loss that training removed.
     """
     first, reference = train(example, seed, None)
-    found = {"learned": [1 - reference / first]}
+    by_strategy = {"learned": [1 - reference / first]}
     for compressor in compressors:
         drawn = strategies(EXAMPLES[example](seed).module, compressor, STRATEGIES, seed)
-        found[compressor] = [
+        by_strategy[compressor] = [
             train(example, seed, strategy)[1] / reference - 1 for strategy in drawn
         ]
-    return found
+    return by_strategy
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_compressed_strategies_end_within_their_band_of_the_uncompressed_loss(example: str) -> None:
-    found, same = run_world(deviations, RANKS, example, 0, tuple(BANDS))
-    assert found == same, "the ranks saw the same losses"
-    assert found.pop("learned")[0] > 0.1
+    by_strategy, same = run_world(deviations, RANKS, example, 0, tuple(BANDS))
+    assert by_strategy == same, "the ranks saw the same losses"
+    assert by_strategy.pop("learned")[0] > 0.1
     for compressor, bands in BANDS.items():
         band = bands[example == "resnet"]
-        assert len(found[compressor]) == STRATEGIES
-        for deviation in found[compressor]:
-            assert abs(deviation) <= band, f"{compressor}: {found[compressor]}"
+        assert len(by_strategy[compressor]) == STRATEGIES
+        for deviation in by_strategy[compressor]:
+            assert abs(deviation) <= band, f"{compressor}: {by_strategy[compressor]}"

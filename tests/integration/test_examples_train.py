@@ -61,9 +61,9 @@ def test_two_ranks_lower_the_loss(script: str, steps: int, factor: float) -> Non
     words = (script, "--batch-size", "8", "--max-steps", str(steps), "--log-every", "1")
     output = run_under_torchrun(*words) if script == "resnet_digits.py" else run(*words, ranks=2)
     assert "2 rank(s)" in output
-    seen = losses(output)
-    assert len(seen) == steps  # rank 0 alone prints, once a step
-    assert sum(seen[-4:]) < factor * sum(seen[:4])
+    printed_losses = losses(output)
+    assert len(printed_losses) == steps  # rank 0 alone prints, once a step
+    assert sum(printed_losses[-4:]) < factor * sum(printed_losses[:4])
 
 
 @pytest.mark.parametrize(

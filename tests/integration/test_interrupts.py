@@ -1,4 +1,4 @@
-"""What asks the commands to stop is obeyed: nothing is left running, and the job can be resumed."""
+"""Commands obey every request to stop: nothing is left running, and the job can be resumed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def wait_for(condition: Callable[[], bool], what: str, limit_s: float = 90.0) ->
 
 def processes_with(word: str) -> list[int]:
     """Ids of the processes, apart from this one, that have `word` among their arguments."""
-    found = []
+    processes = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
@@ -41,8 +41,8 @@ def processes_with(word: str) -> list[int]:
             except OSError:  # it ended while we looked
                 continue
             if word.encode() in arguments:
-                found.append(int(entry.name))
-    return found
+                processes.append(int(entry.name))
+    return processes
 
 
 def test_a_terminated_job_stops_its_ranks_and_says_how_to_go_on(tmp_path, tracking_store) -> None:

@@ -60,12 +60,15 @@ ALONE = ("python",)
 def test_a_script_under_torchrun_is_recorded_and_ended(tmp_path) -> None:
     done = run(tmp_path / "traces", "--json", "--", "--steps", "100000", command=TORCHRUN)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    summary = json.loads(done.stdout)
     job = RecordedJob.read(tmp_path / "traces")
-    assert (told["world_size"], told["steps"], told["exit_status"]) == (2, 3, 0)
-    assert told["iteration_s"] == job.iteration_s > 0 and told["alone_s"] == job.workload.compute_s
+    assert (summary["world_size"], summary["steps"], summary["exit_status"]) == (2, 3, 0)
     assert (
-        told["peak_bytes"]
+        summary["iteration_s"] == job.iteration_s > 0
+        and summary["alone_s"] == job.workload.compute_s
+    )
+    assert (
+        summary["peak_bytes"]
         == RecordedMemory.read(tmp_path / "traces").profile.live_bytes.max()
         > job.workload.grad_bytes
     )
@@ -146,10 +149,10 @@ def test_a_script_that_ends_within_the_recording_gives_what_there_is(tmp_path) -
     ],
 )
 def test_a_script_with_too_little_to_record_is_told_so(
-    tmp_path, script: tuple[str, ...], said: str
+    tmp_path, script: tuple[str, ...], message: str
 ) -> None:
     done = run(tmp_path, "--", *script, command=ALONE)
-    assert done.returncode == 1 and said in done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and message in done.stderr.splitlines()[-1]
 
 
 def test_a_script_that_hangs_is_ended_and_its_last_output_shown(tmp_path) -> None:

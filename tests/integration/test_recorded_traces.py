@@ -86,12 +86,12 @@ def test_a_recorded_job_is_matched_and_every_step_replayed(recorded: TraceJob) -
 
 def test_the_execution_traces_that_torch_wrote_beside_are_linked_by_id(recorded: TraceJob) -> None:
     assert [trace.schema.partition("-")[0] for trace in recorded.execution_traces] == ["1.1.1"] * 2
-    for link, trace, own in zip(
+    for link, trace, expected in zip(
         recorded.links, recorded.execution_traces, recorded.collectives, strict=True
     ):
-        assert link.by_id == link.collectives == len(own) >= 24 and link.in_order == 0
+        assert link.by_id == link.collectives == len(expected) >= 24 and link.in_order == 0
         nodes = {int(number): index for index, number in enumerate(trace.rf_id.tolist())}
-        for one in own:
+        for one in expected:
             node = nodes[one.functions[0]]
             assert (
                 trace.names[trace.name[node]].startswith("gloo:")
@@ -109,10 +109,10 @@ def test_an_offset_injected_into_a_recorded_job_is_found_within_the_interval(
         for n, trace in enumerate(recorded.ranks)
     ]
     job = assemble(moved)
-    found = align(job, samples=4)
-    width_s = found.high_s[1] - found.low_s[1]
-    assert found.low_s[1] - 1e-6 <= OFFSET_S <= found.high_s[1] + 1e-6
-    assert abs(found.offset_s[1] - OFFSET_S) <= width_s and width_s < 0.05
+    aligned = align(job, samples=4)
+    width_s = aligned.high_s[1] - aligned.low_s[1]
+    assert aligned.low_s[1] - 1e-6 <= OFFSET_S <= aligned.high_s[1] + 1e-6
+    assert abs(aligned.offset_s[1] - OFFSET_S) <= width_s and width_s < 0.05
     truth = np.array([TracedSteps(recorded).measured_s(step) for step in recorded.steps])
     raw, better = (
         np.mean(
@@ -121,7 +121,7 @@ def test_an_offset_injected_into_a_recorded_job_is_found_within_the_interval(
                 - 1
             )
         )
-        for how in (None, found)
+        for how in (None, aligned)
     )
     assert better < raw / 4
 

@@ -98,14 +98,14 @@ def ddp_job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
 
 def trace_of(folder: Path, rank: int) -> dict[str, Any]:
     with gzip.open(folder / trace_name(rank)) as file:
-        found: dict[str, Any] = json.load(file)
-    return found
+        trace: dict[str, Any] = json.load(file)
+    return trace
 
 
 def test_training_gives_the_same_bits_and_the_ddp_is_its_own_again(ddp_job, tmp_path) -> None:
     _, with_recorder = ddp_job
     without = run_world(trained, 2, str(tmp_path), BEFORE + RECORDED + 2, False, {})
-    assert {told[0] for told in with_recorder} == {told[0] for told in without}
+    assert {result[0] for result in with_recorder} == {result[0] for result in without}
     assert with_recorder[0][1:] == (True, "DistributedDataParallel")
     assert not list(tmp_path.iterdir())
 
@@ -138,23 +138,27 @@ def test_buckets_buffers_and_the_scripts_own_collectives_have_the_same_transacti
     ddp_job,
 ) -> None:
     folder, _ = ddp_job
-    told = [trace_of(folder, rank)["autotune"]["collectives"] for rank in range(2)]
-    kept = ("transaction", "op", "origin", "bytes", "step")
-    first, second = ([[one[key] for key in kept] for one in of_rank] for of_rank in told)
+    collectives = [trace_of(folder, rank)["autotune"]["collectives"] for rank in range(2)]
+    fields = ("transaction", "op", "origin", "bytes", "step")
+    first, second = ([[one[key] for key in fields] for one in of_rank] for of_rank in collectives)
     assert first == second and len({one[0] for one in first}) == len(first)
     assert all(
         "start_us" in one and one["end_us"] >= one["start_us"] and one["queue_us"] >= 0
-        for of_rank in told
+        for of_rank in collectives
         for one in of_rank
     )
-    in_step = [one for one in told[0] if one["step"] == 1]
+    in_step = [one for one in collectives[0] if one["step"] == 1]
     buckets = [one for one in in_step if one["origin"] == "bucket"]
     variables = sum(p.numel() for p in model().parameters())
     assert len(buckets) > 1 and sum(one["in_elements"] for one in buckets) == variables
     assert [one["bucket"] for one in buckets] == list(range(len(buckets)))
-    (own,) = (one for one in in_step if one["origin"] == "script")
-    assert (own["op"], own["bytes"], sorted(own["ranks"])) == ("broadcast_", 24, [0, 1])
-    assert Path(own["site"].rpartition(":")[0]).name == Path(__file__).name
+    (scripts_own,) = (one for one in in_step if one["origin"] == "script")
+    assert (scripts_own["op"], scripts_own["bytes"], sorted(scripts_own["ranks"])) == (
+        "broadcast_",
+        24,
+        [0, 1],
+    )
+    assert Path(scripts_own["site"].rpartition(":")[0]).name == Path(__file__).name
     assert {one["op"] for one in in_step if one["origin"] == "buffers"} == {"broadcast_"}
 
 
@@ -184,16 +188,16 @@ def test_injected_offsets_are_found_and_the_replay_of_aligned_traces_is_better(d
         for n, trace in enumerate(truth.ranks)
     ]
     job = assemble(moved)
-    found = align(job, samples=0)
-    width_s = found.high_s[1] - found.low_s[1]
-    assert found.low_s[1] - 1e-6 <= OFFSET_S <= found.high_s[1] + 1e-6 and width_s < 0.05
-    assert abs(found.offset_s[1] - OFFSET_S) <= width_s
+    aligned = align(job, samples=0)
+    width_s = aligned.high_s[1] - aligned.low_s[1]
+    assert aligned.low_s[1] - 1e-6 <= OFFSET_S <= aligned.high_s[1] + 1e-6 and width_s < 0.05
+    assert abs(aligned.offset_s[1] - OFFSET_S) <= width_s
     true_s = np.array([TracedSteps(truth).measured_s(step) for step in truth.steps])
     raw, better = (
         np.abs(
             [replay(TracedSteps(job, how).dfg(step)).makespan_s for step in job.steps] / true_s - 1
         ).mean()
-        for how in (None, found)
+        for how in (None, aligned)
     )
     assert better < raw / 4
 
@@ -307,20 +311,20 @@ def test_messages_of_a_plan_carry_its_id_their_number_and_push_apart_from_pull(t
     job = RecordedJob.read(tmp_path)
     assert job.plan is not None and job.plan.id == job.plan_id == plan_id
     for rank in range(2):
-        told = [
+        messages = [
             one
             for one in trace_of(tmp_path, rank)["autotune"]["collectives"]
             if one["step"] == 0 and one["origin"] == "message"
         ]
         steps = sorted(
-            (one["message"], one["lane"], one["part"], one["op"], one["plan"]) for one in told
+            (one["message"], one["lane"], one["part"], one["op"], one["plan"]) for one in messages
         )
         assert steps == [
             (0, 0, "push", "gather_", plan_id),
             (0, 1, "pull", "scatter_", plan_id),
             (1, 0, "reduce", "allreduce_", plan_id),
         ]
-        assert all("start_us" in one for one in told)
+        assert all("start_us" in one for one in messages)
 
 
 class OwnDdp(DistributedDataParallel):

@@ -35,8 +35,8 @@ class Flat(nn.Module):
 
 
 def averaged(gradient: Tensor, rank: int) -> list[bool]:
-    own = (1.0 + 2.0 * rank) / RANKS
-    assert all(value in (2.0, own) for value in gradient.flatten().tolist())
+    mean = (1.0 + 2.0 * rank) / RANKS
+    assert all(value in (2.0, mean) for value in gradient.flatten().tolist())
     return (gradient.flatten() == 2.0).tolist()
 
 

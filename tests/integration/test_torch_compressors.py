@@ -56,9 +56,9 @@ def assert_nothing_lost(local: Local, case: object) -> None:
     synchronizer = local.synchronizer
     for index, parameter in enumerate(synchronizer.parameters):
         name = synchronizer.names[index]
-        kept = synchronizer.residuals.of(name)
+        waiting = synchronizer.residuals.of(name)
         layout = (parameter.shape, parameter.stride(), parameter.dtype)
-        assert kept is None or (kept.shape, kept.stride(), kept.dtype) == layout
+        assert waiting is None or (waiting.shape, waiting.stride(), waiting.dtype) == layout
         expected = local.sent[index] - residual(synchronizer, index)
         scale = local.sent[index].abs().amax()
         dist.all_reduce(expected)
@@ -112,8 +112,8 @@ def check_everything(rank: int, partitions: tuple[bool, ...], names: tuple[str, 
             if compressor is Compressor.NONE:
                 assert not synchronizer.residuals, case
             else:
-                kept = synchronizer.residuals.of("mix.weight")
-                assert kept is not None and float(kept.abs().amax()) > 0, case
+                residual = synchronizer.residuals.of("mix.weight")
+                assert residual is not None and float(residual.abs().amax()) > 0, case
 
 
 def test_no_compressor_loses_gradients_by_any_synchronizer_and_partition() -> None:
@@ -225,7 +225,7 @@ def check_convergences(rank: int) -> list[dict[str, float]]:
 
 def test_training_with_error_feedback_reaches_the_uncompressed_result() -> None:
     int8, top_k, power_sgd = run_world(check_convergences, 2)[0]
-    assert all(found["uncompressed"] < 1e-3 for found in (int8, top_k, power_sgd))
+    assert all(losses["uncompressed"] < 1e-3 for losses in (int8, top_k, power_sgd))
     assert power_sgd["feedback"] < 0.02 * QuadraticTarget(0.0).distance(), power_sgd
     assert_feedback_trains(int8)
     assert_feedback_trains(top_k)

@@ -116,14 +116,14 @@ def changed_betas(models: Models, rank: int) -> list[Any]:
 
 def counted(models: Models, rank: int) -> list[Any]:
     """A mode around the forward pass sees the forward pass and no update."""
-    seen = []
+    counts = []
     for model in models:
         optimizer = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], 0.1)
         train(model, optimizer, rank, 4)
         with FlopCounterMode(display=False) as counter:
             model(data(rank, 9))
-        seen.append(counter.get_total_flops())
-    return seen
+        counts.append(counter.get_total_flops())
+    return counts
 
 
 def sum_of(model: nn.Module) -> float:
@@ -131,12 +131,12 @@ def sum_of(model: nn.Module) -> float:
 
 
 def read_by_threads(models: Models, rank: int) -> list[Any]:
-    seen = []
+    values = []
     for model in models:
         train(model, torch.optim.SGD(model.parameters(), 0.1), rank, 4)
         with ThreadPoolExecutor(4) as readers:
-            seen.append(list(readers.map(sum_of, [model] * 4, timeout=20)))
-    return seen
+            values.append(list(readers.map(sum_of, [model] * 4, timeout=20)))
+    return values
 
 
 class Functional(nn.Module):

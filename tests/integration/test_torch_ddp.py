@@ -141,7 +141,7 @@ def test_uses_of_ddp_that_forbid_plans_are_named(rank: int) -> None:
     hooked = PlannedDataParallel(Tied())
     hooked._register_buffer_comm_hook(None, lambda state, buffers: None)
     module = Tied()
-    # What torch.distributed.optim leaves; its import warns.
+    # Attributes that torch.distributed.optim leaves; its import warns.
     module.gain.__dict__["_in_backward_optimizers"] = [torch.optim.SGD([module.gain], 0.1)]
     fused = PlannedDataParallel(module)
     module = Tied()

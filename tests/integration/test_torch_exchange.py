@@ -168,8 +168,8 @@ def test_gloo_adds_along_the_ring_order_of_the_plan(rank: int) -> None:
 def test_a_ring_order_leaves_owners_and_sums_as_they_are(rank: int) -> None:
     exact = torch.stack([gradient_of(rank).double() / RANKS for rank in range(RANKS)]).sum(0)
     for kind in (kind for kind in Synchronizer if kind is not Synchronizer.ALL_REDUCE):
-        (found,) = check_ring(rank, kind, (1, 3, 0, 2))
-        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
+        (result,) = check_ring(rank, kind, (1, 3, 0, 2))
+        torch.testing.assert_close(result.double(), exact, rtol=1e-5, atol=1e-4)
 
 
 @on_ranks(RANKS)

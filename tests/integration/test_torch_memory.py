@@ -105,10 +105,10 @@ def test_gradients_that_the_script_keeps_are_always_there() -> None:
         optimizer.step()
 
     recorded = MemoryRecorder(module).record(step)
-    kept = [
+    gradients = [
         one for one in recorded.lifetimes if one.kind is TensorRole.GRADIENT and one.born is None
     ]
-    assert sum(one.bytes for one in kept) == recorded.bytes_of(TensorRole.PARAMETER)
+    assert sum(one.bytes for one in gradients) == recorded.bytes_of(TensorRole.PARAMETER)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_a_script_that_profiles_itself_is_refused_and_left_without_hooks() -> No
 
 
 class Rows(nn.Module):
-    """Gradients that are sparse, beside dense ones, and a buffer that DDP sends."""
+    """Sparse and dense gradients, and a buffer that DDP sends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,8 +210,8 @@ KINDS_OF_MODEL: tuple[type[nn.Module], ...] = (
 
 
 def _captured(rank: int, view: bool) -> list[tuple[str, str, MemoryProfile, RecordedMemory | None]]:
-    """Of every model: what a replica alone needs, and what was recorded of it while two trained."""
-    found = []
+    """For every model: the memory of a replica alone, and the record of two that trained."""
+    captured = []
     for kind in KINDS_OF_MODEL:
         torch.manual_seed(0)
         module = kind()
@@ -234,8 +234,8 @@ def _captured(rank: int, view: bool) -> list[tuple[str, str, MemoryProfile, Reco
         memory = capture.finish()
         wrapped.synchronizer.close()
         alone = MemoryRecorder(module).record(lambda step=step, module=module: step(module))  # type: ignore[misc]
-        found.append((kind.__name__, capture.note, alone, memory))
-    return found
+        captured.append((kind.__name__, capture.note, alone, memory))
+    return captured
 
 
 @pytest.mark.parametrize("view", [False, True])
@@ -274,9 +274,9 @@ class Shares(nn.Module):
         self.body = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        seen = x.mean()
-        dist.all_reduce(seen)
-        return self.body(x) * seen
+        mean = x.mean()
+        dist.all_reduce(mean)
+        return self.body(x) * mean
 
 
 def _sharing(rank: int) -> RecordedMemory | None:
@@ -324,7 +324,7 @@ KINDS = [
 
 
 def _settled(counter: AllocatorCounter, wanted: int) -> int:
-    """What is allocated once the threads of the last messages have let go of theirs."""
+    """Bytes allocated once the threads of the last messages have let go of theirs."""
     deadline = time.monotonic() + 5
     while counter.current_bytes != wanted and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -339,7 +339,7 @@ def _buffers_of_plans(rank: int, library: str) -> list[tuple[str, int, int, int,
     recorded = MemoryRecorder(module).record(training(module))
     model: Any = PlannedDataParallel(module)
     optimizer = torch.optim.Adam(module.parameters(), lr=1e-3)
-    replica, found = Replica(rank, device="cpu"), []
+    replica, results = Replica(rank, device="cpu"), []
     module.zero_grad()
 
     def step() -> None:
@@ -364,7 +364,7 @@ def _buffers_of_plans(rank: int, library: str) -> list[tuple[str, int, int, int,
             module.zero_grad()
             always = recorded.always_bytes + bytes_always(plan_buffers(plan, workload, replica, 2))
             outside = 0
-            found.append(
+            results.append(
                 (
                     f"{synchronizer} {compressor} {crossing}",
                     always,
@@ -377,20 +377,20 @@ def _buffers_of_plans(rank: int, library: str) -> list[tuple[str, int, int, int,
             model.synchronizer.forget_residuals()
             gc.collect()
     model.synchronizer.close()
-    return found
+    return results
 
 
 def test_what_plans_allocate_is_what_the_runtime_allocates(library: Path) -> None:
-    for found in run_world(_buffers_of_plans, 2, str(library)):
+    for result in run_world(_buffers_of_plans, 2, str(library)):
         wrong = [
             f"{case}: predicted {always}, real {real}"
-            for case, always, real, _, _ in found
+            for case, always, real, _, _ in result
             if always != real
         ]
         assert not wrong, "\n".join(wrong)
         far = [
             f"{case}: predicted {peak}, real {real}"
-            for case, _, _, peak, real in found
+            for case, _, _, peak, real in result
             if abs(peak / real - 1) > 0.05
         ]
         assert not far, "\n".join(far)

@@ -236,8 +236,8 @@ class Journal(BackwardObserver):
     def on_computed(self) -> None:
         self.events.append("computed")
 
-    def on_synchronized(self, kept: frozenset[int]) -> None:
-        self.events.append(("synchronized", kept))
+    def on_synchronized(self, unused: frozenset[int]) -> None:
+        self.events.append(("synchronized", unused))
 
 
 @on_ranks(2)

@@ -78,7 +78,7 @@ class Disturb(BackwardObserver):
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
 
-    def on_synchronized(self, kept: frozenset[int]) -> None:
+    def on_synchronized(self, unused: frozenset[int]) -> None:
         assert self.parameter.grad is not None
         self.parameter.grad.mul_(1 + 1e-6)
 

@@ -85,22 +85,22 @@ def test_all_ranks_get_the_same_profile_with_times_edges_and_sparse_flags() -> N
 
 def slow_edges(edges: set[tuple[str, str]], variables: set[str]) -> set[frozenset[str]]:
     """The definition: pairs joined by a path of operations without a third variable."""
-    found = set()
+    slow = set()
     for start in variables:
-        stack, seen = [start], {start}
+        stack, visited = [start], {start}
         while stack:
             for here, there in edges:
-                if here == stack[-1] and there not in seen:
+                if here == stack[-1] and there not in visited:
                     break
             else:
                 stack.pop()
                 continue
-            seen.add(there)
+            visited.add(there)
             if there in variables:
-                found.add(frozenset((start, there)))
+                slow.add(frozenset((start, there)))
             else:
                 stack.append(there)
-    return found
+    return slow
 
 
 def test_edges_equal_their_definition_on_a_residual_network() -> None:

@@ -250,11 +250,11 @@ def test_a_profiled_workload_plans_rows_that_are_enacted(rank: int) -> None:
     ways = {True: SparseHandling.ALL_GATHER, False: SparseHandling.DENSE}
     whole = (Shard(Synchronizer.ALL_REDUCE),)
     choices = [VariableStrategy(v.name, whole, None, ways[v.sparse]) for v in workload.variables]
-    made = plan(Strategy(tuple(choices)), workload, 2)
-    synchronizer.load(made)
+    row_plan = plan(Strategy(tuple(choices)), workload, 2)
+    synchronizer.load(row_plan)
     module.zero_grad()
     module(tokens_of(rank, 0)).backward()
-    rows = [m.sparse for m in made.messages if m.sparse is not SparseHandling.DENSE]
+    rows = [m.sparse for m in row_plan.messages if m.sparse is not SparseHandling.DENSE]
     assert rows == [SparseHandling.ALL_GATHER]
 
 

@@ -221,7 +221,7 @@ def test_kill_9_at_random_moments_loses_no_finished_trial_and_repeats_none(
         "--directory",
         str(tmp_path),
     ]
-    seen: list = []
+    last_events: list = []
     for attempt in range(2):
         process = subprocess.Popen(
             command if attempt == 0 else resume,
@@ -229,19 +229,19 @@ def test_kill_9_at_random_moments_loses_no_finished_trial_and_repeats_none(
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
         )
-        wait_for_more_events(tmp_path, len(seen), process)
+        wait_for_more_events(tmp_path, len(last_events), process)
         time.sleep(moments.uniform(0.0, 1.5))
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=30)
         events = stored_events(tmp_path)
-        assert events[: len(seen)] == seen
-        seen = events
+        assert events[: len(last_events)] == last_events
+        last_events = events
     done = subprocess.run(
         [*resume, "--json"], cwd=ROOT, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
     events = stored_events(tmp_path)
-    assert events[: len(seen)] == seen
+    assert events[: len(last_events)] == last_events
     with Store.open(tmp_path / "autotune.db") as store:
         trials = store.history("killed").trials
     assert [trial.request.number for trial in trials] == list(range(len(trials)))

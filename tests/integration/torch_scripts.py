@@ -51,13 +51,13 @@ def run_ranks(
         }
     with tempfile.TemporaryDirectory() as folder:
         streams = [str(Path(folder, name)) for name in ("stdout", "stderr")]
-        own = [
+        environments = [
             {**environment, **({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {})}
             for rank in range(max(ranks, 1))
         ]
         processes = [
             fork_server().Process(target=_run, args=([*words], variables, streams), daemon=True)
-            for variables in own
+            for variables in environments
         ]
         for process in processes:
             process.start()

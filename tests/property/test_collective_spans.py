@@ -53,7 +53,7 @@ def histories(draw: st.DrawFn) -> tuple[CollectiveLog, list[dict[str, Any]], lis
 def test_every_span_gets_the_entry_that_it_is(history) -> None:
     log, spans, owners = history
     put = annotate({"traceEvents": spans}, log, CLOCK, 0, 2, "plan-x")
-    assert put.untimed == 0 and len(put.seen) == len(owners)
+    assert put.untimed == 0 and len(put.collectives) == len(owners)
     for span in spans:
         assert span["args"]["Seq"] == span["args"]["n"]
         assert span["args"]["autotune"]["queue_us"] >= 0.0
@@ -78,5 +78,5 @@ def test_lost_spans_leave_their_entries_without_times(history, random) -> None:
     trace: dict[str, Any] = {"traceEvents": remaining}
     put = annotate(trace, log, CLOCK, 1, 2, "")
     timed = sum("autotune" in span["args"] for span in remaining)
-    assert len(put.seen) == len(owners) and put.untimed == len(owners) - timed
+    assert len(put.collectives) == len(owners) and put.untimed == len(owners) - timed
     assert trace["distributedInfo"] == {"rank": 1, "world_size": 2, "backend": "gloo"}

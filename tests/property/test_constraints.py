@@ -101,10 +101,10 @@ def test_small_shards_are_placed_with_the_probabilities_of_the_softmax():
             load[device] += size
         exact[placement] = probability
     rng = generator(0, "softmax")
-    seen = [tuple(balance_load(sizes, bandwidths, rng).tolist()) for _ in range(draws)]
+    placements = [tuple(balance_load(sizes, bandwidths, rng).tolist()) for _ in range(draws)]
     distance = (
         sum(
-            abs(seen.count(placement) / draws - probability)
+            abs(placements.count(placement) / draws - probability)
             for placement, probability in exact.items()
         )
         / 2
@@ -207,8 +207,8 @@ def test_no_other_shares_of_the_servers_make_the_slowest_link_faster(hosts):
         themselves, and what it serves to others.
         """
         world, loads = cluster.world_size, []
-        for own, (devices, rate) in zip(shares, hosts, strict=True):
-            loads.append((devices * (1 - own) + (world - devices) * own) / rate)
+        for share, (devices, rate) in zip(shares, hosts, strict=True):
+            loads.append((devices * (1 - share) + (world - devices) * share) / rate)
         return max(loads)
 
     if all(2 * devices < cluster.world_size for devices, _ in hosts):

@@ -125,20 +125,20 @@ def test_the_planned_order_is_as_good_as_the_best_of_all_orders(
     case: tuple[np.ndarray, np.ndarray, np.ndarray, float, float],
 ) -> None:
     ready, cost, needed, start_s, forward_s = case
-    found = planned_order(ready, cost, needed, start_s, forward_s)
-    assert sorted(found.order) == list(range(len(ready)))
+    order = planned_order(ready, cost, needed, start_s, forward_s)
+    assert sorted(order.order) == list(range(len(ready)))
     periods = [
         cross_step_period_s(ready[list(o)], cost[list(o)], needed[list(o)], start_s, forward_s)
         for o in permutations(range(len(ready)))
     ]
     assert np.isclose(
-        found.period_s,
+        order.period_s,
         cross_step_period_s(
-            ready[found.order], cost[found.order], needed[found.order], start_s, forward_s
+            ready[order.order], cost[order.order], needed[order.order], start_s, forward_s
         ),
     )
-    assert found.bound_s <= min(periods) + 1e-9
-    assert found.period_s <= min(periods) * 1.002
+    assert order.bound_s <= min(periods) + 1e-9
+    assert order.period_s <= min(periods) * 1.002
 
 
 @settings(max_examples=30, deadline=None)

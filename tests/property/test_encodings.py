@@ -1,4 +1,4 @@
-"""Every point of the encoding stands for a strategy of the space, and all kinds of choices are
+"""Every point of the encoding is a strategy of the space, and all kinds of choices are
 reached.
 """
 
@@ -55,32 +55,32 @@ def test_a_point_is_a_strategy_of_the_space(data: st.DataObject, lossy: bool) ->
 def test_random_points_reach_every_kind_of_choice() -> None:
     search = BayesianSearch(SEARCHES[True], seed=1)
     points = search._optimizer.space.rvs(n_samples=400, random_state=0)
-    made = [SEARCHES[True].strategy(point) for point in points]
+    strategies = [SEARCHES[True].strategy(point) for point in points]
     shards = {
-        shard for strategy in made for choice in strategy.variables for shard in choice.shards
+        shard for strategy in strategies for choice in strategy.variables for shard in choice.shards
     }
     assert {shard.synchronizer for shard in shards} == set(Synchronizer)
     assert {shard.compressor for shard in shards} == set(Compressor)
-    assert {choice.sparse for strategy in made for choice in strategy.variables} == set(
+    assert {choice.sparse for strategy in strategies for choice in strategy.variables} == set(
         SparseHandling
     )
     assert (
         {shard.hierarchical for shard in shards}
-        == {strategy.cross_step for strategy in made}
+        == {strategy.cross_step for strategy in strategies}
         == {False, True}
     )
     assert (
-        max(len(choice.shards) for strategy in made for choice in strategy.variables)
+        max(len(choice.shards) for strategy in strategies for choice in strategy.variables)
         == SearchSpace.default().max_shards
     )
-    assert {(s.cross_step, s.in_flight) for s in made} == {(False, 1), (True, 1), (True, 2)}
-    assert len({strategy.ring_order for strategy in made}) == 3  # all that four hosts have
-    assert len({strategy.id for strategy in made}) > 300
+    assert {(s.cross_step, s.in_flight) for s in strategies} == {(False, 1), (True, 1), (True, 2)}
+    assert len({strategy.ring_order for strategy in strategies}) == 3  # all that four hosts have
+    assert len({strategy.id for strategy in strategies}) > 300
 
 
 def test_what_has_one_option_is_no_dimension() -> None:
     dense = Workload("m", (Variable("v", (100,)),))
     even = Cluster("c", tuple(Host(f"h{i}", 1, 1e8, 1e-4, 1e10, 1e-6) for i in range(4)))
     space = SearchSpace((Synchronizer.ALL_REDUCE,))
-    names = [own.name for own in SpaceChoices(dense, even, space, seed=0).dimensions()]
+    names = [dimension.name for dimension in SpaceChoices(dense, even, space, seed=0).dimensions()]
     assert names == ["large", "parts", "groups", "planned order"]

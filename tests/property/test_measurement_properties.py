@@ -1,4 +1,4 @@
-"""What holds for any step times, however they came about."""
+"""Properties that hold for any step times."""
 
 from __future__ import annotations
 

@@ -73,10 +73,10 @@ def layered(draw: st.DrawFn, most: int = 5) -> MemoryProfile:
     regions = []
     for n in range(layers):
         back = last - 1 - n
-        kept = (TensorRole.ACTIVATION, n, back)
-        held.append(Lifetime(draw(SIZES), *kept, region=n))
+        activation = (TensorRole.ACTIVATION, n, back)
+        held.append(Lifetime(draw(SIZES), *activation, region=n))
         if n + 1 < layers:
-            held.append(Lifetime(draw(SIZES), *kept, region=n, returned=True))
+            held.append(Lifetime(draw(SIZES), *activation, region=n, returned=True))
         held.append(Lifetime(draw(SIZES), TensorRole.GRADIENT, back, last, f"v{n}"))
         held.append(Lifetime(draw(SIZES), TensorRole.TEMPORARY, back, back))
         held.append(Lifetime(draw(SIZES), TensorRole.TEMPORARY, n, n))

@@ -60,8 +60,8 @@ def test_hand_made_strategies_send_every_byte_once(workload, cluster, bound_byte
 def test_seeds_lie_inside_the_space_and_differ(workload, cluster, space):
     seeds = seed_strategies(workload, cluster, space)
     for name, strategy in seeds:
-        made = BUILDERS[name.removesuffix(", rows")](workload, cluster)
-        assert strategy == (with_rows(made, workload) if name.endswith(", rows") else made)
+        built = BUILDERS[name.removesuffix(", rows")](workload, cluster)
+        assert strategy == (with_rows(built, workload) if name.endswith(", rows") else built)
         assert_inside(space, strategy, workload, cluster)
     assert len({strategy.id for _, strategy in seeds}) == len(seeds)
 
@@ -72,9 +72,9 @@ def test_strategy_and_plan_survive_json_with_the_same_id(workload, cluster, spac
     strategy = sample(workload, cluster, space, generator(seed))
     assert (again := Strategy.from_json(strategy.to_json())) == strategy
     assert again.id == strategy.id
-    made = plan(strategy, workload, cluster.world_size)
-    assert (read := Plan.from_json(made.to_json())) == made
-    assert read.id == made.id == plan(again, workload, cluster.world_size).id
+    planned = plan(strategy, workload, cluster.world_size)
+    assert (read := Plan.from_json(planned.to_json())) == planned
+    assert read.id == planned.id == plan(again, workload, cluster.world_size).id
     assert Workload.from_data(json.loads(json.dumps(workload.to_data()))) == workload
 
 

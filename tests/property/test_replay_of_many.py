@@ -141,7 +141,7 @@ def test_many_sets_at_once_equal_a_walk_over_the_execution_graph(
     factor[0] = 1
     durations_s = (dfg.duration_s * factor).astype(dtype)
     graph = execution_graph(timeline)
-    expected = [ends_in_order_s(graph, own).max(initial=0.0) for own in durations_s]
+    expected = [ends_in_order_s(graph, one_set_s).max(initial=0.0) for one_set_s in durations_s]
     given_s = np.ascontiguousarray(durations_s.T).T if columns else durations_s
     makespans_s = replay_many(timeline, given_s)
     np.testing.assert_allclose(makespans_s, expected, rtol=1e-5)

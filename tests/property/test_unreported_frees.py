@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from runtime_rewriter.recording.memory.unreported_frees import Reported, unreported_frees
 
 BEFORE_BYTES = 1000
-"""What was out before the log began."""
+"""Blocks that were allocated before the log began."""
 
 
 def random_log(

@@ -179,8 +179,8 @@ def test_aliases_for_more_than_a_file_may_hold_are_refused_at_once(tmp_path):
 def test_a_fit_from_before_there_were_pieces_is_one_line_of_the_world():
     stored = Cluster.local(2).with_fits((fit(size=2),)).to_data()
     old = ("primitive", "group_size", "alpha_s", "beta_s_per_byte", "relative_error")
-    kept = (*old, "smallest_bytes", "largest_bytes")
-    stored["fits"] = [{name: stored["fits"][0][name] for name in kept}]
+    fields = (*old, "smallest_bytes", "largest_bytes")
+    stored["fits"] = [{name: stored["fits"][0][name] for name in fields}]
     for newer in ("link_fits", "measured_at", "software", "measured_on"):
         del stored[newer]
     again = Cluster.from_data(stored).fit("all_reduce", 2)

@@ -40,7 +40,7 @@ def test_rows_cover_the_message_with_little_padding(elements: int, rows: int) ->
 
 
 def sent_by(rows: QuantisedRows | PickedRows, values: Tensor) -> Tensor:
-    """What arrives of `values`, which hold the residual afterwards."""
+    """The received `values`, which hold the residual afterwards."""
     arrived = torch.empty_like(values)
     rows.encode_(values)
     rows.decode(arrived) if isinstance(rows, QuantisedRows) else rows.sum_into(arrived)

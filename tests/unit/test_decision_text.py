@@ -21,5 +21,5 @@ def test_the_headline_names_the_export_or_only_the_reason() -> None:
     reason = "faster than the current setup"
     exported = Decision("strategy-1", reason, None, "strategy-1")
     assert first_line(exported) == f"exported strategy-1: {reason} [emulated network]"
-    kept = Decision(CURRENT_SETUP, "no better, so the current setup stays", None, None)
-    assert first_line(kept) == "no better, so the current setup stays [emulated network]"
+    stays = Decision(CURRENT_SETUP, "no better, so the current setup stays", None, None)
+    assert first_line(stays) == "no better, so the current setup stays [emulated network]"

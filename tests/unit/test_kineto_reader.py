@@ -161,7 +161,7 @@ def test_steps_are_inferred_from_a_repeating_mark_and_reported() -> None:
     assert times_us == [(109, 209), (209, 309), (309, 409)]
     assert repaired(trace, "3 steps inferred")
     alone = read_events([add(ts=1.0), add(ts=50.0)])
-    assert [step.found for step in alone.steps] == ["whole trace"]
+    assert [step.source for step in alone.steps] == ["whole trace"]
 
 
 def test_repairs_that_differ_in_the_rank_only_are_reported_as_one() -> None:

@@ -99,13 +99,13 @@ def curve_s(alpha_s: float, slopes: list[float], places: list[float], size: floa
 
 def test_an_exact_bend_is_found_where_it_is() -> None:
     seconds = [curve_s(5e-4, [4e-9, 1.2e-8], [2.0**18], size) for size in SIZES]
-    found = fit_curve(SIZES, seconds)
-    assert [bend.until_bytes for bend in found.bends] == [2.0**18]
-    assert (found.alpha_s, found.bends[0].s_per_byte, found.beta_s_per_byte) == pytest.approx(
+    curve = fit_curve(SIZES, seconds)
+    assert [bend.until_bytes for bend in curve.bends] == [2.0**18]
+    assert (curve.alpha_s, curve.bends[0].s_per_byte, curve.beta_s_per_byte) == pytest.approx(
         (5e-4, 4e-9, 1.2e-8), rel=1e-6
     )
     assert (
-        found.relative_error < 1e-6 and found.large_error is not None and found.large_error < 1e-6
+        curve.relative_error < 1e-6 and curve.large_error is not None and curve.large_error < 1e-6
     )
     line = fit_alpha_beta(SIZES, seconds)
     assert (
@@ -145,8 +145,8 @@ def test_no_other_set_of_bends_is_better(seed: int) -> None:
     seconds = [
         curve_s(1e-4, slopes, [place], size) * float(rng.uniform(0.9, 1.1)) for size in SIZES
     ]
-    found = fit_curve(SIZES, seconds)
-    objective = found.misfit + PENALTY * math.log(len(SIZES)) * len(found.bends)
+    curve = fit_curve(SIZES, seconds)
+    objective = curve.misfit + PENALTY * math.log(len(SIZES)) * len(curve.bends)
     assert objective == pytest.approx(slow_best(SIZES, seconds), rel=1e-5, abs=1e-6)
 
 
@@ -168,22 +168,22 @@ def test_a_noisy_line_stays_one_line(count: int) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(1e-6, 10.0), min_size=7, max_size=7))
 def test_whatever_was_measured_the_cost_is_positive_and_never_falls(seconds: list[float]) -> None:
-    found = fit_curve(SIZES, seconds)
+    curve = fit_curve(SIZES, seconds)
     sizes = np.concatenate([[0.0], np.geomspace(1, 2**30, 200)])
-    cost = as_fit(found).seconds_each(sizes)
+    cost = as_fit(curve).seconds_each(sizes)
     assert (cost >= 0).all() and (np.diff(cost) >= 0).all() and np.isfinite(cost).all()
 
 
-def as_fit(found: Curve) -> CollectiveFit:
+def as_fit(curve: Curve) -> CollectiveFit:
     return CollectiveFit(
         "all_reduce",
         2,
-        found.alpha_s,
-        found.beta_s_per_byte,
-        found.relative_error,
+        curve.alpha_s,
+        curve.beta_s_per_byte,
+        curve.relative_error,
         1,
         2**24,
-        bends=found.bends,
+        bends=curve.bends,
     )
 
 

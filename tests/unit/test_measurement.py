@@ -112,7 +112,9 @@ def intervals_with_1(samples: list[np.ndarray]) -> float:
     """The share of the samples whose median's interval holds the true median, 1."""
     intervals = [median_interval(sample) for sample in samples]
     return float(
-        np.mean([found is not None and found.low <= 1 <= found.high for found in intervals])
+        np.mean(
+            [interval is not None and interval.low <= 1 <= interval.high for interval in intervals]
+        )
     )
 
 
@@ -177,7 +179,7 @@ def worst_window(values: np.ndarray) -> float:
     n = len(logs)
     differences = [abs(b - a) for a, b in itertools.pairwise(logs)]
     noise = statistics.median(differences) / (0.6745 * math.sqrt(2))
-    found = 0.0
+    largest = 0.0
     for first in range(4):
         for last in range(first + 1, 5):
             begin, end = round(n * first / 4), round(n * last / 4)
@@ -185,8 +187,8 @@ def worst_window(values: np.ndarray) -> float:
             if min(len(inside), len(outside)) >= 3:
                 gap = abs(statistics.median(inside) - statistics.median(outside))
                 error = noise * 1.2533 * math.sqrt(1 / len(inside) + 1 / len(outside))
-                found = max(found, gap / error if gap > 0.05 else 0.0)
-    return found
+                largest = max(largest, gap / error if gap > 0.05 else 0.0)
+    return largest
 
 
 @pytest.mark.parametrize("n", [8, 13, 40])
@@ -240,13 +242,13 @@ def jumps(medians: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("references", [6, 12])
 def test_a_change_of_5_percent_is_found_on_a_machine_of_1_percent_without_false_alarms(references):
     """Steps vary by 1 %, so that the median of 8 varies by 0.44 %."""
-    rng, found, alarms = generator(7, references), [], []
+    rng, detected, alarms = generator(7, references), [], []
     for _ in range(400):
         medians = np.median(np.exp(0.01 * rng.standard_normal((references, 8))), axis=1)
         alarms += jumps(medians).tolist()
         medians[references // 2 :] *= 1.05
-        found.append(jumps(medians)[references // 2 - 1])
-    assert np.mean(found) >= 0.95
+        detected.append(jumps(medians)[references // 2 - 1])
+    assert np.mean(detected) >= 0.95
     assert np.mean(alarms) <= 0.005
 
 
@@ -302,8 +304,8 @@ def test_a_comparison_ends_when_precise_clearly_slower_or_at_its_cap():
 
 def test_a_gain_of_5_percent_at_a_noise_of_2_percent_is_nearly_always_found():
     rng = generator(11, "power")
-    found = sum(compared(-0.05 + 0.02 * rng.standard_normal(20))[2] < 0 for _ in range(200))
-    assert found >= 198
+    detected = sum(compared(-0.05 + 0.02 * rng.standard_normal(20))[2] < 0 for _ in range(200))
+    assert detected >= 198
 
 
 def test_the_decision_to_stop_looks_at_sizes_and_never_at_signs_of_differences():

@@ -58,9 +58,9 @@ def replica(fixed: FixedShare | None = None) -> RecordedMemory:
     lifetimes, regions = [parameters, Lifetime(LAYERS * WEIGHT, TensorRole.OPTIMIZER)], []
     for n in range(LAYERS):
         end = 2 * LAYERS - 1 - n
-        kept = (TensorRole.ACTIVATION, n, end)
-        lifetimes.append(Lifetime(ACTIVATION, *kept, region=n))
-        lifetimes.append(Lifetime(ACTIVATION // 8, *kept, region=n, returned=True))
+        activation = (TensorRole.ACTIVATION, n, end)
+        lifetimes.append(Lifetime(ACTIVATION, *activation, region=n))
+        lifetimes.append(Lifetime(ACTIVATION // 8, *activation, region=n, returned=True))
         lifetimes.append(Lifetime(WEIGHT, TensorRole.GRADIENT, end, 2 * LAYERS, f"l{n}"))
         regions.append(Region(f"body.{n}", (Pass(n, n, end),), chain="body", position=n))
     step = (tuple(segments), tuple(lifetimes), tuple(regions))

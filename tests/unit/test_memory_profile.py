@@ -78,8 +78,8 @@ def test_the_curve_is_the_sum_of_live_tensors() -> None:
 def test_a_lifetime_may_cross_the_step() -> None:
     profile = two_layers()
     crossing = Lifetime(7, TensorRole.GRADIENT, 3, 1, "a")
-    kept = replace(profile, lifetimes=(*profile.lifetimes, crossing))
-    assert (kept.live_bytes - profile.live_bytes).tolist() == [7, 7, 0, 7, 7]
+    longer = replace(profile, lifetimes=(*profile.lifetimes, crossing))
+    assert (longer.live_bytes - profile.live_bytes).tolist() == [7, 7, 0, 7, 7]
 
 
 def test_a_profile_is_the_same_after_json() -> None:

@@ -53,26 +53,30 @@ def chain(blocks: int = 6, backward_s: float = 0.004) -> OpGraph:
     return OpGraph("chain", tuple(ops), edges, source="measured")
 
 
-def check(found: Optimized, workload: Workload, cluster: Cluster, space: SearchSpace) -> None:
-    assert space.violation(found.strategy, workload, cluster) is None
-    assert found.plan == plan(found.strategy, workload, cluster.world_size)
-    assert refusal_reason(found.plan) is None
-    assert not found.cut_short
-    assert found.bound_s * (1 - 1e-9) <= found.predicted_step_s <= min(found.starts_s.values())
-    logged_s = [entry.step_s for entry in found.log]
+def check(optimized: Optimized, workload: Workload, cluster: Cluster, space: SearchSpace) -> None:
+    assert space.violation(optimized.strategy, workload, cluster) is None
+    assert optimized.plan == plan(optimized.strategy, workload, cluster.world_size)
+    assert refusal_reason(optimized.plan) is None
+    assert not optimized.cut_short
+    assert (
+        optimized.bound_s * (1 - 1e-9)
+        <= optimized.predicted_step_s
+        <= min(optimized.starts_s.values())
+    )
+    logged_s = [entry.step_s for entry in optimized.log]
     assert logged_s == sorted(logged_s, reverse=True)
-    assert found.log[-1].step_s == found.predicted_step_s == found.timeline.makespan_s
+    assert optimized.log[-1].step_s == optimized.predicted_step_s == optimized.timeline.makespan_s
 
 
 @pytest.mark.parametrize("cluster", [NETWORK, TWO_LEVEL], ids=["slow", "two hosts"])
 def test_the_result_is_in_the_space_enactable_and_as_fast_as_lowered(cluster: Cluster) -> None:
     workload, space = chain().workload(), SearchSpace.default()
-    found = optimize(workload, cluster, space, budget=SMALL)
-    check(found, workload, cluster, space)
-    lowered_s = LoweredSteps(workload, cluster).step_s(found.plan)
-    assert found.predicted_step_s == lowered_s == found.enacted_step_s
-    assert found.strategy.lossless and found.op_fusion == OpFusion()
-    assert found.predicted_step_s < 0.96 * found.before_step_s
+    optimized = optimize(workload, cluster, space, budget=SMALL)
+    check(optimized, workload, cluster, space)
+    lowered_s = LoweredSteps(workload, cluster).step_s(optimized.plan)
+    assert optimized.predicted_step_s == lowered_s == optimized.enacted_step_s
+    assert optimized.strategy.lossless and optimized.op_fusion == OpFusion()
+    assert optimized.predicted_step_s < 0.96 * optimized.before_step_s
 
 
 def test_equal_inputs_give_equal_results() -> None:
@@ -80,36 +84,38 @@ def test_equal_inputs_give_equal_results() -> None:
     looked_at: list[list[str]] = [[], []]
     for asked in looked_at:
 
-        def watched(made: Plan, asked: list[str] = asked) -> bool:
-            asked.append(made.id)
+        def watched(candidate: Plan, asked: list[str] = asked) -> bool:
+            asked.append(candidate.id)
             return True
 
-        found = optimize(workload, NETWORK, budget=Budget(replays=160), seed=3, allowed=watched)
+        optimized = optimize(workload, NETWORK, budget=Budget(replays=160), seed=3, allowed=watched)
         # Random neighbours were looked at.
-        assert any(entry.by == "neighbour" for entry in found.log) or found.replays > 100
+        assert any(entry.by == "neighbour" for entry in optimized.log) or optimized.replays > 100
     assert looked_at[0] == looked_at[1]
 
 
 def test_a_space_with_one_synchronizer_within_the_step_is_respected() -> None:
     workload = chain().workload()
     space = SearchSpace((Synchronizer.ALL_REDUCE,), max_shards=1)
-    found = optimize(workload, NETWORK, space, budget=SMALL)
-    check(found, workload, NETWORK, space)
-    assert not found.strategy.cross_step
+    optimized = optimize(workload, NETWORK, space, budget=SMALL)
+    check(optimized, workload, NETWORK, space)
+    assert not optimized.strategy.cross_step
 
 
 def test_plans_that_the_caller_refuses_are_dropped() -> None:
     workload = chain().workload()
-    found = optimize(workload, NETWORK, budget=SMALL, allowed=lambda made: len(made.messages) > 3)
-    assert len(found.plan.messages) > 3 and found.dropped > 0
+    optimized = optimize(
+        workload, NETWORK, budget=SMALL, allowed=lambda candidate: len(candidate.messages) > 3
+    )
+    assert len(optimized.plan.messages) > 3 and optimized.dropped > 0
 
 
 def test_ops_are_fused_if_that_saves_time_and_the_gain_is_reported() -> None:
     graph = chain()
-    found = optimize(graph.workload(), NETWORK, graph=graph, budget=SMALL)
-    assert found.op_fusion.forward and found.op_fusion.backward
-    assert found.predicted_step_s < found.enacted_step_s
-    assert any("fused kernels" in note for note in found.assumed)
+    optimized = optimize(graph.workload(), NETWORK, graph=graph, budget=SMALL)
+    assert optimized.op_fusion.forward and optimized.op_fusion.backward
+    assert optimized.predicted_step_s < optimized.enacted_step_s
+    assert any("fused kernels" in note for note in optimized.assumed)
 
     def fused_s(ops, backward) -> float:
         return 1.0 + len(ops)
@@ -130,9 +136,9 @@ def test_an_op_graph_of_another_model_is_refused() -> None:
 )
 def test_results_without_the_speedups_are_valid(speedups: Speedups) -> None:
     graph = chain(2)
-    found = optimize(graph.workload(), NETWORK, graph=graph, budget=SMALL, speedups=speedups)
-    check(found, graph.workload(), NETWORK, SearchSpace.default())
-    assert (found.partial_replays > 0) is speedups.partial
+    optimized = optimize(graph.workload(), NETWORK, graph=graph, budget=SMALL, speedups=speedups)
+    check(optimized, graph.workload(), NETWORK, SearchSpace.default())
+    assert (optimized.partial_replays > 0) is speedups.partial
 
 
 @pytest.mark.parametrize(
@@ -149,13 +155,13 @@ def test_one_of_equal_workers_takes_as_long_as_all_of_them(name: str) -> None:
 
 def test_the_critical_messages_end_last_and_spans_lie_within_the_step() -> None:
     workload = chain().workload()
-    made = plan(BUILDERS["per_variable"](workload, NETWORK), workload, 4)
+    observed_plan = plan(BUILDERS["per_variable"](workload, NETWORK), workload, 4)
     steps = LoweredSteps(workload, NETWORK)
-    seen = steps.observe(made)
-    assert steps.step_s(made) == seen.step_s and steps.replayed == 1
-    assert len(seen.start_s) == len(seen.end_s) == len(made.messages)
-    assert (seen.start_s <= seen.end_s).all() and seen.end_s.max() <= seen.step_s
-    assert seen.end_s.argmax() in seen.critical
+    observed = steps.observe(observed_plan)
+    assert steps.step_s(observed_plan) == observed.step_s and steps.replayed == 1
+    assert len(observed.start_s) == len(observed.end_s) == len(observed_plan.messages)
+    assert (observed.start_s <= observed.end_s).all() and observed.end_s.max() <= observed.step_s
+    assert observed.end_s.argmax() in observed.critical
 
 
 def test_partial_replay_of_more_bytes_or_more_messages_takes_longer() -> None:
@@ -174,16 +180,16 @@ def test_compressors_are_used_only_where_the_space_has_them() -> None:
     space = replace(SearchSpace.default(lossy=True), cross_step=False)
     steps = LoweredSteps(workload, NETWORK)
     suggested = suggestions(steps, space, budget=Budget(replays=150))
-    found = suggested.found
+    best = suggested.best
     assert not suggested.cut_short
     replayed = steps.replayed
-    times_s = [steps.step_s(plan(one.strategy, workload, 4)) for one in found]
-    assert times_s == [one.predicted_step_s for one in found]
+    times_s = [steps.step_s(plan(one.strategy, workload, 4)) for one in best]
+    assert times_s == [one.predicted_step_s for one in best]
     # The sets of compressors share the remembered replays.
     assert 50 < steps.replayed == replayed <= 150
     kinds = ("lossless", "16 bits", "lossy")
-    assert {one.name for one in found} == {f"{kind}, within the step" for kind in kinds}
-    used = {one.name.split(",")[0]: _compressors(one.strategy) for one in found}
+    assert {one.name for one in best} == {f"{kind}, within the step" for kind in kinds}
+    used = {one.name.split(",")[0]: _compressors(one.strategy) for one in best}
     assert used["lossless"] == {Compressor.NONE}
     assert used["16 bits"] & CASTS
     assert not any(kind.error_feedback for kind in used["16 bits"])
@@ -196,22 +202,22 @@ def test_other_climbs_end_apart_near_the_best_and_outside_avoided_plans() -> Non
     steps, budget = LoweredSteps(workload, NETWORK), Budget(replays=300)
     first = suggestions(steps, space, budget=budget)
     families = {"within the step", "across steps", "across steps, 2 in flight"}
-    assert {one.name for one in first.found} == {f"lossless, {family}" for family in families}
-    best_s = first.found[0].predicted_step_s
+    assert {one.name for one in first.best} == {f"lossless, {family}" for family in families}
+    best_s = first.best[0].predicted_step_s
     times_s = [best_s, *(one.predicted_step_s for one in first.others)]
     assert len(times_s) > 2 and times_s[-1] <= best_s * (1 + NEAR)
     assert all(later >= sooner * (1 + APART) for sooner, later in pairwise(times_s))
     assert all(one.name.endswith(", another climb") for one in first.others)
 
-    def ids(found):
-        return {plan(one.strategy, workload, 4).id for one in found}
+    def ids(suggested):
+        return {plan(one.strategy, workload, 4).id for one in suggested}
 
-    tried, begin = ids([*first.found, *first.others]), [one.strategy for one in first.found]
+    tried, begin = ids([*first.best, *first.others]), [one.strategy for one in first.best]
     again = suggestions(steps, space, begin=begin, avoid=tried, budget=budget, seed=1)
-    fastest_s = again.found[0].predicted_step_s
+    fastest_s = again.best[0].predicted_step_s
     slowest_s = fastest_s * (1 + NEAR)
     assert fastest_s <= best_s
-    assert all(one.predicted_step_s <= slowest_s for one in again.found)
+    assert all(one.predicted_step_s <= slowest_s for one in again.best)
     assert again.others and not ids(again.others) & tried
     others_s = [one.predicted_step_s for one in again.others]
     assert all(fastest_s * (1 + APART) <= other_s <= slowest_s for other_s in others_s)
@@ -222,9 +228,9 @@ def test_a_search_examines_the_surroundings_of_its_start() -> None:
     workload = chain().workload()
     steps, space = LoweredSteps(workload, NETWORK), replace(SearchSpace.default(), cross_step=False)
     far = BUILDERS["ps_round_robin"](workload, NETWORK)
-    found = suggestions(steps, space, begin=[far], budget=Budget(replays=1)).found
-    assert [one.strategy for one in found] == [far]
-    assert suggestions(steps, space, budget=Budget(replays=1)).found[0].strategy != far
+    near = suggestions(steps, space, begin=[far], budget=Budget(replays=1)).best
+    assert [one.strategy for one in near] == [far]
+    assert suggestions(steps, space, budget=Budget(replays=1)).best[0].strategy != far
 
 
 def test_a_budget_of_ops_counts_remembered_steps() -> None:
@@ -285,8 +291,8 @@ def test_the_pass_of_the_example_plugin_proposes_a_server(asked: list[State]) ->
 def test_the_memory_pass_comes_first_and_changes_the_workload() -> None:
     slower = chain(backward_s=0.02)
     trained = chain().workload()
-    found = optimize(trained, NETWORK, budget=SMALL, memory=lambda _: slower.workload())
-    assert found.predicted_step_s >= slower.workload().compute_s
+    optimized = optimize(trained, NETWORK, budget=SMALL, memory=lambda _: slower.workload())
+    assert optimized.predicted_step_s >= slower.workload().compute_s
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ def trial(number: int, plan: str, step_s: float | None, phase: str = CLOSING) ->
 
 
 def medians_s(rounds):
-    return [{key: own.median_s for key, own in measured.items()} for measured in rounds]
+    return [{key: outcome.median_s for key, outcome in measured.items()} for measured in rounds]
 
 
 def test_a_geometric_mean_is_the_root_of_the_product():
@@ -169,5 +169,5 @@ def test_the_bound_sends_only_the_rows_of_a_sparse_gradient_that_a_step_touches(
     table = next(variable for variable in workload.variables if variable.sparse)
     dense_bytes = workload.grad_bytes - table.grad_bytes
     assert sent_bytes(workload) == pytest.approx(dense_bytes + 4000 * 64 * 4)
-    untouched = tuple(replace(own, touched_rows=None) for own in workload.variables)
+    untouched = tuple(replace(each, touched_rows=None) for each in workload.variables)
     assert sent_bytes(replace(workload, variables=untouched)) == workload.grad_bytes

@@ -118,7 +118,7 @@ def test_servers_in_turn_hold_as_many_variables_each():
 
 def test_sparse_gradients_travel_as_rows_by_the_way_that_fits_the_synchronizer():
     strategies = rivals(*on_four_hosts("embedding"))
-    handling = {name: own.by_name["table.weight"].sparse for name, own in strategies.items()}
+    handling = {name: rival.by_name["table.weight"].sparse for name, rival in strategies.items()}
     assert handling["single bucket"] is SparseHandling.ALL_GATHER
     assert handling["PS, load balanced"] is SparseHandling.GATHER_SCATTER
 
@@ -140,8 +140,12 @@ def test_the_script_builds_the_variables_of_its_workload_and_can_be_waited_for(m
     assert workload.edges == tuple((number, number + 1) for number in range(len(parameters) - 1))
     assert timetable_of(workload).compute_s == pytest.approx(model.step_s)
     DDP(module)(torch.ones(4)).square().mean().backward()
-    sparse = {name: own.grad.coalesce() for name, own in parameters if own.grad.is_sparse}
-    touched = {own.name: own.touched_rows for own in workload.variables if own.sparse}
+    sparse = {
+        name: variable.grad.coalesce() for name, variable in parameters if variable.grad.is_sparse
+    }
+    touched = {
+        variable.name: variable.touched_rows for variable in workload.variables if variable.sparse
+    }
     assert {name: len(gradient.values()) for name, gradient in sparse.items()} == touched
 
 

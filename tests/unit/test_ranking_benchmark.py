@@ -207,10 +207,10 @@ def test_progress_goes_to_stderr_with_the_time_left(jobs: Jobs):
 
 def test_a_plan_that_was_measured_twice_is_one_point_with_the_median(jobs: Jobs, points):
     for cluster in (LARGE, OTHER, SMALL):
-        own = [point for point in points if point.cluster == cluster.id]
+        of_cluster = [point for point in points if point.cluster == cluster.id]
         medians = sorted(jobs.medians[cluster.id].values())
-        assert sorted(point.example.step_s for point in own) == pytest.approx(medians)
-        assert len({point.plan_id for point in own}) == len(own) == PLANS[cluster.id]
+        assert sorted(point.example.step_s for point in of_cluster) == pytest.approx(medians)
+        assert len({point.plan_id for point in of_cluster}) == len(of_cluster) == PLANS[cluster.id]
 
 
 def test_the_analytic_figures_equal_a_slow_twin(jobs: Jobs, points: list[Point]):

@@ -198,8 +198,12 @@ def test_parts_are_nested_and_seeds_test_different_plans():
     tested: list[set[str]] = []
     for seed in range(3):
         parts = parts_of(given, "b on wide", seed, (5, 10, 1000), 0.3)
-        plans = {size: at(given, own, "plan_id") for size, own in parts.own.items()}
-        assert list(plans) == [5, 10, 28] and [len(own) for own in plans.values()] == [5, 10, 28]
+        plans = {size: at(given, indices, "plan_id") for size, indices in parts.own.items()}
+        assert list(plans) == [5, 10, 28] and [len(indices) for indices in plans.values()] == [
+            5,
+            10,
+            28,
+        ]
         assert plans[5] < plans[10] < plans[28]
         tested.append(at(given, parts.test, "plan_id"))
         assert not tested[-1] & plans[28] and len(tested[-1]) == 12
@@ -212,7 +216,7 @@ def test_parts_are_nested_and_seeds_test_different_plans():
 def test_source_domains_are_cut_to_the_same_plans_for_every_held_out_domain():
     given = points()
     sources = [sources_for(given, name, HeldOut.DOMAIN, 7, NONE) for name in DOMAINS[:3]]
-    wide = [[index for index in own if given[index].domain == "b on wide"] for own in sources]
+    wide = [[index for index in source if given[index].domain == "b on wide"] for source in sources]
     first, second, third = (at(given, indices, "plan_id") for indices in wide)
     assert first == second == third and len(first) == 7
 
@@ -221,21 +225,21 @@ def test_source_domains_are_cut_to_the_same_plans_for_every_held_out_domain():
 def test_a_leak_is_an_error(held_out: HeldOut):
     given = points()
     parts = parts_of(given, "a on even", 0, (), 0.3)
-    [own], test = parts.own.values(), parts.test
+    [training], test = parts.own.values(), parts.test
     sources = sources_for(given, "a on even", held_out, None, test)
-    assert_no_leak(given, sources, own, test, held_out)
+    assert_no_leak(given, sources, training, test, held_out)
     unhidden = sources_for(given, "a on even", held_out, None, NONE)
     elsewhere = [index for index in unhidden if index not in sources]
     # The model is measured on other clusters, too.
     assert bool(elsewhere) == (held_out in (HeldOut.DOMAIN, HeldOut.CLUSTER))
     leaks = [
-        ("training and in the test part", NONE, np.append(own, test[:1]), None),
-        ("among the sources", np.append(sources, own[:1]), NONE, held_out),
-        ("another domain", NONE, np.append(own, sources[:1]), None),
+        ("training and in the test part", NONE, np.append(training, test[:1]), None),
+        ("among the sources", np.append(sources, training[:1]), NONE, held_out),
+        ("another domain", NONE, np.append(training, sources[:1]), None),
     ]
     if elsewhere:
         tested = np.append(sources, elsewhere[:1])
-        leaks.append(("a tested plan is among the sources", tested, own, held_out))
+        leaks.append(("a tested plan is among the sources", tested, training, held_out))
     for message, leaking_sources, leaking_own, kind in leaks:
         with pytest.raises(AssertionError, match=message):
             assert_no_leak(given, leaking_sources, leaking_own, test, kind)

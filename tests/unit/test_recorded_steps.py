@@ -77,13 +77,15 @@ def test_a_trace_without_marks_gives_an_empty_breakdown() -> None:
     assert step_times(STEP[1:], []) == StepBreakdown()
 
 
-def seen(transaction: str, start_s: float, end_s: float, queue_s: float = 0.0) -> SeenCollective:
+def collective(
+    transaction: str, start_s: float, end_s: float, queue_s: float = 0.0
+) -> SeenCollective:
     return SeenCollective(transaction, "bucket 0", "allreduce", 40, 2, start_s, end_s, queue_s)
 
 
 def test_a_collective_lasts_as_long_as_on_the_rank_that_came_last() -> None:
-    first = [seen("0:1", 0.0, 1.0), seen("0:2", 2.0, 2.5, 0.25)]
-    second = [seen("0:1", 0.75, 1.0), seen("0:2", 2.0, 2.5)]
+    first = [collective("0:1", 0.0, 1.0), collective("0:2", 2.0, 2.5, 0.25)]
+    second = [collective("0:1", 0.75, 1.0), collective("0:2", 2.0, 2.5)]
     (row,) = collective_rows([first, second], 2)
     assert (row.per_step, row.lasts_s, row.waits_s, row.queue_s) == (1.0, 0.375, 0.375, 0.125)
 

@@ -37,9 +37,9 @@ def test_rows_survive_a_buffer_in_their_own_dtype(
         buffer = torch.cat([buffers.empty(1), buffers.packed(rows, capacity)])[
             buffers.empty(1).numel() :
         ]  # as one of several
-        found = buffers.unpacked(buffer, capacity, rows.count, rows.form)
-        assert found.form is Form.COO and torch.equal(found.indices, rows.indices)
-        assert torch.equal(gradient_of(found, dense).to_dense(), dense)
+        unpacked = buffers.unpacked(buffer, capacity, rows.count, rows.form)
+        assert unpacked.form is Form.COO and torch.equal(unpacked.indices, rows.indices)
+        assert torch.equal(gradient_of(unpacked, dense).to_dense(), dense)
 
 
 def test_duplicates_are_summed_and_dense_gradients_give_their_rows_that_are_not_zero() -> None:
@@ -91,5 +91,5 @@ def test_sixteen_bits_travel_rounded_once() -> None:
     dense = filled((7, 3), torch.float32, 1)
     buffers = RowBuffers.of(dense, torch.float16)
     rows = rows_of(dense, dense, 1.0)
-    found = buffers.unpacked(buffers.packed(rows, 5), 5, rows.count, rows.form)
-    assert torch.equal(found.values, rows.values.half())
+    unpacked = buffers.unpacked(buffers.packed(rows, 5), 5, rows.count, rows.form)
+    assert torch.equal(unpacked.values, rows.values.half())

@@ -64,10 +64,10 @@ def test_the_schema_takes_every_hand_made_strategy_and_refuses_what_the_reader_r
 ) -> None:
     schema = json.loads(printed(capsys, "--schema"))
     assert schema == json.loads(printed(capsys, "--schema", "--json"))
-    found = json.loads(printed(capsys, "transformer", "A2", "--json"))["builders"]
-    for row in found.values():
+    builders = json.loads(printed(capsys, "transformer", "A2", "--json"))["builders"]
+    for row in builders.values():
         jsonschema.validate(row["strategy"], schema)
-    wrong = found["ddp_25mib"]["strategy"] | {"crosstep": True}
+    wrong = builders["ddp_25mib"]["strategy"] | {"crosstep": True}
     with pytest.raises(jsonschema.ValidationError, match="crosstep"):
         jsonschema.validate(wrong, schema)
 

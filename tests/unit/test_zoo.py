@@ -246,8 +246,8 @@ def test_unknown_names_are_refused_with_the_known_ones():
 @pytest.mark.parametrize("builder", BUILDERS)
 def test_every_builder_gives_a_plan(builder, model, cluster):
     trained, where = workload(model), CLUSTERS[cluster]
-    made = plan(BUILDERS[builder](trained, where), trained, where.world_size)
-    sent = sum(part.elements for message in made.messages for part in message.slices)
+    built = plan(BUILDERS[builder](trained, where), trained, where.world_size)
+    sent = sum(part.elements for message in built.messages for part in message.slices)
     assert sent == MODELS[model].parameters
 
 

@@ -113,8 +113,8 @@ class OptimizedResult:
         )
         starts = sorted(best.starts_s.items(), key=lambda item: item[1])
         improvements = tuple(
-            (kept.by, format_seconds(kept.step_s), str(kept.replays), format_seconds(kept.seconds))
-            for kept in best.log
+            (move.by, format_seconds(move.step_s), str(move.replays), format_seconds(move.seconds))
+            for move in best.log
         )
         listings = (
             Listing(

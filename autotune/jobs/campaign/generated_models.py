@@ -84,7 +84,9 @@ class GeneratedModel:
     def workload(self) -> Workload:
         """Return one replica. Edges join variables that follow each other."""
         forward_s, backward_s = zip(*self.passes_s, strict=True)
-        needed_s = [end - own for end, own in zip(accumulate(forward_s), forward_s, strict=True)]
+        needed_s = [
+            end - layer_s for end, layer_s in zip(accumulate(forward_s), forward_s, strict=True)
+        ]
         ready_s = list(accumulate(reversed(backward_s)))[::-1]
         variables = tuple(
             Variable(

@@ -37,14 +37,14 @@ def align(job: TraceJob, samples: int = SAMPLES, seed: int = 0) -> Alignment:
 
 
 def align_observations(
-    seen: Observations, samples: int = SAMPLES, seed: int = 0, hosts_assumed: bool = False
+    observed: Observations, samples: int = SAMPLES, seed: int = 0, hosts_assumed: bool = False
 ) -> Alignment:
     """One clock for all observed ranks.
 
     With `hosts_assumed`, hosts that the clocks contradict are given up.
     """
-    zeros = np.zeros(seen.ranks)
-    if seen.ranks == 1:
+    zeros = np.zeros(observed.ranks)
+    if observed.ranks == 1:
         return Alignment(
             *(zeros, zeros, zeros, zeros),
             slack_s=np.empty(0),
@@ -55,31 +55,33 @@ def align_observations(
             middle_s=zeros,
             notes=("one rank: nothing to align",),
         )
-    if not seen.collectives:
+    if not observed.collectives:
         raise InvalidInput(
             "clocks are aligned by collectives, but no collective was matched across ranks; see "
             "the job's repairs"
         )
     from autotune.profiling.alignment.program import Program, first_guess, noise_of
 
-    guess_s = first_guess(seen)
-    hosts_unknown = bool((seen.hosts < 0).any())
-    seen, notes = with_shared_clocks(seen, guess_s, noise_of(seen, guess_s).end_s, hosts_assumed)
-    used, thinning = _thinned(seen)
+    guess_s = first_guess(observed)
+    hosts_unknown = bool((observed.hosts < 0).any())
+    observed, notes = with_shared_clocks(
+        observed, guess_s, noise_of(observed, guess_s).end_s, hosts_assumed
+    )
+    used, thinning = _thinned(observed)
     drifts, error = _drifts(used, guess_s)
     used = used.drifted(drifts.rough, drifts.middle_s)
     guess_s = first_guess(used)
     program = Program(used, noise_of(used, guess_s), guess_s, drifts)
     clocks = program.solve(np.stack([guess_s, zeros]))
     drift = (1 + drifts.rough) * (1 + clocks[1]) - 1
-    offset_s, moved = clocks[0], seen.drifted(drift, drifts.middle_s)
+    offset_s, moved = clocks[0], observed.drifted(drift, drifts.middle_s)
     slack_s = moved.violation_s(offset_s)
     slack_s[slack_s < LEAST_SLACK_S] = 0.0
     low_s, high_s = feasible_intervals(moved, slack_s + LEAST_SLACK_S)
     apart = ~np.isfinite(high_s - low_s)
     offset_s = np.where(apart, 0.0, offset_s)
     spread = _bootstrap(program, clocks, samples, np.random.default_rng(seed))
-    before_s = float(np.median(seen.end_spread_s(zeros)))
+    before_s = float(np.median(observed.end_spread_s(zeros)))
     after_s = float(np.median(moved.end_spread_s(offset_s)))
     return Alignment(
         offset_s,
@@ -87,7 +89,7 @@ def align_observations(
         high_s,
         spread_s=spread[0],
         slack_s=slack_s,
-        transactions=seen.transactions,
+        transactions=observed.transactions,
         end_spread_s=(before_s, after_s),
         drift=drift,
         drift_spread=np.where(drifts.free, spread[1], error),
@@ -96,14 +98,14 @@ def align_observations(
     )
 
 
-def _drifts(seen: Observations, guess_s: FloatArray) -> tuple[Drifts, FloatArray]:
+def _drifts(observed: Observations, guess_s: FloatArray) -> tuple[Drifts, FloatArray]:
     """The clocks that drift with their rough drifts, and the errors (R,) of these."""
     from autotune.profiling.alignment.program import LEAST_NOISE_S, Drifts, noise_of
 
-    machine = machines(seen.hosts)
-    middle_s = middles_s(seen, machine)
-    rough, error = rough_drift(seen, machine, middle_s, guess_s)
-    free = matters(seen, rough, error, noise_of(seen, guess_s).end_s, LEAST_NOISE_S)
+    machine = machines(observed.hosts)
+    middle_s = middles_s(observed, machine)
+    rough, error = rough_drift(observed, machine, middle_s, guess_s)
+    free = matters(observed, rough, error, noise_of(observed, guess_s).end_s, LEAST_NOISE_S)
     bounded = np.where(free, np.clip(rough, -MOST_DRIFT, MOST_DRIFT), 0.0)
     return Drifts(machine, middle_s, bounded, free), error
 
@@ -135,14 +137,14 @@ def _notes(
     return notes
 
 
-def _thinned(seen: Observations) -> tuple[Observations, list[str]]:
+def _thinned(observed: Observations) -> tuple[Observations, list[str]]:
     """Reduce the collectives to evenly spaced ones of every family, where there are too many."""
-    if seen.members <= MOST_MEMBERS:
-        return seen, []
-    keep = max(int(seen.collectives * MOST_MEMBERS / seen.members), 8)
-    chosen = np.unique(np.linspace(0, seen.collectives - 1, keep).astype(np.int64))
-    what = f"{len(chosen)} of {seen.collectives} collectives, evenly spaced"
-    return seen.chosen(chosen), [f"{what}, used to find the offsets"]
+    if observed.members <= MOST_MEMBERS:
+        return observed, []
+    keep = max(int(observed.collectives * MOST_MEMBERS / observed.members), 8)
+    chosen = np.unique(np.linspace(0, observed.collectives - 1, keep).astype(np.int64))
+    what = f"{len(chosen)} of {observed.collectives} collectives, evenly spaced"
+    return observed.chosen(chosen), [f"{what}, used to find the offsets"]
 
 
 def _bootstrap(
@@ -152,13 +154,13 @@ def _bootstrap(
 
     The samples draw steps, or collectives where there are fewer than three steps.
     """
-    seen = program.seen
-    units = seen.step if len(np.unique(seen.step)) >= 3 else np.arange(seen.collectives)
+    observed = program.observed
+    units = observed.step if len(np.unique(observed.step)) >= 3 else np.arange(observed.collectives)
     names, unit = np.unique(units, return_inverse=True)
     if samples < 2 or len(names) < 2:
-        return np.full((2, seen.ranks), np.nan)
+        return np.full((2, observed.ranks), np.nan)
     solutions = []
-    for _ in range(samples if seen.members < FEW_MEMBERS else max(samples // 4, 2)):
+    for _ in range(samples if observed.members < FEW_MEMBERS else max(samples // 4, 2)):
         drawn = rng.integers(len(names), size=len(names))
         counts = np.bincount(drawn, minlength=len(names)).astype(np.float64)
         solutions.append(program.solve(clocks, counts[unit], rounds=1))

@@ -45,38 +45,38 @@ def machines(hosts: IntArray) -> IntArray:
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
 
 
-def middles_s(seen: Observations, machine: IntArray) -> FloatArray:
+def middles_s(observed: Observations, machine: IntArray) -> FloatArray:
     """(R,) mean of the ends on each rank's machine, at which the drift adds nothing."""
-    of_member = machine[seen.rank]
+    of_member = machine[observed.rank]
     count = np.bincount(of_member, minlength=int(machine.max()) + 1)
-    total_s = np.bincount(of_member, weights=seen.end_s, minlength=len(count))
+    total_s = np.bincount(of_member, weights=observed.end_s, minlength=len(count))
     mean_s: FloatArray = (total_s / np.maximum(count, 1))[machine]
     return mean_s
 
 
 def rough_drift(
-    seen: Observations, machine: IntArray, middle_s: FloatArray, offset_s: FloatArray
+    observed: Observations, machine: IntArray, middle_s: FloatArray, offset_s: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
     """(drift (R,), error (R,)), from machine to machine over the collectives that they share.
 
     Drift 0 and an infinite error where they share too few.
     """
-    drift, error = np.zeros(seen.ranks), np.full(seen.ranks, np.inf)
+    drift, error = np.zeros(observed.ranks), np.full(observed.ranks, np.inf)
     known = machine == 0
     error[known] = 0.0
     while True:
-        has = known[seen.rank]
-        ends = seen.drifted(drift, middle_s).end_s + offset_s[seen.rank]
-        total = np.bincount(seen.of[has], weights=ends[has], minlength=seen.collectives)
-        count = np.bincount(seen.of[has], minlength=seen.collectives)
-        usable = np.flatnonzero(~has & (count[seen.of] > 0))
+        has = known[observed.rank]
+        ends = observed.drifted(drift, middle_s).end_s + offset_s[observed.rank]
+        total = np.bincount(observed.of[has], weights=ends[has], minlength=observed.collectives)
+        count = np.bincount(observed.of[has], minlength=observed.collectives)
+        usable = np.flatnonzero(~has & (count[observed.of] > 0))
         if not len(usable):
             return drift, error
-        late = total[seen.of[usable]] / count[seen.of[usable]] - ends[usable]
-        for number in np.unique(machine[seen.rank[usable]]):
-            members = machine[seen.rank[usable]] == number
+        late = total[observed.of[usable]] / count[observed.of[usable]] - ends[usable]
+        for number in np.unique(machine[observed.rank[usable]]):
+            members = machine[observed.rank[usable]] == number
             ranks = machine == number
-            drift[ranks], error[ranks] = _slope(seen.end_s[usable[members]], late[members])
+            drift[ranks], error[ranks] = _slope(observed.end_s[usable[members]], late[members])
             known |= ranks
 
 
@@ -112,13 +112,13 @@ def _median_error(values: FloatArray) -> float:
 
 
 def matters(
-    seen: Observations, drift: FloatArray, error: FloatArray, noise_s: float, least_s: float
+    observed: Observations, drift: FloatArray, error: FloatArray, noise_s: float, least_s: float
 ) -> BoolArray:
     """(R,) whether the drift is certain and matters over the whole recording.
 
     It must exceed `least_s` and half of `noise_s`, the noise of ends.
     """
-    span_s = float(np.ptp(seen.end_s)) if seen.members else 0.0
+    span_s = float(np.ptp(observed.end_s)) if observed.members else 0.0
     size = np.abs(drift)
     result: BoolArray = (size > SURE * error) & (size * span_s > max(least_s, noise_s / 2))
     return result

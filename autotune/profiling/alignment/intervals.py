@@ -21,31 +21,31 @@ from autotune.profiling.alignment.observations import Observations
 
 
 def feasible_intervals(
-    seen: Observations, slack_s: FloatArray, reference: int = 0
+    observed: Observations, slack_s: FloatArray, reference: int = 0
 ) -> tuple[FloatArray, FloatArray]:
     """(low_s (R,), high_s (R,)) with theta 0 for `reference`.
 
     `slack_s` (K,) must make the constraints feasible.
     """
-    far_s = seen.end_s + slack_s[seen.of]
-    high_s = _greatest(seen, seen.start_s, far_s, reference)
+    far_s = observed.end_s + slack_s[observed.of]
+    high_s = _greatest(observed, observed.start_s, far_s, reference)
     # theta -> -theta turns the least into the greatest, and swaps the roles of starts and ends
-    low_s = -_greatest(seen, -far_s, -seen.start_s, reference)
+    low_s = -_greatest(observed, -far_s, -observed.start_s, reference)
     return low_s, high_s
 
 
 def _greatest(
-    seen: Observations, near_s: FloatArray, far_s: FloatArray, reference: int
+    observed: Observations, near_s: FloatArray, far_s: FloatArray, reference: int
 ) -> FloatArray:
     """(R,) greatest theta with near_e + theta_p <= m_k <= far_e + theta_p."""
-    greatest = np.full(seen.ranks, np.inf)
+    greatest = np.full(observed.ranks, np.inf)
     greatest[reference] = 0.0
-    if not seen.members:
+    if not observed.members:
         return greatest
-    for _ in range(seen.ranks + 1):
-        latest = np.minimum.reduceat(greatest[seen.rank] + far_s, seen.first[:-1])
+    for _ in range(observed.ranks + 1):
+        latest = np.minimum.reduceat(greatest[observed.rank] + far_s, observed.first[:-1])
         relaxed = greatest.copy()
-        np.minimum.at(relaxed, seen.rank, latest[seen.of] - near_s)
+        np.minimum.at(relaxed, observed.rank, latest[observed.of] - near_s)
         relaxed[reference] = 0.0
         if np.array_equal(relaxed, greatest):
             break

@@ -67,25 +67,27 @@ class Noise:
     duration_s: float
 
 
-def first_guess(seen: Observations) -> FloatArray:
+def first_guess(observed: Observations) -> FloatArray:
     """(R,) offsets that make ends agree with the reference's.
 
     They are medians, from rank to rank over the collectives that they share.
     """
-    offset = np.zeros(seen.ranks)
-    known = np.zeros(seen.ranks, dtype=np.bool_)
+    offset = np.zeros(observed.ranks)
+    known = np.zeros(observed.ranks, dtype=np.bool_)
     known[0] = True
-    for _ in range(seen.ranks):
-        has = known[seen.rank]
+    for _ in range(observed.ranks):
+        has = known[observed.rank]
         total = np.bincount(
-            seen.of[has], weights=(seen.end_s + offset[seen.rank])[has], minlength=seen.collectives
+            observed.of[has],
+            weights=(observed.end_s + offset[observed.rank])[has],
+            minlength=observed.collectives,
         )
-        count = np.bincount(seen.of[has], minlength=seen.collectives)
-        usable = ~has & (count[seen.of] > 0)
+        count = np.bincount(observed.of[has], minlength=observed.collectives)
+        usable = ~has & (count[observed.of] > 0)
         if not usable.any():
             break
-        late = total[seen.of[usable]] / count[seen.of[usable]] - seen.end_s[usable]
-        ranks = seen.rank[usable]
+        late = total[observed.of[usable]] / count[observed.of[usable]] - observed.end_s[usable]
+        ranks = observed.rank[usable]
         order = np.argsort(ranks, kind="stable")
         cuts = np.flatnonzero(np.diff(ranks[order])) + 1
         for part in np.split(order, cuts):
@@ -94,19 +96,25 @@ def first_guess(seen: Observations) -> FloatArray:
     return offset
 
 
-def noise_of(seen: Observations, offset_s: FloatArray) -> Noise:
+def noise_of(observed: Observations, offset_s: FloatArray) -> Noise:
     """Noise from medians at these offsets; 1.4826 converts a median deviation to a standard one."""
-    end = float(np.median(seen.end_spread_s(offset_s))) if seen.collectives else 0.0
-    durations = seen.end_s + offset_s[seen.rank] - seen.latest_start_s(offset_s)[seen.of]
-    groups = _family_groups(seen)
+    end = float(np.median(observed.end_spread_s(offset_s))) if observed.collectives else 0.0
+    durations = (
+        observed.end_s + offset_s[observed.rank] - observed.latest_start_s(offset_s)[observed.of]
+    )
+    groups = _family_groups(observed)
     mean = np.bincount(groups, weights=durations) / np.maximum(np.bincount(groups), 1)
-    spread = 1.4826 * float(np.median(np.abs(durations - mean[groups]))) if seen.members else 0.0
+    spread = (
+        1.4826 * float(np.median(np.abs(durations - mean[groups]))) if observed.members else 0.0
+    )
     return Noise(max(end, LEAST_NOISE_S), max(spread, LEAST_NOISE_S))
 
 
-def _family_groups(seen: Observations) -> IntArray:
+def _family_groups(observed: Observations) -> IntArray:
     """(E,) number of the (family, rank) of each member."""
-    _, groups = np.unique(seen.family[seen.of] * seen.ranks + seen.rank, return_inverse=True)
+    _, groups = np.unique(
+        observed.family[observed.of] * observed.ranks + observed.rank, return_inverse=True
+    )
     numbered: IntArray = groups.astype(np.int64)
     return numbered
 
@@ -131,41 +139,47 @@ class Program:
     """
 
     def __init__(
-        self, seen: Observations, noise: Noise, base_s: FloatArray, drifts: Drifts
+        self, observed: Observations, noise: Noise, base_s: FloatArray, drifts: Drifts
     ) -> None:
         """`seen` is freed of the rough drift.
 
         `base_s` (R,): offsets near the solution; the program's variables count from them.
         """
-        self.seen, self.noise, self.base_s, self.drifts = seen, noise, base_s, drifts
-        starts_s, ends_s = seen.start_s + base_s[seen.rank], seen.end_s + base_s[seen.rank]
-        middle_s = np.add.reduceat(ends_s, seen.first[:-1]) / np.diff(seen.first)
-        self.start = starts_s - middle_s[seen.of]
-        self.end = ends_s - middle_s[seen.of]
-        self.pick_rank = _picking(seen.rank, seen.ranks)
-        self.pick_collective = _picking(seen.of, seen.collectives)
-        self.groups = _family_groups(seen)
+        self.observed, self.noise, self.base_s, self.drifts = observed, noise, base_s, drifts
+        starts_s, ends_s = (
+            observed.start_s + base_s[observed.rank],
+            observed.end_s + base_s[observed.rank],
+        )
+        middle_s = np.add.reduceat(ends_s, observed.first[:-1]) / np.diff(observed.first)
+        self.start = starts_s - middle_s[observed.of]
+        self.end = ends_s - middle_s[observed.of]
+        self.pick_rank = _picking(observed.rank, observed.ranks)
+        self.pick_collective = _picking(observed.of, observed.collectives)
+        self.groups = _family_groups(observed)
         self.bound: IntArray = np.empty(0, dtype=np.int64)
         self.repeated = np.bincount(self.groups)[self.groups] > 1
         self.free_machines, first_ranks = np.unique(drifts.machine[drifts.free], return_index=True)
         self.rough = drifts.rough[drifts.free][first_ranks]
-        apart_s = np.abs(seen.end_s - drifts.middle_s[seen.rank])
+        apart_s = np.abs(observed.end_s - drifts.middle_s[observed.rank])
         self.half_s = max(float(apart_s.max(initial=0.0)), LEAST_NOISE_S)
-        self.lean_start, self.lean_end = self._leaning(seen.start_s), self._leaning(seen.end_s)
+        self.lean_start, self.lean_end = (
+            self._leaning(observed.start_s),
+            self._leaning(observed.end_s),
+        )
 
     def _leaning(self, at_s: FloatArray) -> sp.csr_matrix:
         """(E, free machines) distance from the machine's middle, in half the recording's length."""
-        machine = self.drifts.machine[self.seen.rank]
+        machine = self.drifts.machine[self.observed.rank]
         rows = np.flatnonzero(np.isin(machine, self.free_machines))
         columns = np.searchsorted(self.free_machines, machine[rows])
-        leaning = (at_s - self.drifts.middle_s[self.seen.rank])[rows] / self.half_s
+        leaning = (at_s - self.drifts.middle_s[self.observed.rank])[rows] / self.half_s
         return sp.csr_matrix((leaning, (rows, columns)), shape=(len(at_s), len(self.free_machines)))
 
     def _moved(self, clocks: FloatArray) -> Observations:
         return (
-            self.seen.drifted(clocks[1], self.drifts.middle_s)
+            self.observed.drifted(clocks[1], self.drifts.middle_s)
             if len(self.free_machines)
-            else self.seen
+            else self.observed
         )
 
     def solve(
@@ -175,7 +189,7 @@ class Program:
 
         `weights` (K,): how often each collective counts. Raises `InvalidInput`.
         """
-        weight = np.ones(self.seen.collectives) if weights is None else weights
+        weight = np.ones(self.observed.collectives) if weights is None else weights
         best, best_value = clocks, np.inf
         clipping: IntArray | None = None
         for _ in range(rounds):
@@ -212,9 +226,12 @@ class Program:
 
         None where the solver fails; `eased` multiplies the noise.
         """
-        seen, noise = self.seen, Noise(eased * self.noise.end_s, eased * self.noise.duration_s)
+        observed, noise = (
+            self.observed,
+            Noise(eased * self.noise.end_s, eased * self.noise.duration_s),
+        )
         start, end = self.start / noise.end_s, self.end / noise.end_s
-        theta, together = cp.Variable(seen.ranks), cp.Variable(seen.collectives)
+        theta, together = cp.Variable(observed.ranks), cp.Variable(observed.collectives)
         own_start = own_end = self.pick_rank @ theta
         rules = [theta[0] == 0]
         if len(self.free_machines):
@@ -224,31 +241,33 @@ class Program:
                 own_end + self.lean_end @ delta,
             )
             rules += [cp.abs(delta * (noise.end_s / self.half_s) + self.rough) <= MOST_DRIFT]
-        root = np.sqrt(weight[seen.of])
+        root = np.sqrt(weight[observed.of])
         cost = cp.sum(
-            cp.multiply(weight[seen.of], cp.huber(end + own_end - self.pick_collective @ together))
+            cp.multiply(
+                weight[observed.of], cp.huber(end + own_end - self.pick_collective @ together)
+            )
         )
         members = np.flatnonzero(self.repeated)
         if len(members):
-            clipper = clipping[seen.of[members]]
+            clipper = clipping[observed.of[members]]
             durations = end[members] - start[clipper] + own_end[members] - own_start[clipper]
             numbers, groups = np.unique(self.groups[members], return_inverse=True)
             mean = cp.Variable(len(numbers))
             off = cp.multiply(root[members], durations - _picking(groups, len(numbers)) @ mean)
             cost += cp.sum_squares(off * (noise.end_s / noise.duration_s))
-        known = np.flatnonzero(seen.hosts >= 0)
+        known = np.flatnonzero(observed.hosts >= 0)
         if len(known):
-            clock = cp.Variable(int(seen.hosts.max()) + 1)
+            clock = cp.Variable(int(observed.hosts.max()) + 1)
             same = (
-                _picking(known, seen.ranks) @ theta
+                _picking(known, observed.ranks) @ theta
                 + self.base_s[known] / noise.end_s
-                - _picking(seen.hosts[known], int(seen.hosts.max()) + 1) @ clock
+                - _picking(observed.hosts[known], int(observed.hosts.max()) + 1) @ clock
             )
             cost += cp.sum_squares(same * (noise.end_s / (eased * HOST_NOISE_S)))
         if len(bound):
             latest, slack = cp.Variable(len(bound)), cp.Variable(len(bound), nonneg=True)
-            within = np.flatnonzero(np.isin(seen.of, bound))
-            collective = _picking(np.searchsorted(bound, seen.of[within]), len(bound))
+            within = np.flatnonzero(np.isin(observed.of, bound))
+            collective = _picking(np.searchsorted(bound, observed.of[within]), len(bound))
             rules += [start[within] + own_start[within] <= collective @ latest]
             rules += [collective @ (latest - slack) <= end[within] + own_end[within]]
             cost += SLACK_PRICE * cp.sum(slack)
@@ -262,7 +281,7 @@ class Program:
                 return None
         if theta.value is None:
             return None
-        clocks = np.zeros((2, seen.ranks))
+        clocks = np.zeros((2, observed.ranks))
         clocks[0] = self.base_s + (theta.value - theta.value[0]) * noise.end_s
         clocks[0] -= clocks[0][0]
         if len(self.free_machines):
@@ -272,21 +291,21 @@ class Program:
 
     def objective(self, clocks: FloatArray, weight: FloatArray) -> float:
         """The true objective, with the clipping of these clocks."""
-        seen, noise, offset_s = self._moved(clocks), self.noise, clocks[0]
-        ends = seen.end_s + offset_s[seen.rank]
-        cuts = zip(seen.first[:-1], seen.first[1:], strict=True)
+        observed, noise, offset_s = self._moved(clocks), self.noise, clocks[0]
+        ends = observed.end_s + offset_s[observed.rank]
+        cuts = zip(observed.first[:-1], observed.first[1:], strict=True)
         middle = np.array([np.median(ends[begin:end]) for begin, end in cuts])
-        off = np.abs(ends - middle[seen.of]) / noise.end_s
-        value = float(np.sum(weight[seen.of] * np.where(off <= 1, off**2, 2 * off - 1)))
-        value += SLACK_PRICE * float(np.sum(seen.violation_s(offset_s))) / noise.end_s
-        durations = ends - seen.latest_start_s(offset_s)[seen.of]
-        weights = weight[seen.of]
+        off = np.abs(ends - middle[observed.of]) / noise.end_s
+        value = float(np.sum(weight[observed.of] * np.where(off <= 1, off**2, 2 * off - 1)))
+        value += SLACK_PRICE * float(np.sum(observed.violation_s(offset_s))) / noise.end_s
+        durations = ends - observed.latest_start_s(offset_s)[observed.of]
+        weights = weight[observed.of]
         total = np.maximum(np.bincount(self.groups, weights=weights), 1e-12)
         mean = np.bincount(self.groups, weights=weights * durations) / total
         deviation = (durations - mean[self.groups]) / noise.duration_s
         value += float(np.sum(weights * deviation**2))
-        for host in np.unique(seen.hosts[seen.hosts >= 0]):
-            on_host = offset_s[seen.hosts == host]
+        for host in np.unique(observed.hosts[observed.hosts >= 0]):
+            on_host = offset_s[observed.hosts == host]
             value += float(np.sum((on_host - on_host.mean()) ** 2)) / HOST_NOISE_S**2
         return value
 

@@ -21,7 +21,7 @@ NOISES = 3.0
 
 
 def with_shared_clocks(
-    seen: Observations, guess_s: FloatArray, noise_s: float, assumed: bool
+    observed: Observations, guess_s: FloatArray, noise_s: float, assumed: bool
 ) -> tuple[Observations, list[str]]:
     """Return `seen` without the hosts whose ranks' clocks differ, and notes on them.
 
@@ -29,14 +29,14 @@ def with_shared_clocks(
     order of events excludes equal clocks. An assumed one is given up also where the rough offsets
     differ by more than noise explains.
     """
-    hosts, notes = seen.hosts.copy(), []
-    slack_s = seen.violation_s(guess_s) + 1e-9
+    hosts, notes = observed.hosts.copy(), []
+    slack_s = observed.violation_s(guess_s) + 1e-9
     for host in np.unique(hosts[hosts >= 0]).tolist():
         ranks = np.flatnonzero(hosts == host)
         apart_s = float(np.ptp(guess_s[ranks]))
         if apart_s <= SAME_S:
             continue
-        low_s, high_s = feasible_intervals(seen, slack_s, int(ranks[0]))
+        low_s, high_s = feasible_intervals(observed, slack_s, int(ranks[0]))
         excluded_s = float(np.maximum(low_s[ranks], -high_s[ranks]).max())
         if excluded_s > SAME_S or (assumed and apart_s > max(SAME_S, NOISES * noise_s)):
             hosts[ranks] = -1
@@ -44,4 +44,4 @@ def with_shared_clocks(
             source = f"{'assumed' if assumed else 'said'} to be on one host"
             difference = f"differ by about {apart_s * 1e6:.0f} us"
             notes.append(f"{clocks}, {source}, {difference}: taken to be on different ones")
-    return replace(seen, hosts=hosts), notes
+    return replace(observed, hosts=hosts), notes

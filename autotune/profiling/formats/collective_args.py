@@ -1,6 +1,6 @@
-"""What the name and arguments of an event state about its collective.
+"""Reads an event's collective from its name and arguments.
 
-Events of record_param_comms, of NCCL and RCCL kernels, of gloo's annotations and of this package.
+Covers events of record_param_comms, NCCL and RCCL kernels, gloo's annotations and this package.
 """
 
 from __future__ import annotations

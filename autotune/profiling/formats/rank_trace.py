@@ -123,7 +123,7 @@ class TraceLane:
 
 @dataclass(frozen=True)
 class Comm:
-    """What an event states about its collective.
+    """The collective that an event describes.
 
     `sequence` counts within the group, MISSING where not stated. `queued_s`: time between the issue
     of the collective and the event's start, 0 where not stated.
@@ -163,7 +163,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """One training step of a rank; `found` states how it was found.
+    """One training step of a rank; `source` states how it was found.
 
     `end_s` is where the next step begins, or where the annotation ends.
     """
@@ -171,7 +171,7 @@ class TracedStep:
     number: int
     start_s: float
     end_s: float
-    found: str = "annotation"
+    source: str = "annotation"
 
 
 @dataclass(frozen=True, eq=False)

@@ -58,7 +58,7 @@ def _annotated(trace: RankTrace) -> list[TracedStep]:
 def _inferred(trace: RankTrace) -> tuple[list[TracedStep], str]:
     """Steps between the repetitions of an annotation that occurs once per step, and its name.
 
-    What lies before the first and after the last repetition is cut off.
+    Events before the first and after the last repetition are cut off.
     """
     for prefix in _REPEATED:
         for number, name in enumerate(trace.names):

@@ -60,7 +60,7 @@ def enriched(
 
 
 def _problem(link: ExecutionLink) -> str:
-    """What was not linked by id, "" if everything was."""
+    """Describe the links that were not made by id; "" if all were."""
     if link.in_order:
         how = "linked to the execution trace in order, since the traces have no ids in common"
         return f"{link.in_order} collectives {how}"

@@ -161,8 +161,8 @@ class Gathered(PayloadExchange):
 class Rooted(PayloadExchange):
     """A quantiser or top-k over an owner, three steps.
 
-    The owner sums the payloads of all, encodes the sum and sends it to all. What the second
-    encoding loses joins the owner's residual. A library's reduce cannot add payloads, so both
+    The owner sums the payloads of all, encodes the sum and sends it to all. The loss of
+    the second encoding joins the owner's residual. A library's reduce cannot add payloads, so both
     synchronizers with a root gather. They differ on the way back: scatter or broadcast.
     """
 

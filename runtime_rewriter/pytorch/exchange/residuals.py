@@ -6,7 +6,7 @@
 | g_r | local gradient of a variable on rank r |
 | e_r, e'_r | its residual on rank r before and after a step, in units of the averaged gradient |
 
-A message compresses v_r = g_r / w + e_r. What the compressor loses becomes e'_r (error feedback:
+A message compresses v_r = g_r / w + e_r. The compressor's loss becomes e'_r (error feedback:
 Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019, Alg. 2). If a sum is compressed again
 on its way back, that loss is added to the residual of the rank that compressed it. So for every
 compressor the synchronized gradient is, up to rounding,

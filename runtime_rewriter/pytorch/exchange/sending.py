@@ -1,4 +1,4 @@
-"""What all messages under way share: issue, arrival and failure."""
+"""Issue, arrival and failure of all messages under way."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ def unreported_frees(events: Sequence[Reported]) -> dict[int, list[tuple[int, in
 
     The search looks for blocks whose sizes explain the total, and tries again at the next event
     where nothing does. Blocks whose address is allocated again without a free come first, the
-    soonest first. Of equal blocks any may be named. A block whose address is allocated again was
-    freed by then at the latest, even if no total shows when.
+    soonest first. Any of several equal blocks may be named. A block whose address is allocated
+    again was freed by then at the latest, even if no total shows when.
     """
     return dict(_FreeSearch(events).frees())
 
