@@ -50,7 +50,7 @@ DEFAULT_CLASS = 2
 FIRST_QUEUE = 3
 FIRST_LANE = 0x20
 MOST_QUEUES = 16
-"""Buckets of the default class: many hosts need no class per pair. A power of two for u32."""
+"""Queues of the default class: many hosts need no class per pair. A power of two for u32."""
 
 GROUPS = 2
 """Process groups that send at the same time: first and second steps of messages
