@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -56,6 +57,17 @@ class Registry(Mapping[str, T]):
 
     def __len__(self) -> int:
         return len(self._entries.keys() | self._discover().keys())
+
+    @contextlib.contextmanager
+    def separate(self) -> Iterator[None]:
+        """Look for plugins again inside; entries added inside are dropped at the end."""
+        entries, plugins = self._entries, self._plugins
+        self._entries = {name: entries[name] for name in entries if name not in (plugins or {})}
+        self._plugins = None
+        try:
+            yield
+        finally:
+            self._entries, self._plugins = entries, plugins
 
     def _discover(self) -> dict[str, EntryPoint]:
         """The entry points of the group, sorted by name. Raises `InvalidInput` for a taken name."""

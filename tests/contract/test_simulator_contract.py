@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -39,11 +39,11 @@ MAKERS: dict[str, Callable[[], Simulator]] = {
 
 
 @pytest.fixture
-def plugin(example_plugin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def plugin(example_plugin: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Discover the example plugin, whose entry point is a simulator."""
     monkeypatch.syspath_prepend(str(example_plugin))
-    monkeypatch.setattr(SIMULATORS, "_plugins", None)
-    monkeypatch.setattr(SIMULATORS, "_entries", dict(SIMULATORS._entries))
+    with SIMULATORS.separate():
+        yield
 
 
 Make = Callable[[], Simulator]

@@ -56,8 +56,7 @@ def test_its_builder_plans_and_seeds_the_search(
     example_plugin: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(example_plugin))
-    monkeypatch.setattr(BUILDERS, "_plugins", None)
-    monkeypatch.setattr(BUILDERS, "_entries", dict(BUILDERS._entries))
     workload = model(100, 300, 200, 200)
-    seeds = dict(seed_strategies(workload, FOUR, SearchSpace.default()))
+    with BUILDERS.separate():
+        seeds = dict(seed_strategies(workload, FOUR, SearchSpace.default()))
     assert sent(seeds["two_halves"], workload) == "v0 v1|v2 v3"

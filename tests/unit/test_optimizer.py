@@ -299,7 +299,6 @@ def test_the_memory_pass_comes_first_and_changes_the_workload() -> None:
 def asked(example_plugin: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[State]]:
     """The states that the pass of the example plugin is asked about."""
     monkeypatch.syspath_prepend(str(example_plugin))
-    monkeypatch.setattr(PASSES, "_plugins", None)
     plugin_pass = importlib.import_module("autotune_example.passes").LargestThroughServer
     propose = plugin_pass.propose
     states: list[State] = []
@@ -309,8 +308,8 @@ def asked(example_plugin: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[lis
         return propose(self, state, path)
 
     monkeypatch.setattr(plugin_pass, "propose", recorded)
-    yield states
-    PASSES._entries.pop("largest_through_server", None)
+    with PASSES.separate():
+        yield states
 
 
 def test_a_pass_of_a_plugin_takes_part_in_the_search_and_in_the_command(
@@ -329,7 +328,8 @@ def test_a_pass_of_a_plugin_takes_part_in_the_search_and_in_the_command(
     assert 0 < by_optimize < by_suggestions < len(asked)
 
 
-def test_a_plugin_that_creates_no_pass_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PASSES._entries, "own", lambda: None)
-    with pytest.raises(InvalidInput, match=r"a pass needs a name .* 'own' creates None"):
+def test_a_plugin_that_creates_no_pass_is_refused() -> None:
+    message = r"a pass needs a name .* 'own' creates None"
+    with PASSES.separate(), pytest.raises(InvalidInput, match=message):
+        PASSES.register("own", lambda: None)
         default_passes()

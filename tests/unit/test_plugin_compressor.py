@@ -40,10 +40,8 @@ CLUSTER = Cluster.local(4)
 @pytest.fixture
 def four_bit(monkeypatch: pytest.MonkeyPatch, example_plugin: Path) -> Iterator[Compressor]:
     monkeypatch.syspath_prepend(str(example_plugin))
-    monkeypatch.setattr(COMPRESSORS, "_plugins", None)
-    compressor = Compressor("four_bit")
-    yield compressor
-    COMPRESSORS._entries.pop("four_bit")
+    with COMPRESSORS.separate():
+        yield Compressor("four_bit")
     Compressor._value2member_map_.pop("four_bit")
 
 
@@ -122,12 +120,10 @@ def test_an_unknown_name_lists_the_known_ones_and_the_entry_point_group() -> Non
         (None, "must be a CompressorDescription, but is a str"),
     ],
 )
-def test_an_invalid_description_is_refused(
-    change: Any, rule: str, four_bit: Compressor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    description: object = "text"
+def test_an_invalid_description_is_refused(change: Any, rule: str, four_bit: Compressor) -> None:
+    description: Any = "text"
     if change is not None:
         description = replace(four_bit.description, **({"name": "bad"} | change))
-    monkeypatch.setitem(COMPRESSORS._entries, "bad", description)
+    COMPRESSORS.register("bad", description)
     with pytest.raises(InvalidInput, match=rule):
         Compressor("bad")
