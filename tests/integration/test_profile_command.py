@@ -134,7 +134,7 @@ def test_a_script_that_ends_within_the_recording_gives_what_there_is(tmp_path) -
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("script", "message"),
     [
         (
             ("--steps", "2"),
