@@ -72,6 +72,11 @@ def scale_reducer(model: DistributedDataParallel, byte_scale: float) -> None:
         raise InvalidInput(problem) from error
 
 
+def is_byte_scale(hook_state: object) -> bool:
+    """Whether a DDP's communication hook with this state is ours and not the script's."""
+    return isinstance(hook_state, ScaledReduction)
+
+
 def parts_of(tensors: Iterable[Tensor], byte_scale: float) -> list[Tensor]:
     """The first 1/k of every tensor, as views; a tensor that is not contiguous stays whole."""
     return [

@@ -4,8 +4,10 @@ When the backward pass ends under a plan with `cross_step`, messages may still b
 then on each variable and its gradient are watched (`reads`). `step()` only notes the due update and
 its hyperparameters. The first read of the variable waits for its messages, writes the averaged
 gradient and applies the update. A forward pass, a checkpoint or a norm therefore reads the same
-values as without. Everything is flushed at the end of a forward pass at the latest, before the
-messages' buffers are filled again.
+values as without. So are reads of the optimizer's state (`optimizer_guard`). What cannot be watched
+is flushed before (`unseen_calls`) or does not cross the step (`aliases`). Everything is flushed at
+the end of a forward pass at the latest, before the messages' buffers are filled again, and before a
+process forks.
 
 ByteScheduler (SOSP 2019) and P3 (SysML 2019) cross the step in the same way. The order is the
 plan's.
@@ -15,9 +17,11 @@ plan's.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +30,7 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -35,9 +39,13 @@ from torch.optim.optimizer import (
 )
 
 from autotune.errors import SynchronizationError
+from runtime_rewriter.pytorch.aliases import COUNTS_ALIASES, NO_COUNT, aliased, state_is_held
 from runtime_rewriter.pytorch.exchange.device import Device
+from runtime_rewriter.pytorch.optimizer_guard import guard, unguard
 from runtime_rewriter.pytorch.reads import can_watch, is_watched, outside_modes, unwatch, watch
 from runtime_rewriter.pytorch.script_steps import ScriptSteps
+from runtime_rewriter.pytorch.unseen_calls import UnseenFunctions, UnseenModules
+from runtime_rewriter.pytorch.update_gate import UpdateGate
 from runtime_rewriter.pytorch.updates import DueUpdate, coupling_reason, group_numbers
 
 
@@ -99,18 +107,27 @@ class CrossStepUpdates:
         self._enabled = False
         self._unseen: set[int] | None = None  # None: not known yet
         self._unread: set[int] | None = None  # during the forward pass that finds it
+        self._hidden: set[int] = set()  # also read in a way that is not detected
         self._script = ScriptSteps(parameters, _OWN_HOOKS)
         self._lock = RLock()
         self.broken: str | None = None
         """The error that a wait for a message raised."""
-        self._checkpointed: WeakSet[Optimizer] = WeakSet()
+        self.gate: UpdateGate | None = None
+        """Compares updates that cross the step with updates within it, while set."""
+        # The number of updates of single variables that are due, of each optimizer.
+        self._due: Counter[Optimizer] = Counter()
+        self._stepping: Optimizer | None = None  # the optimizer whose step() runs
+        ours = self._position_of.keys()
+        self._modules = UnseenModules(ours, lambda _: self.flush())
+        self._functions = UnseenFunctions(self.flush)
+        self._learning_modules = UnseenModules(ours, self._hide)
         _register(self)
 
     # -- conditions
 
     def refusal_reason(self) -> str | None:
         """Why this script's updates cannot cross the step, judged by its steps so far."""
-        return self._script.refusal_reason()
+        return self._script.refusal_reason() if COUNTS_ALIASES else NO_COUNT
 
     @property
     def learning(self) -> bool:
@@ -151,6 +168,8 @@ class CrossStepUpdates:
 
     def forward_begins(self, observable: bool = True) -> None:
         """`observable`: the module itself computes; otherwise its emulation reads the variables."""
+        self._end_interrupted_step()
+        self._modules.stop()
         self._script.stop_looking()
         if (
             self._enabled
@@ -163,10 +182,13 @@ class CrossStepUpdates:
     def forward_ended(self) -> None:
         """Call before the backward pass, which fills the messages' buffers again."""
         self.flush()
+        if self.gate is not None:
+            self.gate.step_ended()
         if self._unread is not None:
             for position in self._unread:
                 unwatch(self._parameters[position])
-            self._unseen, self._unread = self._unread, None
+            self._unseen, self._unread = self._unread | self._hidden, None
+            self._learning_modules.stop()
 
     def _learn_reads(self, observable: bool) -> None:
         """Watch all variables during a forward pass: those without a detected read are unseen."""
@@ -177,9 +199,16 @@ class CrossStepUpdates:
             unwatch(self._parameters[position])
         unread = {n for n, parameter in enumerate(self._parameters) if not is_watched(parameter)}
         self._unread = unread
+        self._hidden.clear()
+        self._learning_modules.watch()
         for position in tuple(unread):
             if can_watch(self._parameters[position]):
                 watch(self._parameters[position], partial(_mark_read, unread, position))
+
+    def _hide(self, module: nn.Module) -> None:
+        """`module` reads its parameters in a way that is not detected."""
+        identities = (id(parameter) for parameter in module.parameters())
+        self._hidden.update(self._position_of[i] for i in identities if i in self._position_of)
 
     # -- backward
 
@@ -200,20 +229,32 @@ class CrossStepUpdates:
             self._pending = {
                 position: _Pending(self._parameters[position].grad) for position in positions
             }
-            unseen = self._unseen
-            now = [n for n in self._pending if n in unseen or not self._can_watch(n)]
-            self.flush_variables(now)
+            self.flush_variables(self._unwatchable())
             for position, pending in self._pending.items():
                 assert pending.gradient is not None
                 on_read = partial(self._on_read, position)
                 watch(pending.gradient, on_read)
                 watch(self._parameters[position], on_read)
+            if self._pending:
+                self._modules.watch()
+                self._functions.watch()
 
-    def _can_watch(self, position: int) -> bool:
-        """Whether reads can be detected; without a gradient, step() would take it for unused."""
-        gradient = self._pending[position].gradient
-        watchable = can_watch(self._parameters[position])
-        return gradient is not None and can_watch(gradient) and watchable
+    def _unwatchable(self) -> set[int]:
+        """Pending variables whose reads, or those of their gradients, cannot be detected."""
+        assert self._unseen is not None
+        found = self._unseen & self._pending.keys()
+        watchable = []
+        for position, pending in self._pending.items():
+            parameter, gradient = self._parameters[position], pending.gradient
+            # Without a gradient, step() would take the variable for unused.
+            if gradient is None or not (can_watch(parameter) and can_watch(gradient)):
+                found.add(position)
+            elif position not in found:
+                watchable.append((position, parameter, gradient))
+        for number in (1, 2):
+            tensors = [entry[number] for entry in watchable]
+            found |= {watchable[place][0] for place in aliased(tensors)}  # type: ignore[arg-type]
+        return found
 
     def _on_read(self, position: int, _: Tensor) -> None:
         self.flush_variables((position,))
@@ -291,26 +332,52 @@ class CrossStepUpdates:
             unwatch(self._parameters[position])  # optimizers check the class of what they update
             if pending.gradient is not None:
                 unwatch(pending.gradient)
-        self._update(done)
+        if not self.updates_played:
+            self._update(done)
         for parameter in dropped:
             parameter.grad = None
+        if not self._pending:
+            self._stop_watching_calls()
 
     def _update(self, done: Mapping[int, _Pending]) -> None:
         """Apply the due updates in the order of the script's steps, those of one step together."""
-        if self.updates_played:
+        updated = {n: pending.due for n, pending in done.items() if pending.due}
+        if not updated:
             return
+        parameters = {position: self._parameters[position] for position in updated}
+        optimizers = {update.optimizer for due in updated.values() for update, _ in due}
+        for optimizer in optimizers:
+            unguard(optimizer)
+        if self.gate is not None:
+            self.gate.before_updates(parameters, updated)
+        self._apply(updated)
+        if self.gate is not None:
+            self.gate.after_updates(parameters, updated)
+        for due in updated.values():
+            self._due.subtract(update.optimizer for update, _ in due)
+        self._guard(optimizers)
+
+    def _apply(self, updated: Mapping[int, Sequence[tuple[DueUpdate, int]]]) -> None:
         due: dict[int, tuple[DueUpdate, dict[int, list[Parameter]]]] = {}
-        longest = max(len(pending.due) for pending in done.values())
+        longest = max(len(of_variable) for of_variable in updated.values())
         for turn in range(longest):
-            for position, pending in done.items():
-                if turn < len(pending.due):
-                    update, group = pending.due[turn]
+            for position, of_variable in updated.items():
+                if turn < len(of_variable):
+                    update, group = of_variable[turn]
                     due.setdefault(id(update), (update, {}))[1].setdefault(group, []).append(
                         self._parameters[position]
                     )
             for update, members in due.values():
                 update.apply(members)
             due.clear()
+
+    def _guard(self, optimizers: Iterable[Optimizer]) -> None:
+        """Watch the state of those optimizers that still have updates due."""
+        for optimizer in optimizers:
+            if self._due[optimizer] <= 0:
+                del self._due[optimizer]
+            elif optimizer is not self._stepping:
+                guard(optimizer, flush_all_synchronizers)
 
     # -- the script's optimizers
 
@@ -320,7 +387,11 @@ class CrossStepUpdates:
         numbers = group_numbers(optimizer)
         if self._position_of.keys().isdisjoint(numbers):
             return
-        closure = len(args) > 1 or kwargs.get("closure") is not None
+        self._end_interrupted_step()
+        given = (*args[1:], kwargs.get("closure"))  # step(None) is a plain step
+        closure = any(value is not None for value in given)
+        self._stepping = optimizer
+        unguard(optimizer)  # its own step reads its state
         if self._pending:
             self._put_off(optimizer, numbers, closure)
         elif self._script.looking:
@@ -346,18 +417,27 @@ class CrossStepUpdates:
         if closure or coupling_reason(optimizer, _OWN_HOOKS) is not None:
             self.flush_variables(updated)
             return
-        self._flush_before_checkpoints(optimizer)
         update = DueUpdate.now(optimizer)
+        deferred = []
         with torch._C.DisableTorchFunctionSubclass():
+            held = [n for n in updated if state_is_held(optimizer, self._parameters[n])]
+            self.flush_variables(held)
             for position in updated:
                 parameter = self._parameters[position]
-                if parameter.grad is None:
-                    continue  # the script has dropped it, and its step would skip it
+                if position not in self._pending or parameter.grad is None:
+                    continue  # without a gradient, the script has dropped it: its step skips it
                 self._pending[position].due.append((update, numbers[id(parameter)]))
                 parameter.grad = None
                 self._stashed.add(position)
+                deferred.append(position)
+        self._due[optimizer] += len(deferred)
+        if self.gate is not None and deferred:
+            self.gate.step_called(update, deferred)
 
-    def after_step(self) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
+        if optimizer is not self._stepping:
+            return
+        self._stepping = None
         with torch._C.DisableTorchFunctionSubclass():
             for position in self._stashed & self._pending.keys():
                 self._parameters[position].grad = self._pending[position].gradient
@@ -365,15 +445,31 @@ class CrossStepUpdates:
                 self._parameters[position].grad = gradient
         self._stashed.clear()
         self._withheld.clear()
+        if optimizer in self._due:
+            self._guard((optimizer,))
 
-    def _flush_before_checkpoints(self, optimizer: Optimizer) -> None:
-        """Flush before an optimizer's state is read or replaced, which no watched tensor
-        notices."""
-        if optimizer in self._checkpointed:
-            return
-        self._checkpointed.add(optimizer)
-        optimizer.register_state_dict_pre_hook(lambda _: self.flush())
-        optimizer.register_load_state_dict_pre_hook(lambda _, __: self.flush())
+    def _end_interrupted_step(self) -> None:
+        """Give back what was withheld from a step that an exception ended."""
+        if self._stepping is not None:
+            self.after_step(self._stepping)
+
+    def forget(self) -> None:
+        """Drop what is pending, in a forked process, where no message will ever arrive."""
+        self._lock = RLock()
+        self._outstanding, self._complete = {}, []
+        for position, pending in self._pending.items():
+            unwatch(self._parameters[position])
+            if pending.gradient is not None:
+                unwatch(pending.gradient)
+        self._pending = {}
+        for optimizer in self._due:
+            unguard(optimizer)
+        self._due.clear()
+        self._stop_watching_calls()
+
+    def _stop_watching_calls(self) -> None:
+        self._modules.stop()
+        self._functions.stop()
 
 
 _PRESENT: WeakSet[CrossStepUpdates] = WeakSet()
@@ -390,14 +486,21 @@ def _register(cross_step: CrossStepUpdates) -> None:
     if not _OWN_HOOKS:
         # Before the interpreter stops the threads of lanes, on which other ranks wait.
         threading._register_atexit(flush_all_synchronizers)  # type: ignore[attr-defined]
+        os.register_at_fork(before=flush_all_synchronizers, after_in_child=_forget_all)
         _OWN_HOOKS.add(register_optimizer_step_pre_hook(_before_any_step).id)
         _OWN_HOOKS.add(register_optimizer_step_post_hook(_after_any_step).id)
 
 
 def flush_all_synchronizers() -> None:
-    """Flush every synchronizer in this process, before a script destroys its process groups."""
+    """Flush every synchronizer in this process, before a script destroys its process groups or
+    forks."""
     for present in tuple(_PRESENT):
         present.flush()
+
+
+def _forget_all() -> None:
+    for present in tuple(_PRESENT):
+        present.forget()
 
 
 def _before_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -407,4 +510,4 @@ def _before_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[s
 
 def _after_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for present in tuple(_PRESENT):
-        present.after_step()
+        present.after_step(optimizer)

@@ -26,7 +26,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel
 
 from autotune.errors import InvalidInput, InvalidStrategy
 from runtime_rewriter.pytorch.attached import attached_to
-from runtime_rewriter.pytorch.byte_scale import parts_of, scale_reducer
+from runtime_rewriter.pytorch.byte_scale import is_byte_scale, parts_of, scale_reducer
 from runtime_rewriter.pytorch.cross_step import flush_all_synchronizers
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.native_buckets import DdpBackend
@@ -43,6 +43,7 @@ class PlannedDataParallel(DistributedDataParallel):
     _synchronizer: GradientSynchronizer | None = None
     _backend: DdpBackend | None = None
     _reducer_is_stale = False
+    _has_builtin_hook = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -50,6 +51,8 @@ class PlannedDataParallel(DistributedDataParallel):
 
     def _take_plans(self) -> None:
         """Build the synchronizer. Collective, before the first plan."""
+        # Of a hook that is registered before, only the logger tells if it is a built-in one.
+        self._has_builtin_hook = bool(self._get_ddp_logging_data().get("comm_hook"))
         self._backend = DdpBackend(self)
         self._synchronizer = GradientSynchronizer(
             self.module,
@@ -94,6 +97,10 @@ class PlannedDataParallel(DistributedDataParallel):
             (
                 self._join_config.enable,
                 "the DDP runs under join(), whose finished ranks answer DDP's own messages only",
+            ),
+            (
+                self._has_script_hooks,
+                "the script registered a communication hook, which only DDP's own reducer calls",
             ),
             (hasattr(self, "buffer_hook"), "the DDP has a hook for buffers"),
             (
@@ -175,15 +182,31 @@ class PlannedDataParallel(DistributedDataParallel):
             parts_of(tensors, scale), buffer_size, authoritative_rank
         )
 
-    # A script's hooks belong to DDP's own reducer; under a plan, the plan synchronizes.
+    # A script's hooks belong to DDP's own reducer, so with them no plan can be enacted.
+
+    @property
+    def _has_script_hooks(self) -> bool:
+        hooks = (state for _, state in self._comm_hooks)
+        return self._has_builtin_hook or any(not is_byte_scale(state) for state in hooks)
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
+        if not is_byte_scale(state):
+            self._refuse_hooks_under_a_plan()
         with self._own_reducer():
             super().register_comm_hook(state, hook)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        self._refuse_hooks_under_a_plan()
         with self._own_reducer():
             super()._register_builtin_comm_hook(comm_hook_type)
+        self._has_builtin_hook = True
+
+    def _refuse_hooks_under_a_plan(self) -> None:
+        if self._synchronizer is not None and self._synchronizer.plan is not None:
+            raise InvalidStrategy(
+                "a communication hook cannot be registered while gradients are sent by a plan, "
+                "which would ignore it; train without the strategy, or without the hook"
+            )
 
     def _set_static_graph(self) -> None:
         before = self.static_graph
@@ -311,6 +334,7 @@ def adopted(
             "_backend",
             "_synchronizer",
             "_reducer_is_stale",
+            "_has_builtin_hook",
             "timeout_s",
             "agreement_timeout_s",
         )

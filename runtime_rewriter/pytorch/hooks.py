@@ -326,6 +326,7 @@ class GradientSynchronizer:
                     listener.on_boundary(now_s, clean)
         self._saw_training |= self.module.training
         self._saw_eval |= not self.module.training
+        self._come_last()
         self.cross_step.forward_begins(observable=self.accelerator is None)
         self._armed = synchronize
 
@@ -395,6 +396,7 @@ class GradientSynchronizer:
 
     def _begin(self) -> None:
         self._begun = True
+        self._come_last()
         engine = torch.autograd.Variable._execution_engine
         if self._plan is None or self.native is not None:
             self._versions = self._gradient_versions() if self._ends_matter else []
@@ -405,6 +407,14 @@ class GradientSynchronizer:
             return
         engine.queue_callback(self._finish)
         self._pass.begin(self._reachable)
+
+    def _come_last(self) -> None:
+        """Move our hooks behind those that the script has registered since, which may change
+        gradients: DDP, too, takes a gradient after them."""
+        for parameter, handle in zip(self.parameters, self._handles, strict=False):
+            hooks: Any = parameter._post_accumulate_grad_hooks
+            if len(hooks) > 1 and next(reversed(hooks)) != handle.id:
+                hooks[handle.id] = hooks.pop(handle.id)  # autograd follows the order of insertion
 
     @property
     def _ends_matter(self) -> bool:

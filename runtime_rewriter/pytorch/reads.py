@@ -8,7 +8,7 @@ costs nothing. Queries that do not depend on the values (shape, dtype, whether t
 are not reads.
 
 Reads outside torch's Python interface are not detected: extensions that take tensors directly,
-TorchScript, compiled graphs.
+TorchScript, function transforms, compiled graphs (see unseen_calls.py).
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -142,14 +142,20 @@ def _read(tensor: Tensor) -> None:
 
 @contextmanager
 def outside_modes() -> Iterator[None]:
-    """Run torch's functions without the modes and transforms of the reading code."""
-    with (
-        torch._C.DisableTorchFunction(),
-        _disable_current_modes(),
-        temporarily_clear_interpreter_stack(),
-        torch.no_grad(),
-    ):
-        yield
+    """Run torch's functions without the modes, transforms and traces of the reading code."""
+    bindings: Any = torch._C  # torch leaves this function out of its types
+    trace = bindings._get_tracing_state()
+    bindings._set_tracing_state(None)
+    try:
+        with (
+            torch._C.DisableTorchFunction(),
+            _disable_current_modes(),
+            temporarily_clear_interpreter_stack(),
+            torch.no_grad(),
+        ):
+            yield
+    finally:
+        bindings._set_tracing_state(trace)
 
 
 def _watched_in(value: object) -> Iterator[Tensor]:

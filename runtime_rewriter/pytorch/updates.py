@@ -9,7 +9,8 @@ read. Unknown optimizers, and hooks around the step, may break this: see `coupli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
+
+from runtime_rewriter.pytorch.optimizer_guard import attributes_of, plain_class
 
 _OTHERS = ("LBFGS", "Optimizer")
 PER_VARIABLE = frozenset(
@@ -33,11 +36,17 @@ def coupling_reason(optimizer: Optimizer, own_hooks: Set[int] = frozenset()) -> 
 
     `own_hooks`: ids of global step hooks that are harmless.
     """
-    kind = type(optimizer)
-    if _unhooked(kind) not in {_unhooked(known) for known in PER_VARIABLE}:
+    kind = plain_class(optimizer)
+    if kind not in PER_VARIABLE:
         return (
             f"the optimizer {kind.__name__} may couple variables; torch's own optimizers except "
             "LBFGS update them one by one"
+        )
+    replaced = _replaced_methods(optimizer, kind)
+    if replaced:
+        return (
+            f"the script replaced {', '.join(replaced)} of its optimizer {kind.__name__}, which "
+            "may couple variables"
         )
     global_hooks = {
         *torch_optimizer._global_optimizer_pre_hooks,
@@ -48,6 +57,18 @@ def coupling_reason(optimizer: Optimizer, own_hooks: Set[int] = frozenset()) -> 
             f"hooks around the step of the optimizer {kind.__name__} may read all gradients at once"
         )
     return None
+
+
+def _replaced_methods(optimizer: Optimizer, kind: type[Optimizer]) -> list[str]:
+    """Methods that this instance has in place of its class's, other than by torch's schedulers,
+    which only note that `step` was called."""
+    replaced = []
+    for name, value in attributes_of(optimizer).items():
+        if callable(getattr(kind, name, None)):
+            noted = getattr(value, "_wrapped_by_lr_sched", False)
+            if not (name == "step" and noted and value.__wrapped__ is kind.step):
+                replaced.append(name)
+    return replaced
 
 
 @dataclass(frozen=True)
@@ -78,23 +99,24 @@ class DueUpdate:
 
     def apply(self, members: Mapping[int, list[Parameter]]) -> None:
         """Update only `members`, by the number of their parameter group."""
-        step: Callable[[Optimizer], object] = _unhooked(type(self.optimizer))
+        step = unhooked_step(plain_class(self.optimizer))
         groups = self.optimizer.param_groups
         self.optimizer.param_groups = [
             {**self.hyperparameters[number], "params": chosen}
             for number, chosen in sorted(members.items())
         ]
-        device, enabled, dtype = self.autocast
         try:
-            # The state changes as in the script's own step, whatever mode the reading code is in.
-            with (
-                torch.inference_mode(False),
-                torch.no_grad(),
-                torch.autocast(device, dtype, enabled),
-            ):
+            with self.modes():
                 step(self.optimizer)
         finally:
             self.optimizer.param_groups = groups
+
+    @contextmanager
+    def modes(self) -> Iterator[None]:
+        """The modes of the script's own step, whatever mode the code that reads now is in."""
+        device, enabled, dtype = self.autocast
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, dtype, enabled):
+            yield
 
 
 def _frozen(value: Any) -> Any:
@@ -106,7 +128,7 @@ def _frozen(value: Any) -> Any:
     )
 
 
-def _unhooked(kind: type[Optimizer]) -> Callable[[Optimizer], object]:
+def unhooked_step(kind: type[Optimizer]) -> Callable[[Optimizer], object]:
     """`step` without the profiler and the hooks that torch wraps around it."""
     step: Any = kind.step
     unhooked: Callable[[Optimizer], object] = (

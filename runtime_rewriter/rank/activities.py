@@ -19,6 +19,7 @@ from runtime_rewriter.pytorch.emulation import EmulatedAccelerator
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.numerics import GradientGate
 from runtime_rewriter.pytorch.profile import WorkloadProfiler
+from runtime_rewriter.pytorch.update_gate import UpdateGate
 from runtime_rewriter.scheduling import usable_cores
 from runtime_rewriter.software import software_versions
 
@@ -33,14 +34,20 @@ class Activity(Protocol):
     def answer(self) -> RankEvent: ...
 
 
+GATED_UPDATES = 3
+"""Steps whose deferred updates are compared with updates within the step."""
+
+
 class NumericsFailure(AutotuneError):
-    """A plan's gradients differ from the reference reduction by more than the tolerance."""
+    """A plan's gradients differ from the reference reduction by more than the tolerance, or its
+    deferred updates from updates within the step."""
 
 
 class TrialRun:
     """Warm-up steps, then timed steps.
 
-    The first step runs under the numerics `gate` (None: no plan, or already checked).
+    The first step runs under the numerics `gate` (None: no plan, or already checked). With
+    `crossing`, updates that cross the step are compared in the next ones, all of which are untimed.
     """
 
     def __init__(
@@ -49,8 +56,13 @@ class TrialRun:
         warmup_steps: int,
         timed_steps: int,
         accelerator: EmulatedAccelerator | None = None,
+        crossing: GradientSynchronizer | None = None,
     ) -> None:
         self._gate = gate
+        self._crossing = crossing
+        if crossing is not None:
+            # The last one's updates are due in the step after it.
+            warmup_steps = max(warmup_steps, 1 + GATED_UPDATES + 1)
         self._accelerator = accelerator
         self._warmup_steps = warmup_steps
         self._timed_steps = timed_steps
@@ -66,6 +78,8 @@ class TrialRun:
         self._steps += 1
         if self._steps == 1 and self._gate is not None:
             self._check(self._gate)
+        if self._crossing is not None:
+            self._check_updates(self._crossing)
         if self._steps > self._warmup_steps:
             self._step_s.append(step_s)
             self._clean.append(clean)
@@ -83,6 +97,19 @@ class TrialRun:
                 f"{result.relative_error:.2e} (relative), more than the tolerance "
                 f"{result.tolerance:.0e}"
             )
+
+    def _check_updates(self, synchronizer: GradientSynchronizer) -> None:
+        cross_step = synchronizer.cross_step
+        if self._steps == 1:  # under the gradient gate nothing crosses the step
+            cross_step.gate = UpdateGate(
+                synchronizer.names, lambda: list(synchronizer.module.buffers()), GATED_UPDATES
+            )
+            return
+        gate = cross_step.gate
+        if gate is not None and gate.mismatch is not None:
+            raise NumericsFailure(f"the plan's updates across the step are wrong: {gate.mismatch}")
+        if self._steps == self._warmup_steps:
+            cross_step.gate = self._crossing = None
 
     def answer(self) -> TrialAnswer:
         return TrialAnswer(

@@ -127,7 +127,10 @@ class TuningSession:
             model.load(self._current_plan)
             return EmulationRun(model, instruction.workload)
         assert isinstance(instruction, StartTrial | ContinueTrial)
-        gate = None
+        gate = crossing = None
+        model.cross_step.gate = None
+        accelerator = model.accelerator
+        emulated = accelerator if isinstance(accelerator, EmulatedAccelerator) else None
         if isinstance(instruction, StartTrial):
             # one trial's residuals must not reach the next one
             model.forget_residuals()
@@ -135,9 +138,10 @@ class TuningSession:
             # With scaled bytes only a part of each message is averaged, so there is no reference.
             if model.plan is not None and model.byte_scale == 1:
                 gate = GradientGate(model)
-        accelerator = model.accelerator
-        emulated = accelerator if isinstance(accelerator, EmulatedAccelerator) else None
-        return TrialRun(gate, instruction.warmup_steps, instruction.timed_steps, emulated)
+            # An emulated accelerator plays the updates: there is nothing to compare.
+            if model.plan is not None and model.plan.cross_step and emulated is None:
+                crossing = model
+        return TrialRun(gate, instruction.warmup_steps, instruction.timed_steps, emulated, crossing)
 
     def _probe(self, request: StartProbe) -> ProbeAnswer:
         def report(description: str) -> None:

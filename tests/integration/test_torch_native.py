@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_plans import Tied, loss_of, mixed, uniform
 from torch_world import on_ranks, run_world
 
-from autotune.errors import SynchronizationError
+from autotune.errors import InvalidStrategy, SynchronizationError
 from autotune.strategy_space.backend import backend_of, buckets_of
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import (
@@ -40,7 +40,7 @@ from autotune.strategy_space.strategy import (
 )
 from runtime_rewriter.pytorch.agreement import assumed_workload
 from runtime_rewriter.pytorch.attached import attach
-from runtime_rewriter.pytorch.ddp import PlannedDataParallel
+from runtime_rewriter.pytorch.ddp import PlannedDataParallel, adopted
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.native_buckets import BucketReducer
 from runtime_rewriter.pytorch.numerics import GateResult, GradientGate
@@ -295,19 +295,35 @@ def test_the_gate_checks_the_result_of_the_reducer(rank: int) -> None:
     assert not result.ok and result.relative_error > 0.1, "the sum is no average"
 
 
-@on_ranks(2)
-def test_a_hook_that_the_script_registers_under_a_plan_stays_with_ddps_own_reducer(
-    rank: int,
-) -> None:
+@on_ranks(2, each=[True, False])
+def test_a_communication_hook_is_refused_under_a_plan(rank: int, builtin: bool) -> None:
     model = PlannedDataParallel(Tied())
     model.synchronizer.load(uniform(model.module, 2))
     loss_of(model, rank, 0).backward()
-    model.register_comm_hook(None, average_hook)
+    with pytest.raises(InvalidStrategy, match=r"which would ignore it"):
+        if builtin:
+            model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+        else:
+            model.register_comm_hook(None, average_hook)
     loss_of(model, rank, 1).backward()
-    assert not HOOKED, "with a plan the plan synchronizes"
+    assert not HOOKED
     model.synchronizer.load(None)
+    model.register_comm_hook(None, average_hook)
     loss_of(model, rank, 2).backward()
-    assert HOOKED, "without one the script's own hook does"
+    assert HOOKED, "without a plan the script's own hook averages"
+    HOOKED.clear()
+    model.synchronizer.close()
+
+
+@on_ranks(2)
+def test_a_builtin_hook_of_an_adopted_ddp_is_seen(rank: int) -> None:
+    model = DistributedDataParallel(Tied())
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    with (
+        adopted(model, timeout_s=20.0, agreement_timeout_s=20.0) as synchronizer,
+        pytest.raises(InvalidStrategy, match="the script registered a communication hook"),
+    ):
+        synchronizer.load(uniform(model.module, 2))
 
 
 def check_dead_rank(rank: int) -> str | None:

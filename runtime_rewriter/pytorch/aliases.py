@@ -1,0 +1,126 @@
+"""Other tensors on the same memory, whose reads cannot be observed.
+
+A tensor on the memory of a parameter (`.data`, `detach()`, a view, a value of an earlier
+`state_dict()`, another parameter tied to it) sees a late update without calling anything of ours.
+Such variables do not cross the step. torch counts the tensors that share a storage, but has no
+public call for this number. Where `COUNTS_ALIASES` is False, plans that cross the step are refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from runtime_rewriter.pytorch.optimizer_guard import attributes_of
+
+_USE_COUNT: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def _references(tensor: Tensor) -> tuple[int, int]:
+    """The owners of the storage of `tensor`, and the references to its Python object."""
+    assert _USE_COUNT is not None
+    storage = tensor.untyped_storage()
+    return _USE_COUNT(storage._cdata), sys.getrefcount(storage)
+
+
+def _calibrated() -> tuple[int, int] | None:
+    """What a tensor without aliases has; None if torch does not count as we rely on."""
+    if _USE_COUNT is None:
+        return None
+    try:
+        tensor = torch.empty(2)
+        sole = _references(tensor)
+        alias = tensor.detach()
+        counted = _references(tensor)[0] == sole[0] + 1
+        del alias
+        return sole if counted and _references(tensor) == sole else None
+    except (RuntimeError, TypeError):
+        return None
+
+
+_SOLE = _calibrated()
+COUNTS_ALIASES = _SOLE is not None
+"""Whether this version of torch tells how many tensors share a storage."""
+
+
+def _sole() -> tuple[int, int]:
+    assert _SOLE is not None, "plans that cross the step are refused"
+    return _SOLE
+
+
+NO_COUNT = "this version of torch does not tell which tensors share the memory of a parameter"
+
+
+def has_alias(tensor: Tensor) -> bool:
+    """Whether another tensor, or a process, may read or write the memory of `tensor`.
+
+    Sparse tensors, whose parts have storages of their own, count as aliased.
+    """
+    if tensor.layout is not torch.strided:
+        return True
+    return _references(tensor) != _sole() or (tensor.device.type == "cpu" and tensor.is_shared())
+
+
+def aliased(tensors: Sequence[Tensor]) -> set[int]:
+    """The positions of tensors with an alias, other than neighbours among `tensors` that share a
+    storage without overlapping, as the weights of a recurrent layer on a GPU do."""
+    found = {position for position, tensor in enumerate(tensors) if has_alias(tensor)}
+    sharing: dict[int, list[int]] = {}
+    for position in found:
+        if tensors[position].layout is torch.strided:
+            storage = tensors[position].untyped_storage()._cdata
+            sharing.setdefault(storage, []).append(position)
+    for positions in sharing.values():
+        first = tensors[positions[0]]
+        owners, references = _references(first)
+        ours = (owners - len(positions) + 1, references) == _sole()
+        shared = first.device.type == "cpu" and first.is_shared()
+        if ours and not shared and not _overlap([tensors[position] for position in positions]):
+            found.difference_update(positions)
+    return found
+
+
+def _overlap(tensors: Sequence[Tensor]) -> bool:
+    spans = sorted(
+        (
+            tensor.storage_offset(),
+            1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)),
+        )
+        for tensor in tensors
+        if tensor.numel()
+    )
+    return any(start + length > after for (start, length), (after, _) in pairwise(spans))
+
+
+def state_is_held(optimizer: Optimizer, parameter: Tensor) -> bool:
+    """Whether the script may read the state of `parameter` without `optimizer.state`: it holds a
+    reference to the state, or to one of its tensors, or a tensor on the memory of one."""
+    states: Any = attributes_of(optimizer)["state"]
+    if sys.getrefcount(states) > _LOCAL + 1 or parameter not in states:
+        return sys.getrefcount(states) > _LOCAL + 1
+    state = states[parameter]
+    if sys.getrefcount(state) > _LOCAL + 1:
+        return True
+    return any(_is_held(state, name) for name in state)
+
+
+def _is_held(state: dict[str, Any], name: str) -> bool:
+    value = state[name]
+    if not isinstance(value, Tensor):
+        return False
+    return sys.getrefcount(value) > _LOCAL + 1 or has_alias(value)
+
+
+def _local_references() -> int:
+    value = object()
+    return sys.getrefcount(value)
+
+
+_LOCAL = _local_references()
+"""References to an object that only one local variable names."""

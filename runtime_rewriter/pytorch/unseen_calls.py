@@ -1,0 +1,98 @@
+"""Notices calls that read parameters unseen.
+
+TorchScript, function transforms (`torch.func`) and the C++ fast path of an evaluating
+`nn.TransformerEncoder` read parameters without any Python function that could be watched, or
+compute in another way if they are watched; a trace records how they are read. So everything is
+flushed before a scripted function or a transform runs and, outside the model's own forward pass,
+before a scripted module or one with parameters of ours that evaluates or is being traced. Inside
+the forward pass that learns the reads, the parameters of such a module count as unseen.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torch._functorch import eager_transforms
+from torch._functorch import vmap as vmap_transform
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+
+class UnseenModules:
+    """Calls `on_call(module)` before calls of modules that read some of the parameters with these
+    `identities` unseen, while watching."""
+
+    def __init__(self, identities: Collection[int], on_call: Callable[[nn.Module], None]) -> None:
+        self._identities, self._on_call = identities, on_call
+        self._handle: RemovableHandle | None = None
+
+    def watch(self) -> None:
+        if self._handle is None:
+            self._handle = register_module_forward_pre_hook(self._before)
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _before(self, module: nn.Module, _: Any) -> None:
+        scripted = isinstance(module, torch.jit.ScriptModule)
+        evaluating = not (module.training and torch.is_grad_enabled())
+        tracing = torch._C._get_tracing_state() is not None
+        if scripted or ((evaluating or tracing) and self._has_ours(module)):
+            self._on_call(module)
+
+    def _has_ours(self, module: nn.Module) -> bool:
+        return any(id(parameter) in self._identities for parameter in module.parameters())
+
+
+_FUNCTIONS: tuple[tuple[Any, str], ...] = (
+    (torch._C.ScriptFunction, "__call__"),
+    (eager_transforms, "grad_increment_nesting"),
+    (eager_transforms, "jvp_increment_nesting"),
+    (eager_transforms, "_func_increment_nesting"),
+    (vmap_transform, "vmap_increment_nesting"),
+)
+"""What runs before tensors are passed on unseen."""
+
+
+class UnseenFunctions:
+    """Calls `on_call()` before any function that takes tensors without asking them, while
+    watching."""
+
+    _watching: list[UnseenFunctions] = []
+    _own: tuple[Any, ...] = ()
+
+    def __init__(self, on_call: Callable[[], None]) -> None:
+        self._on_call = on_call
+
+    def watch(self) -> None:
+        everyone = UnseenFunctions._watching
+        if not everyone:
+            UnseenFunctions._own = tuple(getattr(place, name) for place, name in _FUNCTIONS)
+            for (place, name), own in zip(_FUNCTIONS, UnseenFunctions._own, strict=True):
+                setattr(place, name, _announced(own))
+        if self not in everyone:
+            everyone.append(self)
+
+    def stop(self) -> None:
+        everyone = UnseenFunctions._watching
+        if self in everyone:
+            everyone.remove(self)
+            if not everyone:
+                for (place, name), own in zip(_FUNCTIONS, UnseenFunctions._own, strict=True):
+                    setattr(place, name, own)
+
+
+def _announced(own: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for watching in tuple(UnseenFunctions._watching):
+            watching._on_call()
+        return own(*args, **kwargs)
+
+    return call

@@ -1,0 +1,169 @@
+"""Every odd script sees and trains the same under a plan as under DDP, or the plan is refused."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from odd_scripts import ODD_SCRIPTS, Script
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch_plans import mixed
+from torch_world import run_world
+
+from autotune.errors import AutotuneError
+from autotune.strategy_space.plan import Plan
+from runtime_rewriter.pytorch.cross_step import CrossStepUpdates
+from runtime_rewriter.pytorch.ddp import PlannedDataParallel
+from runtime_rewriter.pytorch.hooks import GradientSynchronizer
+
+TRIAL_STEP = 3
+"""The step before which a trial loads its plan."""
+
+
+@dataclass
+class PlainRun:
+    """Runs a script under torch's DDP and keeps what it sees."""
+
+    rank: int
+    seen: list[Any] = field(default_factory=list)
+    models: list[Any] = field(default_factory=list)
+
+    def wrap(self, module: nn.Module, **options: Any) -> Any:
+        self.models.append(DistributedDataParallel(module, **options))
+        return self.models[-1]
+
+    def see(self, *values: Any) -> None:
+        self.seen.append(copy.deepcopy(detached(list(values))))
+
+    def result(self) -> Any:
+        return self.seen, [model.state_dict() for model in self.models]
+
+
+def detached(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, dict):
+        names = (
+            number if isinstance(key, torch.Tensor) else key for number, key in enumerate(value)
+        )
+        return dict(zip(names, map(detached, value.values()), strict=True))
+    return type(value)(map(detached, value)) if isinstance(value, list | tuple) else value
+
+
+@dataclass
+class PlannedRun(PlainRun):
+    """The same under a plan, from the first step, or from a later one as in a trial."""
+
+    crossing: bool = True
+    in_trial: bool = False
+    refusal: str | None = None
+
+    def wrap(self, module: nn.Module, **options: Any) -> Any:
+        model = PlannedDataParallel(module, **options)
+        self.models.append(model)
+        whole = mixed(module, 2)
+        plan = replace(whole, messages=whole.messages[::-1], cross_step=self.crossing)
+        if self.in_trial:
+            model.synchronizer.listeners.append(Trial(self, model.synchronizer, plan))
+        else:
+            self.load(model.synchronizer, plan)
+        return model
+
+    def load(self, synchronizer: GradientSynchronizer, plan: Plan) -> None:
+        try:
+            synchronizer.load(plan)
+        except AutotuneError as refusal:
+            self.refusal = str(refusal)
+
+
+class Trial:
+    def __init__(self, run: PlannedRun, synchronizer: GradientSynchronizer, plan: Plan) -> None:
+        self.run, self.synchronizer, self.plan = run, synchronizer, plan
+        self.steps = 0
+
+    def on_boundary(self, now_s: float, clean: bool) -> None:
+        self.steps += 1
+        if self.steps == TRIAL_STEP:
+            self.run.load(self.synchronizer, self.plan)
+
+    def on_backward_end(self) -> None:
+        """Nothing to do."""
+
+
+def outcome(script: Script, run: PlannedRun, expected: Any) -> str:
+    """SAME, DIFFER, or REFUSED with the reason; `+` if updates crossed the step."""
+    crossed: list[int] = []
+    own_update = CrossStepUpdates._update
+
+    def counted(self: CrossStepUpdates, done: Any) -> None:
+        crossed.append(sum(bool(pending.due) for pending in done.values()))
+        own_update(self, done)
+
+    # Nothing is applied before it is read, however fast messages are.
+    late = CrossStepUpdates._next_arrived
+    CrossStepUpdates._next_arrived = lambda self: False  # type: ignore[method-assign]
+    CrossStepUpdates._update = counted  # type: ignore[method-assign]
+    try:
+        torch.manual_seed(run.rank)
+        script(run)
+        torch.testing.assert_close(run.result(), expected, rtol=0, atol=0)
+    except AutotuneError as refusal:
+        return f"REFUSED: {refusal}"
+    except AssertionError as difference:
+        return f"DIFFER: {difference}"
+    finally:
+        CrossStepUpdates._next_arrived = late  # type: ignore[method-assign]
+        CrossStepUpdates._update = own_update  # type: ignore[method-assign]
+        for model in run.models:
+            model.synchronizer.close()
+    if run.refusal is not None:
+        return f"REFUSED: {run.refusal}"
+    return "SAME+" if sum(crossed) else "SAME"
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "crossing": {},
+    "crossing in a trial": {"in_trial": True},
+    "within the step": {"crossing": False},
+}
+
+
+def check(rank: int, names: list[str]) -> dict[str, dict[str, str]]:
+    warnings.filterwarnings("ignore", "the plan's synchronization ends with each backward pass")
+    outcomes: dict[str, dict[str, str]] = {}
+    for name in names:
+        script = ODD_SCRIPTS[name]
+        plain = PlainRun(rank)
+        torch.manual_seed(rank)
+        try:
+            script(plain)
+        except BaseException as error:
+            error.add_note(f"in the script {name!r}")
+            raise
+        outcomes[name] = {}
+        for way, options in WAYS.items():
+            run = PlannedRun(rank, **options)
+            try:
+                outcomes[name][way] = outcome(script, run, plain.result())
+            except BaseException as error:
+                error.add_note(f"in the script {name!r}, {way}")
+                raise
+    return outcomes
+
+
+def test_no_script_sees_or_trains_anything_else() -> None:
+    results = run_world(check, 2, list(ODD_SCRIPTS), timeout_s=600.0)
+    differing = [
+        f"rank {rank}, {name}, {way}: {found}"
+        for rank, outcomes in enumerate(results)
+        for name, ways in outcomes.items()
+        for way, found in ways.items()
+        if found.startswith("DIFFER")
+    ]
+    assert not differing, "\n".join(differing)
+    for name, ways in results[0].items():
+        print(name, {way: found[:90] for way, found in ways.items()})
