@@ -17,7 +17,7 @@ setup: $(VENV)/.compiled
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[tune,dev,docs]'
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[tune,frameworks,dev,docs]'
 	touch $@
 
 # pip compiles the 300 MB of modules on one core; this uses all. A few of them are templates or for

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from autotune.errors import InvalidInput
 from autotune.export import read_export
 from autotune.jobs.stopping import signals_passed_on
 from autotune.strategy_space.backend import backend_of
-from runtime_rewriter.world.command import read_command, torchrun_with_launcher
+from runtime_rewriter.world.command import read_command, with_launcher
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,8 +36,11 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
             anchor="wrong-world-size",
         )
     launcher = ("--strategy", str(options.strategy.resolve()))
-    process = subprocess.Popen(torchrun_with_launcher(command, export.world_size, launcher))
-    # torchrun receives the signals and ends its ranks in its own time.
+    process = subprocess.Popen(
+        with_launcher(command, export.world_size, launcher),
+        env={**os.environ, **command.environment},
+    )
+    # torchrun, or mpirun, receives the signals and ends its ranks in its own time.
     with signals_passed_on(process, own_session=False):
         status = process.wait()
     chosen = export.strategy.id if export.strategy else "current setup"

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import IO
 
 from autotune.jobs.stopping import signals_passed_on
@@ -23,12 +24,15 @@ ENDING_S = 40.0
 class Launched:
     """The command `words` in its own session. Its output goes to our stderr.
 
-    Our stdout is reserved for the result.
+    Our stdout is reserved for the result. `environment` is added to ours.
     """
 
-    def __init__(self, words: list[str]) -> None:
+    def __init__(
+        self, words: list[str], environment: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self._process = subprocess.Popen(
             words,
+            env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

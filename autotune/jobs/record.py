@@ -12,7 +12,8 @@ from autotune.jobs.processes import Launched
 from autotune.recordings.job_file import JOB_FILE, trace_name
 from autotune.recordings.memory_file import MEMORY_FILE
 from runtime_rewriter.recording.settings import RecordSettings
-from runtime_rewriter.world.command import ScriptCommand, torchrun_with_launcher
+from runtime_rewriter.world.command import ScriptCommand, with_launcher
+from runtime_rewriter.world.starting import launcher_words
 
 STOPPING_S = 30.0
 """Time for the script to end once everything is written."""
@@ -34,11 +35,11 @@ def record(command: ScriptCommand, settings: RecordSettings, timeout_s: float) -
     settings.write(reports / "settings.json")
     launcher = ("--record", str(reports / "settings.json"))
     if command.workers is None:
-        launch = (sys.executable, "-m", "runtime_rewriter.rank.launch")
+        launch = (sys.executable, *launcher_words())
         words = [*launch, *launcher, "--", *command.as_python_words()]
     else:
-        words = torchrun_with_launcher(command, command.workers, launcher)
-    launched = Launched(words)
+        words = with_launcher(command, command.workers, launcher)
+    launched = Launched(words, command.environment)
     written = Path(settings.folder) / JOB_FILE
     with launched.signals_passed_on():
         status = launched.wait(time.monotonic() + timeout_s, written.exists)

@@ -1,6 +1,6 @@
 """Runs the user's unmodified script with our synchronizer in its `DistributedDataParallel`.
 
-`python -m runtime_rewriter.rank.launch MODE -- script.py args`, where MODE is one of
+`start.py` runs it with the words `MODE -- script.py args`, where MODE is one of
 
 - `--control FD`: the tuner steers the script (one process per rank, started by a supervisor);
 - `--strategy best.json`: the exported strategy is applied, and training goes on;
@@ -194,7 +194,3 @@ def _die_with_parent() -> None:
     with contextlib.suppress(OSError, AttributeError):
         pr_set_pdeathsig = 1  # <sys/prctl.h>
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

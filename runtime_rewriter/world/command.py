@@ -1,18 +1,18 @@
-"""Reads the user's launch command: the script, and its number of workers.
+"""The user's launch command: the script, its number of workers, and how it is started.
 
-Torch's own argument parser reads `torchrun ... train.py args`, so that all its options are known.
+`launchers.py` reads the launchers before the script.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from autotune.errors import InvalidInput
-
-_TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
+from runtime_rewriter.world import launchers
+from runtime_rewriter.world.starting import launcher_words
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,9 @@ class ScriptCommand:
     workers: None if the command does not specify them (a bare `train.py`).
     torchrun_options: the words between `torchrun` and the script, for `autotune run`.
     nodes: torchrun's --nnodes (the largest of a range).
+    environment: variables that the command sets for its ranks.
+    mpirun_words: `mpirun` and its options, for `autotune run`; the ranks expect Open MPI's
+    variables then.
     """
 
     target: str
@@ -31,6 +34,8 @@ class ScriptCommand:
     workers: int | None
     torchrun_options: tuple[str, ...] = ()
     nodes: int = 1
+    environment: dict[str, str] = field(default_factory=dict)
+    mpirun_words: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -44,29 +49,16 @@ class ScriptCommand:
 
 
 def read_command(words: Sequence[str]) -> ScriptCommand:
-    """Read `torchrun [options] script args`, `python [-m] script args` or `script.py args`.
+    """Read `[env A=1] [uv run] LAUNCHER [options] script args` or `script.py args`.
 
+    LAUNCHER: torchrun, accelerate launch, mpirun, python, or their modules after `python -m`.
     Raises `InvalidInput`.
     """
     if not words:
         raise InvalidInput(
             "a command is needed after --, for example: -- torchrun --nproc-per-node 2 train.py"
         )
-    first, rest = Path(words[0]).name, list(words[1:])
-    if first == "torchrun":
-        command = _read_torchrun(rest)
-    elif first.startswith("python"):
-        while rest and rest[0] in ("-u", "-O", "-B"):  # do not change what is run
-            rest = rest[1:]
-        is_torchrun = rest[:1] == ["-m"] and rest[1:2] and rest[1] in _TORCHRUN_MODULES
-        command = _read_torchrun(rest[2:]) if is_torchrun else _read_python(rest)
-    elif first.endswith(".py"):
-        command = ScriptCommand(words[0], tuple(rest), False, None)
-    else:
-        raise InvalidInput(
-            "the command must start with torchrun, python or a script.py, but starts with "
-            f"{words[0]!r}"
-        )
+    command = _read(list(words))
     if not command.is_module and not Path(command.target).is_file():
         raise InvalidInput(
             f"the training script must be a file, but {command.target!r} is not found from "
@@ -75,7 +67,37 @@ def read_command(words: Sequence[str]) -> ScriptCommand:
     return command
 
 
-def _read_python(words: list[str]) -> ScriptCommand:
+def _read(words: list[str]) -> ScriptCommand:
+    first, rest = Path(words[0]).name if words else "", words[1:]
+    if first == "env":
+        variables, rest = launchers.read_env(rest)
+        command = _read(rest)
+        return replace(command, environment={**variables, **command.environment})
+    if first == "uv":
+        return _read(launchers.without_uv(rest))
+    if first == "torchrun":
+        return _of_torchrun(rest)
+    if first == "accelerate" and rest[:1] == ["launch"]:
+        return _of_accelerate(rest[1:])
+    if first == "accelerate-launch":
+        return _of_accelerate(rest)
+    if first in ("mpirun", "mpiexec"):
+        return _of_mpirun(words)
+    if first.startswith("python"):
+        while rest and rest[0] in ("-u", "-O", "-B"):  # do not change what is run
+            rest = rest[1:]
+        module = rest[1] if rest[:1] == ["-m"] and len(rest) > 1 else None
+        if module in launchers.TORCHRUN_MODULES:
+            return _of_torchrun(rest[2:])
+        if module == launchers.ACCELERATE_MODULE:
+            return _of_accelerate(rest[2:])
+        return _of_python(rest)
+    if first.endswith(".py"):
+        return ScriptCommand(words[0], tuple(rest), False, None)
+    raise InvalidInput(launchers.refusal(first, words))
+
+
+def _of_python(words: list[str]) -> ScriptCommand:
     if words[:1] == ["-m"] and len(words) > 1:
         return ScriptCommand(words[1], tuple(words[2:]), True, None)
     if not words or words[0].startswith("-"):
@@ -85,43 +107,52 @@ def _read_python(words: list[str]) -> ScriptCommand:
     return ScriptCommand(words[0], tuple(words[1:]), False, None)
 
 
-def _read_torchrun(words: list[str]) -> ScriptCommand:
-    from torch.distributed.run import determine_local_world_size, get_args_parser
-
-    parser = get_args_parser()
-
-    def refuse(message: str) -> None:
-        raise InvalidInput(f"torchrun does not understand its options: {message}")
-
-    parser.error = refuse  # type: ignore[assignment, method-assign]
-    options = parser.parse_args(words)
-    try:
-        nodes = int(str(options.nnodes).split(":")[-1])
-        workers = nodes * determine_local_world_size(options.nproc_per_node)
-    except ValueError as error:
-        raise InvalidInput(
-            f"torchrun needs numbers for --nnodes and --nproc-per-node: {error}"
-        ) from error
-    before = words[: len(words) - 1 - len(options.training_script_args)]
+def _of_torchrun(words: list[str]) -> ScriptCommand:
+    read = launchers.read_torchrun(words)
     return ScriptCommand(
-        target=options.training_script,
-        arguments=tuple(options.training_script_args),
-        is_module=bool(options.module),
-        workers=workers,
-        torchrun_options=tuple(word for word in before if word not in ("-m", "--module")),
-        nodes=nodes,
+        read.script, read.arguments, read.is_module, read.workers, read.options, read.nodes
     )
 
 
-def torchrun_with_launcher(
-    command: ScriptCommand, workers: int, launcher_words: Sequence[str]
-) -> list[str]:
-    """The argv that runs `command` by torchrun, with our launcher before the script.
+def _of_accelerate(words: list[str]) -> ScriptCommand:
+    read = launchers.read_accelerate(words)
+    return ScriptCommand(
+        read.script,
+        read.arguments,
+        read.is_module,
+        read.workers,
+        nodes=read.nodes,
+        environment=read.environment,
+    )
 
-    `workers` is used if the command specifies none.
+
+def _of_mpirun(words: list[str]) -> ScriptCommand:
+    options, variables, workers, rest = launchers.read_mpirun(words[1:])
+    command = _read(rest)
+    if command.workers is not None:
+        raise InvalidInput(
+            "mpirun must start the script itself, but starts another launcher: "
+            f"{' '.join(rest)!r}; leave out one of them"
+        )
+    return replace(
+        command,
+        workers=workers,
+        environment={**variables, **command.environment},
+        mpirun_words=(words[0], *options),
+    )
+
+
+def with_launcher(command: ScriptCommand, workers: int, mode: Sequence[str]) -> list[str]:
+    """The argv that runs `command` on all its ranks, with our launcher in `mode` before the script.
+
+    `workers` is used if the command specifies none. `command.environment` must be in the
+    environment.
     """
-    options = command.torchrun_options or ("--standalone", "--nproc-per-node", str(workers))
-    return [
-        *(sys.executable, "-m", "torch.distributed.run", *options),
-        *("-m", "runtime_rewriter.rank.launch", *launcher_words, "--", *command.as_python_words()),
-    ]
+    launcher = (*launcher_words(), *mode, "--", *command.as_python_words())
+    if command.mpirun_words:
+        return [*command.mpirun_words, sys.executable, "-u", *launcher]
+    options = command.torchrun_options or (
+        "--standalone",
+        *("--nproc-per-node", str(command.workers or workers)),
+    )
+    return [sys.executable, "-m", "torch.distributed.run", *options, *launcher]

@@ -78,9 +78,11 @@ class _RayPlacement:
         interface = "lo" if place.local else place.interface
         conditions = requested_conditions(self._conditions)
         environments = tuple(
-            {**environment, **conditions}
+            {**environment, **self._command.environment, **conditions}
             for environment in _environments(self._places, host, port, interface)
         )
+        if self._command.mpirun_words:
+            environments = tuple(map(_with_open_mpi, environments))
         return Launch(self._remote_command(), environments, place.directory, self._log_paths())
 
     def _remote_command(self) -> ScriptCommand:
@@ -187,6 +189,20 @@ def _places(actors: list[RemoteWorker], timeout_s: float) -> list[WorkerPlace]:
     return places
 
 
+def _with_open_mpi(environment: dict[str, str]) -> dict[str, str]:
+    """The place of a rank under the names that Open MPI gives its processes, too."""
+    return environment | {
+        f"OMPI_COMM_WORLD_{theirs}": environment[ours]
+        for theirs, ours in (
+            ("RANK", "RANK"),
+            ("SIZE", "WORLD_SIZE"),
+            ("LOCAL_RANK", "LOCAL_RANK"),
+            ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"),
+            ("NODE_RANK", "LOCAL_RANK"),
+        )
+    }
+
+
 def _environments(
     places: list[WorkerPlace], host: str, port: int, interface: str
 ) -> Iterator[dict[str, str]]:
@@ -204,6 +220,14 @@ def _environments(
             "LOCAL_WORLD_SIZE": str(len(peers)),
             "GROUP_RANK": str(nodes.index(place.node)),
             "GROUP_WORLD_SIZE": str(len(nodes)),
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": str(len(places)),
+            "ROLE_NAME": "default",
+            # Lightning takes ranks from the environment only if these are set.
+            "TORCHELASTIC_RUN_ID": "autotune",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
             "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # torchrun's own default

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import site
 import socket
 import subprocess
 import sys
@@ -20,10 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
-import autotune
-import runtime_rewriter
 from autotune.errors import AutotuneError, LaunchError
 from runtime_rewriter.control import ControlClosed, ControlLine
+from runtime_rewriter.world.starting import launcher_words
 
 LOG_TAIL_BYTES = 8192
 CLOSING_S = 5.0
@@ -202,9 +200,8 @@ def _interpreter(
     line: socket.socket,
 ) -> Process:
     """Implements `Spawn` by a new interpreter, as a user would start the script."""
-    launcher = [sys.executable, "-u", "-m", "runtime_rewriter.rank.launch"]
     return subprocess.Popen(
-        [*launcher, "--control", str(line.fileno()), "--", *words],
+        [sys.executable, "-u", *launcher_words(), "--control", str(line.fileno()), "--", *words],
         env=environment,
         cwd=directory or None,
         stdin=subprocess.DEVNULL,
@@ -230,26 +227,13 @@ def carried_environment(environment: dict[str, str]) -> dict[str, str]:
 
 
 def _child_environment(ours: dict[str, str], added: dict[str, str]) -> dict[str, str]:
-    """The child finds our packages where this process does, installed or sent here."""
+    """Ours without Ray's part of it, and the driver's, whose PYTHONPATH is the only one."""
     inherited = {
         name: value
         for name, value in ours.items()
         if name not in _SET_BY_RAY and not name.startswith("RAY_")
     }
-    search_path = [*_package_roots(), *filter(None, added.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**inherited, **added, "PYTHONPATH": os.pathsep.join(search_path)}
-
-
-def _package_roots() -> list[str]:
-    """Directories with our packages.
-
-    Not site-packages: on PYTHONPATH it would precede the standard library.
-    """
-    files = (str(package.__file__) for package in (autotune, runtime_rewriter))
-    roots = dict.fromkeys(str(Path(file).resolve().parents[1]) for file in files)
-    site_packages = (*site.getsitepackages(), site.getusersitepackages())
-    installed = {str(Path(path).resolve()) for path in site_packages}
-    return [root for root in roots if root not in installed]
+    return {**inherited, **added}
 
 
 def free_port(first: int, last: int, host: str) -> int:

@@ -45,7 +45,7 @@ TUNE = [
     (["--", "torchrun", "--nprocs", "2", SCRIPT], "torchrun does not understand its options"),
     (
         ["--", "bash", "train.sh"],
-        "must start with torchrun, python or a script.py, but starts with 'bash'",
+        "python or a script.py, perhaps after env or uv run, but starts with 'bash'",
     ),
     (
         ["--", "python", SCRIPT],

@@ -103,9 +103,31 @@ def test_a_process_gets_our_packages_and_the_drivers_path_but_no_setting_of_ray(
         [sys.executable, "-c", SUPERVISE], cwd=tmp_path, env=ours, check=True, timeout=60
     )
     child = json.loads((tmp_path / "environment.json").read_text())
-    assert child["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "/of/the/driver"]
+    assert child["PYTHONPATH"] == "/of/the/driver"
     assert child["RANK"] == "3"
     assert not [name for name in child if name.startswith("RAY_")]
+
+
+IMPORTS = """
+import importlib.util, json, pickle, sys
+import autotune.errors
+found = importlib.util.find_spec("datasets")
+json.dump([sys.path, sys.argv, found and str(found)], open("seen.json", "w"))
+"""
+
+
+def test_a_script_imports_what_it_imports_without_us(supervisor, tmp_path) -> None:
+    """Our checkout has a folder named datasets, as a library of that name has."""
+    environment = {"PYTHONPATH": str(tmp_path / "of the driver")}
+    start(supervisor, tmp_path, IMPORTS, **environment)
+    assert exit_code(supervisor) == 0, (tmp_path / "rank0.log").read_text()
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    plain = IMPORTS.replace("import autotune.errors", "")
+    (tmp_path / "script.py").write_text(plain)
+    environment = {"PATH": os.environ["PATH"], **environment}
+    words = [sys.executable, "-u", "script.py"]
+    subprocess.run(words, cwd=tmp_path, env=environment, check=True, timeout=60)
+    assert seen == json.loads((tmp_path / "seen.json").read_text())
 
 
 def test_ranks_on_other_hosts_get_the_drivers_settings_except_those_of_its_machine() -> None:

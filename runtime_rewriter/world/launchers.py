@@ -1,0 +1,219 @@
+"""Reads the options of launchers: `env`, `uv run`, torchrun, `accelerate launch`, Open MPI's
+`mpirun`.
+
+torchrun's and accelerate's own parsers read their options, so that all are known.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from autotune.errors import InvalidInput
+
+TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
+ACCELERATE_MODULE = "accelerate.commands.launch"
+_UV_FLAGS = ("--frozen", "--locked", "--no-sync", "--offline", "--active", "--quiet", "-q", "--")
+_NOT_DDP = {
+    "deepspeed": "DeepSpeed sends gradients itself, and autotune changes how "
+    "DistributedDataParallel does; start a script that uses DistributedDataParallel by torchrun",
+    "srun": "inside the allocation start Ray on every node, and give autotune its --address and "
+    "the script without srun (docs/cluster.md#slurm)",
+    "horovodrun": "start a script that uses DistributedDataParallel by torchrun",
+}
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What a launcher's options say. `options`: those before the script, for torchrun."""
+
+    script: str
+    arguments: tuple[str, ...]
+    is_module: bool
+    workers: int | None
+    options: tuple[str, ...] = ()
+    nodes: int = 1
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def refusal(first: str, words: list[str]) -> str:
+    """Why a command that begins with `first` cannot be read, and what to type instead."""
+    if first in _NOT_DDP:
+        return f"{first} cannot be controlled: {_NOT_DDP[first]}"
+    return (
+        "the command must start with torchrun, accelerate launch, mpirun, python or a script.py, "
+        f"perhaps after env or uv run, but starts with {' '.join(words[:1])!r}"
+    )
+
+
+def read_env(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """The variables of `env A=1 B=2 command`, and the words of the command."""
+    variables: dict[str, str] = {}
+    rest = list(words)
+    while rest and "=" in rest[0] and not rest[0].startswith("-"):
+        name, _, value = rest.pop(0).partition("=")
+        variables[name] = value
+    if not rest or rest[0].startswith("-"):
+        raise InvalidInput(
+            "env must be followed by NAME=value and a command, but has "
+            f"{' '.join(words) or 'nothing'!r}; set up other environments before autotune"
+        )
+    return variables, rest
+
+
+def without_uv(words: list[str]) -> list[str]:
+    """The command after `uv run`, which runs in the environment of this process.
+
+    Raises `InvalidInput` for options that ask for another environment.
+    """
+    if words[:1] != ["run"]:
+        raise InvalidInput(f"of uv only `uv run` starts scripts, but got uv {' '.join(words[:1])}")
+    rest = words[1:]
+    while rest and rest[0] in _UV_FLAGS:
+        rest = rest[1:]
+    if rest[:1] in (["-m"], ["--module"]):
+        return ["python", "-m", *rest[1:]]
+    if not rest or rest[0].startswith("-"):
+        raise InvalidInput(
+            f"uv's option {(rest or ['without a command'])[0]} decides about the environment, but "
+            "scripts run in the environment of autotune; start autotune itself that way: "
+            "uv run OPTIONS autotune tune -- COMMAND"
+        )
+    return rest
+
+
+def read_torchrun(words: list[str]) -> Launched:
+    """The options and the script of `torchrun`."""
+    from torch.distributed.run import determine_local_world_size, get_args_parser
+
+    parser = get_args_parser()
+    with _refusing(parser, "torchrun"):
+        options = parser.parse_args(words)
+    try:
+        nodes = int(str(options.nnodes).split(":")[-1])
+        workers = nodes * determine_local_world_size(options.nproc_per_node)
+    except ValueError as error:
+        raise InvalidInput(
+            f"torchrun needs numbers for --nnodes and --nproc-per-node: {error}"
+        ) from error
+    before = words[: len(words) - 1 - len(options.training_script_args)]
+    return Launched(
+        script=options.training_script,
+        arguments=tuple(options.training_script_args),
+        is_module=bool(options.module),
+        workers=workers,
+        options=tuple(word for word in before if word not in ("-m", "--module")),
+        nodes=nodes,
+    )
+
+
+def read_accelerate(words: list[str]) -> Launched:
+    """The options and the script of `accelerate launch`, and the variables that it would set.
+
+    Options that are missing come from accelerate's own configuration file.
+    """
+    try:
+        from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+        from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+    except ImportError as error:
+        raise InvalidInput(
+            f"accelerate launch needs the package accelerate in this environment: {error}"
+        ) from error
+    parser = launch_command_parser()
+    with _refusing(parser, "accelerate launch"):
+        options = parser.parse_args(words)
+    is_module = bool(options.module)
+    environment = dict(os.environ)
+    try:
+        # It prints its defaults, and looks for a free port of its own.
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            options, _, _ = _validate_launch_command(options)
+            for chosen in ("use_deepspeed", "use_fsdp", "use_megatron_lm", "tpu"):
+                if getattr(options, chosen, False):
+                    raise InvalidInput(
+                        f"accelerate launch is set to {chosen}, but only DistributedDataParallel "
+                        "can be tuned; choose --multi_gpu, or another --config_file"
+                    )
+            workers, nodes = int(options.num_processes or 1), int(options.num_machines or 1)
+            options.main_process_port = 0
+            if workers > 1:
+                environment = prepare_multi_gpu_env(options)
+            else:
+                _, environment = prepare_simple_launcher_cmd_env(options)
+    except ValueError as error:
+        raise InvalidInput(f"accelerate launch refuses its options: {error}") from error
+    ours = {
+        name: value
+        for name, value in environment.items()
+        if os.environ.get(name) != value and name.startswith(("ACCELERATE_", "FP8_", "OMP_"))
+    }
+    return Launched(
+        script=options.training_script,
+        arguments=tuple(options.training_script_args),
+        is_module=is_module,
+        workers=workers if workers > 1 else None,
+        nodes=nodes,
+        environment=ours,
+    )
+
+
+_MPI_COUNT = ("-np", "--np", "-n", "-c", "--n")
+_MPI_WITH_VALUE = ("--bind-to", "--map-by", "--rank-by", "-H", "--host", "--hostfile", "--mca")
+_MPI_FLAGS = ("--oversubscribe", "--allow-run-as-root", "--quiet", "-q", "--tag-output")
+
+
+def read_mpirun(words: list[str]) -> tuple[list[str], dict[str, str], int, list[str]]:
+    """Open MPI's options, the variables of `-x`, the number of ranks, and the words of the command.
+
+    Where the ranks run is left to the cluster that they are tuned on.
+    """
+    options: list[str] = []
+    variables: dict[str, str] = {}
+    workers: int | None = None
+    rest = list(words)
+    while rest and rest[0].startswith("-"):
+        option = rest.pop(0)
+        count = 0
+        if option in _MPI_COUNT:
+            workers, count = _number(option, rest), 1
+        elif option == "-x":
+            name, assigned, value = (rest or [""])[0].partition("=")
+            variables[name] = value if assigned else os.environ.get(name, "")
+            count = 1
+        elif option in _MPI_WITH_VALUE:
+            count = 2 if option == "--mca" else 1
+        elif option not in _MPI_FLAGS:
+            raise InvalidInput(
+                f"of mpirun's options {', '.join((*_MPI_COUNT, '-x', *_MPI_WITH_VALUE))} and "
+                f"{', '.join(_MPI_FLAGS)} are known, but not {option}; leave it out"
+            )
+        options += [option, *rest[:count]]
+        rest = rest[count:]
+    if workers is None:
+        raise InvalidInput("mpirun needs the number of ranks, for example: mpirun -np 4 python ...")
+    return options, variables, workers, rest
+
+
+def _number(option: str, words: list[str]) -> int:
+    if not words or not words[0].isdigit():
+        raise InvalidInput(f"{option} needs a number, but has {(words or ['nothing'])[0]!r}")
+    return int(words[0])
+
+
+@contextlib.contextmanager
+def _refusing(parser: Any, name: str) -> Iterator[None]:
+    """Let the parser raise `InvalidInput` where it would exit."""
+
+    def refuse(message: str) -> NoReturn:
+        raise InvalidInput(f"{name} does not understand its options: {message}")
+
+    parser.error = refuse
+    yield

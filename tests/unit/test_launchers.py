@@ -1,0 +1,110 @@
+"""Launch commands as people type them: what is started, on how many workers, with which setup."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from autotune.errors import InvalidInput
+from runtime_rewriter.world.command import ScriptCommand, read_command, with_launcher
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))  # no configuration of accelerate's own
+
+
+COMMANDS = {
+    "train.py --lr 1": ("train.py", False, None),
+    "python train.py --lr 1": ("train.py", False, None),
+    "python -u -m pkg.train --lr 1": ("pkg.train", True, None),
+    "torchrun --nproc-per-node 4 train.py --lr 1": ("train.py", False, 4),
+    "torchrun --nnodes 2 --nproc-per-node=2 -m pkg.train --lr 1": ("pkg.train", True, 4),
+    "python -m torch.distributed.run --nproc-per-node 2 train.py --lr 1": ("train.py", False, 2),
+    "env A=1 B=x=y torchrun --nproc-per-node 2 train.py --lr 1": ("train.py", False, 2),
+    "uv run train.py --lr 1": ("train.py", False, None),
+    "uv run --frozen torchrun --nproc-per-node 2 train.py --lr 1": ("train.py", False, 2),
+    "uv run -m pkg.train --lr 1": ("pkg.train", True, None),
+    "uv run env A=1 python train.py --lr 1": ("train.py", False, None),
+    "mpirun -np 4 --oversubscribe python train.py --lr 1": ("train.py", False, 4),
+    "mpirun -n 2 -H a:1,b:1 -x A=1 python -m pkg.train --lr 1": ("pkg.train", True, 2),
+    "accelerate launch --multi_gpu --num_processes 2 train.py --lr 1": ("train.py", False, 2),
+    "accelerate launch --num_processes 1 -m pkg.train --lr 1": ("pkg.train", True, None),
+    "accelerate-launch --multi_gpu --num_processes 2 train.py --lr 1": ("train.py", False, 2),
+    "python -m accelerate.commands.launch --multi_gpu --num_processes 2 train.py --lr 1": (
+        "train.py",
+        False,
+        2,
+    ),
+}
+
+
+def read(command: str) -> ScriptCommand:
+    if "accelerate" in command:
+        pytest.importorskip("accelerate")
+    return read_command(command.split())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_launcher_is_read_as_its_user_means_it(command: str) -> None:
+    target, is_module, workers = COMMANDS[command]
+    script = read(command)
+    assert (script.target, script.is_module, script.workers) == (target, is_module, workers)
+    assert script.arguments == ("--lr", "1")
+
+
+def test_variables_of_the_command_reach_the_ranks() -> None:
+    nested = read("env A=1 B=2 uv run env B=3 C=x=y torchrun --nproc-per-node 2 train.py")
+    assert nested.environment == {"A": "1", "B": "3", "C": "x=y"}
+    assert read("mpirun -np 2 -x A=1 python train.py").environment == {"A": "1"}
+    accelerated = read(
+        "accelerate launch --multi_gpu --num_processes 2 --mixed_precision bf16 train.py"
+    )
+    assert accelerated.environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert not {"MASTER_ADDR", "MASTER_PORT"} & set(accelerated.environment)
+
+
+REFUSED = {
+    "": "a command is needed",
+    "bash train.sh": "must start with torchrun, accelerate launch, mpirun, python or a script.py",
+    "deepspeed train.py": "DeepSpeed sends gradients itself",
+    "srun python train.py": r"inside the allocation start Ray on every node",
+    "uv sync": "only `uv run` starts scripts",
+    "uv run --with x train.py": "uv run OPTIONS autotune tune -- COMMAND",
+    "uv run": "uv run OPTIONS autotune tune -- COMMAND",
+    "env -i python train.py": "must be followed by NAME=value and a command",
+    "env A=1": "must be followed by NAME=value and a command",
+    "mpirun python train.py": "needs the number of ranks",
+    "mpirun -np x python train.py": "-np needs a number, but has 'x'",
+    "mpirun -np 2 --timeout 3 python train.py": "but not --timeout; leave it out",
+    "mpirun -np 2 torchrun --nproc-per-node 2 train.py": "starts another launcher",
+    "torchrun --nproc-per-node 2 --nonsense 3 train.py": "torchrun does not understand",
+    "torchrun --nproc-per-node many train.py": "needs numbers",
+    "accelerate launch --use_deepspeed --num_processes 2 train.py": "is set to use_deepspeed",
+    "accelerate launch --use_fsdp --num_processes 2 train.py": "is set to use_fsdp",
+    "python": "python needs a script or -m module",
+    "python other.py": "the training script must be a file",
+}
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_what_cannot_be_started_is_refused_with_the_fix(command: str) -> None:
+    with pytest.raises(InvalidInput, match=REFUSED[command]):
+        read(command)
+
+
+def test_a_run_keeps_the_launcher_of_its_command() -> None:
+    mode = ("--strategy", "best.json")
+    torchrun = with_launcher(read("torchrun --nproc-per-node 4 train.py --lr 1"), 2, mode)
+    assert torchrun[:5] == [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    assert torchrun[-6:] == ["--strategy", "best.json", "--", "train.py", "--lr", "1"]
+    mpirun = with_launcher(read("mpirun -np 2 --oversubscribe python train.py"), 2, mode)
+    assert mpirun[:6] == ["mpirun", "-np", "2", "--oversubscribe", sys.executable, "-u"]
+    bare = with_launcher(read("train.py"), 3, mode)
+    assert bare[3:6] == ["--standalone", "--nproc-per-node", "3"]
+    accelerated = "accelerate launch --multi_gpu --num_processes 2 train.py"
+    assert with_launcher(read(accelerated), 3, mode)[5] == "2"
