@@ -144,10 +144,11 @@ def _run_recorded(settings: Path, words: list[str]) -> int:
 def _steered_by(session: Session) -> Iterator[None]:
     """Let `session` steer the models that the script builds."""
     from runtime_rewriter.pytorch.ddp import replaced_ddp
+    from runtime_rewriter.rank.own_ranks import spawned_ranks_controlled
 
     waits = session.timeouts
     ddp = replaced_ddp(session, timeout_s=waits.message_s, agreement_timeout_s=waits.agreement_s)
-    with ddp, active_session(session):
+    with ddp, spawned_ranks_controlled(), active_session(session):
         yield
 
 

@@ -36,6 +36,7 @@ from runtime_rewriter.pytorch.exchange.ranks import TUNING_TIMEOUTS
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.numerics import GradientGate
 from runtime_rewriter.rank.activities import Activity, EmulationRun, ProfileRun, TrialRun
+from runtime_rewriter.rank.without_ddp import StepsWithoutDdp
 from runtime_rewriter.scheduling import usable_cores
 from runtime_rewriter.software import software_versions
 
@@ -60,6 +61,7 @@ class TuningSession:
         self._activity: Activity | None = None
         self._step_started_s = 0.0
         self._heartbeat_s = 0.0
+        self._without_ddp = StepsWithoutDdp()
         self.steps = 0
         """Steps that the script has made since it started."""
 
@@ -68,6 +70,7 @@ class TuningSession:
 
         Further models keep theirs.
         """
+        self._without_ddp.stop()
         if self._synchronizer is None:
             self._synchronizer, self._current_plan = synchronizer, synchronizer.plan
             synchronizer.listeners.append(self)

@@ -60,6 +60,7 @@ class RunningScript:
         self.step_timeout_s = max(step_timeout_s, SILENT_HEARTBEATS * HEARTBEAT_S)
         self._start_timeout_s = start_timeout_s
         self._placement: Placement | None = None
+        self._log_paths: tuple[str, ...] = ()  # of the last start, by rank
         self.running = False
         self._fresh = False
         """No instruction was carried out since the last start."""
@@ -165,8 +166,10 @@ class RunningScript:
             lost_the_port = "address already in use" in problem.message.lower()
             if problem.kind is FailureKind.HANG or not (self.model_id or lost_the_port):
                 break  # another attempt at a script that hangs or never ran would end the same way
+        log = self._log_paths[problem.rank or 0] if self._log_paths else ""
         raise LaunchError(
             f"the script died before its first step ({problem.kind}): {problem.message}"
+            f"{f'; its output: {log}' if log else ''}"
         )
 
     def lose_workers(self) -> None:
@@ -216,6 +219,7 @@ class RunningScript:
         if self._placement is None:
             self._placement = self._place()
         launch = self._placement.launch()
+        self._log_paths = launch.log_paths
         words = list(launch.command.as_python_words())
         for rank, worker in enumerate(self._placement.workers):
             worker.start(words, launch.environments[rank], launch.directory, launch.log_paths[rank])

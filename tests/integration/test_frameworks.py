@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,8 @@ LAUNCHES = {
         "",
     ),
     "Trainer": (  # without clipping, too, it scales by 1 to log the norm
-        "env TOKENIZERS_PARALLELISM=false python -m torch.distributed.run --nproc-per-node 2 {scripts}/train_trainer.py {out}",
+        "env TOKENIZERS_PARALLELISM=false python -m torch.distributed.run --nproc-per-node 2 "
+        "{scripts}/train_trainer.py {out}",
         "gradients are changed between backward() and step()",
     ),
     "Lightning": (
@@ -66,3 +69,49 @@ def test_a_script_is_tuned_as_it_is(name: str, tmp_path: Path, tracking_store: P
     assert history.profiled is not None
     assert history.profiled.cross_step_refused.startswith(refused)
     assert bool(history.profiled.cross_step_refused) == bool(refused)
+
+
+SPAWNING = ("--workers", "2", *FEW_TRIALS, *SHORT_PROBE, "--simulators", "linear", "--json")
+
+
+def test_ranks_that_a_script_spawns_itself_are_controlled(tmp_path, tracking_store) -> None:
+    jobs = with_tracking_store(tmp_path / "jobs", tracking_store)
+    script = ("python", str(ROOT / "tests" / "scripts" / "train_spawn.py"))
+    done = run("tune", "--directory", str(jobs), *SPAWNING, "--", *script, "2", "1000000")
+    assert done.returncode == 0, done.stderr
+    best = json.loads(done.stdout)["best"]
+    again = run("run", "--strategy", best, "--", *script, "2", "20")
+    assert again.returncode == 0, again.stderr
+    mpirun = ("mpirun", "-np", "2", "--oversubscribe", "--allow-run-as-root", "-x", "STEPS=20")
+    same_model = ROOT / "tests" / "scripts" / "train_mpi.py"
+    other = run("run", "--strategy", best, "--", *mpirun, "python", str(same_model))
+    assert other.returncode == 0, other.stderr
+
+
+ALONE = {
+    "unwrapped": "the script has made 8 steps, but its model is not wrapped",
+    "sharded": "its parameters are sharded (DTensor",
+    "missing": "ModuleNotFoundError: No module named 'no_such_module'",
+}
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_what_cannot_be_tuned_is_named_at_once(case: str, tmp_path: Path, tracking_store) -> None:
+    jobs = with_tracking_store(tmp_path / "jobs", tracking_store)
+    script = ("torchrun", "--nproc-per-node", "2", str(ROOT / "tests/scripts/train_alone.py"))
+    began_s = time.monotonic()
+    done = run("tune", "--directory", str(jobs), "--", *script, case)
+    assert done.returncode == 1 and time.monotonic() - began_s < 60
+    assert done.stderr.count(ALONE[case]) == 1
+    (log,) = re.findall(r"its output: (\S+)", done.stderr)
+    assert Path(log).is_file()
+
+
+def test_another_number_of_spawned_ranks_is_refused_with_what_to_type(
+    tmp_path: Path, tracking_store
+) -> None:
+    jobs = with_tracking_store(tmp_path / "jobs", tracking_store)
+    script = ("python", str(ROOT / "tests" / "scripts" / "train_spawn.py"), "4", "10")
+    done = run("tune", "--directory", str(jobs), "--workers", "2", "--", *script)
+    assert done.returncode == 1
+    assert "the script starts 4 ranks" in done.stderr and "(--workers 4)" in done.stderr

@@ -1,6 +1,7 @@
 """A script of transformers' Trainer on a small BERT."""
 
 import sys
+from typing import Any
 
 import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
@@ -15,7 +16,7 @@ class Sentences(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": torch.tensor(index % 2)}
 
 
-sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 config = BertConfig(vocab_size=50, intermediate_size=16, max_position_embeddings=16, **sizes)
 arguments = TrainingArguments(
     output_dir=sys.argv[1],
