@@ -104,7 +104,7 @@ class ProfileAnswer(_Message):
     """Answers `StartProfile`. `workload` is None if no steps were profiled.
 
     `cores`: usable CPU cores of the host. `cross_step_refused`: why the script cannot synchronize
-    across steps; empty if it can.
+    across steps; empty if it can. `current_messages`: buckets of the current setup; 0: not known.
     """
 
     workload: Workload | None
@@ -112,6 +112,7 @@ class ProfileAnswer(_Message):
     software: dict[str, str]
     cores: int
     cross_step_refused: str
+    current_messages: int = 0
 
 
 @dataclass(frozen=True)

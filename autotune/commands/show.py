@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
 from autotune.canonical import to_data
 from autotune.commands.arguments import add_directory
-from autotune.commands.render.progress import first_line
-from autotune.commands.render.tables import table_text
+from autotune.commands.render.progress import first_line, short_name
+from autotune.commands.render.tables import plain_table, table_text
 from autotune.jobs.overview import job_overview
-from autotune.jobs.results import taken_under
+from autotune.jobs.results import strategy_text, taken_under
 from autotune.jobs.workspace import Workspace
 from autotune.records import CURRENT_SETUP, Measured
 from autotune.storage.store import Store
@@ -22,9 +21,10 @@ from autotune.tuning.history import History
 from autotune.units import format_seconds
 
 TRIAL_COLUMNS = (
-    *("trial", "role", "strategy", "origin", "measured", "95 %", "quartiles", "steps"),
-    *("predicted", "note"),
+    *("", "trial", "role", "strategy", "measured", "95 %", "quartiles", "steps", "predicted"),
+    "what it does",
 )
+WINNER = "*"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,43 +46,54 @@ def _jobs(store: Store) -> tuple[dict[str, Any], str]:
 
 
 def _job(workspace: Workspace, store: Store, job_id: str) -> tuple[dict[str, Any], str]:
-    data = job_overview(workspace, store, job_id)
     history, decision = store.history(job_id), store.decision(job_id)
-    table = Table(*TRIAL_COLUMNS)
-    for trial in history.trials:
-        table.add_row(*_row(trial, history))
+    data = job_overview(workspace, store, job_id, history, decision)
+    exported = decision.strategy_id if decision else None
+    words: dict[str, str] = {}
+    rows = (_row(trial, history, exported, words) for trial in history.trials)
+    table = plain_table(TRIAL_COLUMNS, rows)
     limits = f"{history.profiled.limits}\n" if history.profiled and history.profiled.limits else ""
     summary = f"not finished ({history.quality}); `autotune tune --resume` continues"
     if decision:
-        summary = decision.reason
+        winner = strategy_text(history, decision.strategy_id)
+        summary = (
+            f"{decision.strategy_id} ({winner}): {decision.reason}" if winner else decision.reason
+        )
     summary += taken_under(history.conditions(store.job(job_id).conditions))
     if data["carrier"]:
         summary += f"; {data['carrier']}"
     head = f"{job_id} ({data['status']}): {summary}"
-    return data, f"{table_text(table)}{limits}{head}\nreport: {data['report']}"
+    return data, f"{table}{limits}{head}\nreport: {data['report']}"
 
 
-def _row(trial: TrialFinished, history: History) -> tuple[str, ...]:
+def _row(
+    trial: TrialFinished, history: History, exported: str | None, words: dict[str, str]
+) -> tuple[str, ...]:
+    """The cells of one trial. `words` keeps the descriptions of strategies that were met."""
     request, outcome = trial.request, trial.outcome
-    proposal = history.proposals.get(request.strategy_id)
-    name = "current setup" if request.strategy_id == CURRENT_SETUP else request.strategy_id
-    note = "disturbed" if request.number in history.disturbed else ""
+    strategy_id = request.strategy_id
+    if strategy_id not in words:
+        proposal = history.proposals.get(strategy_id)
+        origin = f" ({proposal.origin})" if proposal else ""
+        words[strategy_id] = strategy_text(history, strategy_id) + origin
+    notes = [words[strategy_id]]
     if isinstance(outcome, Measured):
         low, high = (format_seconds(value) for value in outcome.quartiles_s)
         error = f"± {trial.interval.half_width:.1%}" if trial.interval else ""
         steps = str(len(outcome.slowest_s))
         steps += f", {outcome.stopped.value}" if outcome.stopped else ""
         figures = (format_seconds(outcome.median_s), error, f"{low} - {high}", steps)
+        if request.number in history.disturbed:
+            notes.insert(0, "disturbed")
     else:
         figures = ("failed", "", "", "")
-        note = f"{outcome.kind}: {first_line(outcome.message, 60)}"
-    cells = (
+        notes = [f"{outcome.kind}: {first_line(outcome.message, 60)}"]
+    return (
+        WINNER if strategy_id == exported != CURRENT_SETUP else "",
         str(request.number),
         request.role.value,
-        name,
-        proposal.origin if proposal else "",
+        short_name(strategy_id),
         *figures,
         format_seconds(request.predicted_s) if request.predicted_s else "",
-        note,
+        "; ".join(filter(None, notes)),
     )
-    return tuple(escape(cell) for cell in cells)

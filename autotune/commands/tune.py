@@ -91,13 +91,15 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     data = {
         "job": job.id,
         "decision": to_data(done.decision),
+        "winner": done.winner,
         "best": str(done.results.export),
         "report": str(done.results.report),
         "tracking_uri": done.uri,
         "unsent_tracking_items": done.unsent,
         "exit_status": 0,
     }
-    return data, decision_text(done.decision, done.results, done.uri, done.unsent, job.spec)
+    text = decision_text(done.decision, done.results, done.uri, done.unsent, job.spec, done.winner)
+    return data, text
 
 
 def _given_options(options: argparse.Namespace) -> list[str]:

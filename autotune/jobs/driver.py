@@ -132,7 +132,14 @@ def _execute(
         if spec.conditions.accelerators is Accelerators.EMULATED:
             workload = replace(workload, threads=0)  # waits take no core from messages
         cluster = probed(spec.cluster, profile, spec.conditions.network is not Network.HOSTS)
-        return Profiled(workload, cluster, 0.0, profile.software, profile.cross_step_refused)
+        return Profiled(
+            workload,
+            cluster,
+            0.0,
+            profile.software,
+            profile.cross_step_refused,
+            profile.current_messages,
+        )
     if isinstance(instruction, Propose):
         return proposer.propose(history, instruction.round, instruction.count)
     request = instruction.request

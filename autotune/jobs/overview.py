@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autotune.canonical import to_data
-from autotune.jobs.results import write_job_report
+from autotune.jobs.results import job_report
 from autotune.jobs.workspace import Workspace
 from autotune.records import Decision
 from autotune.storage.store import Store
@@ -14,9 +14,12 @@ from autotune.tuning.events import TrialFinished
 from autotune.tuning.history import History
 
 
-def job_overview(workspace: Workspace, store: Store, job_id: str) -> dict[str, Any]:
-    """JSON data of a job in any state. Writes its report anew, and nothing else."""
-    spec, history, decision = store.job(job_id), store.history(job_id), store.decision(job_id)
+def job_overview(
+    workspace: Workspace, store: Store, job_id: str, history: History, decision: Decision | None
+) -> dict[str, Any]:
+    """JSON data of a job in any state. Writes the report of an undecided job anew, and nothing
+    else."""
+    spec = store.job(job_id)
     return {
         "job": job_id,
         "status": store.job_status(job_id),
@@ -28,7 +31,7 @@ def job_overview(workspace: Workspace, store: Store, job_id: str) -> dict[str, A
         "reference_noise": history.reference_noise,
         "repeated": history.repeated,
         "trials": [_trial(trial, history) for trial in history.trials],
-        "report": str(write_job_report(workspace, store, job_id, decision)),
+        "report": str(job_report(workspace, spec, job_id, history, decision)),
     }
 
 

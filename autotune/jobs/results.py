@@ -10,6 +10,8 @@ from autotune.jobs.workspace import Workspace
 from autotune.records import CURRENT_SETUP, Conditions, Decision
 from autotune.reports.job_page import write_report
 from autotune.storage.store import Store
+from autotune.strategy_space.describe import plan_text
+from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec
 
 
@@ -24,19 +26,28 @@ def write_results(workspace: Workspace, store: Store, job_id: str, decision: Dec
     folder = workspace.job(job_id)
     export = folder / "best.json"
     job_export(store, job_id, decision).write(export)
-    return Results(export, write_job_report(workspace, store, job_id, decision))
+    report = folder / "report.html"
+    write_report(report, store.job(job_id), store.history(job_id), decision, export)
+    return Results(export, report)
 
 
-def write_job_report(
-    workspace: Workspace, store: Store, job_id: str, decision: Decision | None
+def job_report(
+    workspace: Workspace, spec: JobSpec, job_id: str, history: History, decision: Decision | None
 ) -> Path:
-    """Write the report of a job in any state."""
+    """The report of a job in any state. That of a decided job is final, and written once."""
     report = workspace.job(job_id) / "report.html"
     export = workspace.job(job_id) / "best.json"
-    write_report(
-        report, store.job(job_id), store.history(job_id), decision, export if decision else None
-    )
+    if decision is None or not report.exists():
+        write_report(report, spec, history, decision, export if decision else None)
     return report
+
+
+def strategy_text(history: History, strategy_id: str) -> str:
+    """A proposed strategy in words; empty for the current setup."""
+    planned = history.planned(strategy_id)
+    if planned is None or history.profiled is None:
+        return ""
+    return plan_text(planned.plan, history.profiled.current_messages)
 
 
 def taken_under(conditions: Conditions) -> str:
@@ -45,19 +56,22 @@ def taken_under(conditions: Conditions) -> str:
 
 
 def decision_text(
-    decision: Decision, results: Results, uri: str, unsent: int, spec: JobSpec
+    decision: Decision, results: Results, uri: str, unsent: int, spec: JobSpec, winner: str = ""
 ) -> str:
-    """The final output of `autotune tune`."""
+    """The final output of `autotune tune`. `winner`: the exported strategy in words."""
     # If the current setup stays, the reason already states it.
-    headline = "" if decision.strategy_id == CURRENT_SETUP else f"exported {decision.strategy_id}: "
+    headline = ""
+    if decision.strategy_id != CURRENT_SETUP:
+        headline = f"exported {decision.strategy_id}{f' ({winner})' if winner else ''}: "
     command = " ".join(spec.command)
     lines = [
         f"{headline}{decision.reason}{taken_under(spec.conditions)}",
         f"  export   {results.export}",
         f"  report   {results.report}",
         f"  trials   mlflow ui --backend-store-uri {uri}",
-        f"  use it   autotune run --strategy {results.export} -- {command}",
     ]
+    if decision.strategy_id != CURRENT_SETUP:
+        lines.append(f"  use it   autotune run --strategy {results.export} -- {command}")
     if unsent:
         lines.append(
             f"  {unsent} items could not be sent to {uri} yet; `autotune track` sends them"

@@ -13,14 +13,11 @@ from autotune.cluster_file import read_cluster
 from autotune.errors import InvalidInput
 from autotune.parsing import read_json
 from autotune.records import Accelerators, Conditions, Network
-from autotune.tuning.job import SETTINGS, JobSpec, read_job_file
+from autotune.tuning.job import NO_LIMIT_S, NO_LIMIT_TRIALS, SETTINGS, JobSpec, read_job_file
 from autotune.workload import Workload
 from runtime_rewriter.emulation import timetable_of
 from runtime_rewriter.scheduling import usable_cores, wants_round_robin
 from runtime_rewriter.world.command import ScriptCommand, read_command
-
-NO_LIMIT_TRIALS, NO_LIMIT_S = 1_000_000, 30 * 24 * 3600.0
-"""The budget that was not given, if the other one was."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""End a command on SIGTERM or Ctrl-C so that a job can be resumed."""
+"""End a command on SIGTERM, SIGHUP or Ctrl-C so that a job can be resumed."""
 
 from __future__ import annotations
 
@@ -39,14 +39,17 @@ class Interruption:
 
 @contextlib.contextmanager
 def terminable() -> Iterator[Interruption]:
-    """Treat SIGTERM like Ctrl-C: stop the workers; the job can be resumed.
+    """Treat SIGTERM and SIGHUP like Ctrl-C: stop the workers; the job can be resumed.
 
-    An ignored SIGINT, as in the background jobs of a shell, stays ignored.
+    An ignored SIGINT, as in the background jobs of a shell, stays ignored, as does a SIGHUP that
+    nohup ignores.
     """
     interruption = Interruption()
     numbers = [signal.SIGTERM]
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         numbers.append(signal.SIGINT)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # a closed terminal
+        numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, interruption.ask) for number in numbers}
     try:
         yield interruption

@@ -10,7 +10,7 @@ from datetime import datetime
 from autotune.errors import InvalidInput, LaunchError
 from autotune.jobs.driver import Observer, drive
 from autotune.jobs.places import Ranks, Where, placed_world, refuse_elsewhere
-from autotune.jobs.results import Results, write_results
+from autotune.jobs.results import Results, strategy_text, write_results
 from autotune.jobs.settings import Settings
 from autotune.jobs.workspace import Workspace, latest_job, new_job_id, use_mlflow_quietly
 from autotune.records import Decision
@@ -31,12 +31,14 @@ class Job:
 
 @dataclass(frozen=True)
 class FinishedJob:
-    """`unsent` counts the items that MLflow at `uri` has not received yet."""
+    """`unsent` counts the items that MLflow at `uri` has not received yet. `winner`: the exported
+    strategy in words; empty if the current setup stays."""
 
     decision: Decision
     results: Results
     uri: str
     unsent: int
+    winner: str
 
 
 def create_job(store: Store, settings: Settings, job_id: str | None) -> Job:
@@ -102,7 +104,8 @@ def run_job(
     results = write_results(workspace, store, job.id, decision)
     tracker.keep(proposer.finish(store.history(job.id)), [results.export, results.report])
     store.finish(job.id, decision)
-    return FinishedJob(decision, results, tracker.uri, tracker.flush())
+    winner = strategy_text(store.history(job.id), decision.strategy_id)
+    return FinishedJob(decision, results, tracker.uri, tracker.flush(), winner)
 
 
 def open_tracker(

@@ -20,13 +20,14 @@ from autotune.strategy_space.describe import (
     message_rows,
     messages_of,
     numbers_text,
+    plan_text,
     variable_rows,
     whole_text,
 )
 from autotune.strategy_space.plan import PlannedStrategy, plan
 from autotune.tuning.events import Profiled, TrialFinished
 from autotune.tuning.history import History
-from autotune.tuning.job import JobSpec
+from autotune.tuning.job import NO_LIMIT_S, NO_LIMIT_TRIALS, JobSpec
 from autotune.units import format_seconds
 
 OPEN_ROWS = 40
@@ -52,6 +53,7 @@ def _context(
     shown = _shown_strategy(history, decision)
     return {
         "spec": spec,
+        "budget": _budget(spec),
         "history": history,
         "profiled": profiled,
         "conditions": _conditions(spec, history),
@@ -71,6 +73,16 @@ def _context(
         "trials": [_trial_row(trial, history) for trial in history.trials],
         "open_rows": OPEN_ROWS,
     }
+
+
+def _budget(spec: JobSpec) -> str:
+    """The limits that the user gave."""
+    limits = []
+    if spec.max_trials < NO_LIMIT_TRIALS:
+        limits.append(f"{spec.max_trials} trials")
+    if spec.max_seconds < NO_LIMIT_S:
+        limits.append(format_seconds(spec.max_seconds))
+    return ", ".join(limits) or "none"
 
 
 def _conditions(spec: JobSpec, history: History) -> str:
@@ -120,11 +132,19 @@ def _headline(history: History, decision: Decision | None) -> dict[str, str]:
         compared = decision.comparison
         kind, title = "won", f"{1 / compared.ratio:.2f}x as fast"
         text = (
-            f"{decision.strategy_id} is exported. {compared.confidence:.0%} interval "
+            f"{decision.strategy_id} is exported{_in_words(history, decision.strategy_id)}. "
+            f"{compared.confidence:.0%} interval "
             f"{1 / compared.high:.2f}x to {1 / compared.low:.2f}x, {compared.pairs} interleaved "
             "pairs."
         )
     return {"kind": kind, "title": title, "text": text}
+
+
+def _in_words(history: History, strategy_id: str) -> str:
+    planned, profiled = history.planned(strategy_id), history.profiled
+    if planned is None or profiled is None:
+        return ""
+    return f": {plan_text(planned.plan, profiled.current_messages)}"
 
 
 def _sides(history: History, decision: Decision | None) -> list[dict[str, Any]]:

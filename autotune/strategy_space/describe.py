@@ -7,7 +7,13 @@ from dataclasses import dataclass
 
 from autotune.strategy_space.compressors import ASSUMED
 from autotune.strategy_space.plan import Message, Plan, PlannedStrategy
-from autotune.strategy_space.strategy import Compressor, Shard, Strategy, VariableStrategy
+from autotune.strategy_space.strategy import (
+    Compressor,
+    Shard,
+    Strategy,
+    Synchronizer,
+    VariableStrategy,
+)
 from autotune.workload import Variable, Workload
 
 SHOWN = 4
@@ -71,6 +77,50 @@ def whole_text(strategy: Strategy) -> str:
         else f"Ring order {', '.join(map(str, strategy.ring_order))}."
     )
     return " ".join(sentence for sentence in (crossing, ring) if sentence)
+
+
+_SENT = {
+    Synchronizer.ALL_REDUCE: "all-reduced",
+    Synchronizer.REDUCE_SCATTER_ALL_GATHER: "reduce-scattered and gathered",
+    Synchronizer.PARAMETER_SERVER: "pushed to servers",
+    Synchronizer.REDUCE_BROADCAST: "reduced to one rank and broadcast",
+}
+
+
+def plan_text(planned: Plan, current_messages: int = 0) -> str:
+    """Say what the plan does in a phrase: "8 messages instead of 2, pushed to servers".
+
+    `current_messages`: messages of the current setup; 0: not known.
+    """
+    total = sum(message.grad_bytes for message in planned.messages) or 1
+    parts = []
+    for synchronizer, words in _SENT.items():
+        sent = [m.grad_bytes for m in planned.messages if m.synchronizer is synchronizer]
+        share = sum(sent) / total
+        if sent:
+            parts.append((share, words if share > 0.995 else f"{max(share, 0.01):.0%} {words}"))
+    count = len(planned.messages)
+    phrases = [
+        f"{count} message{'s' if count > 1 else ''}"
+        + (f" instead of {current_messages}" if current_messages not in (0, count) else ""),
+        ", ".join(words for _, words in sorted(parts, key=lambda part: -part[0])),
+    ]
+    cut = {part.variable for m in planned.messages for part in m.slices}
+    slices = sum(len(message.slices) for message in planned.messages)
+    if slices > len(cut):
+        phrases.append("large variables in pieces")
+    if any(message.hierarchical for message in planned.messages):
+        phrases.append("first within each host")
+    compressors = _distinct(
+        message.compressor.value
+        for message in planned.messages
+        if message.compressor is not Compressor.NONE
+    )
+    if compressors:
+        phrases.append(f"compressed by {compressors}")
+    if planned.cross_step:
+        phrases.append("running into the next forward pass")
+    return ", ".join(phrases)
 
 
 def messages_of(planned: Plan) -> dict[str, list[int]]:

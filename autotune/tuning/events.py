@@ -44,6 +44,7 @@ class Profiled:
     """The workload of one replica and the costs of the links, measured on the running script.
 
     `cross_step_refused`: why this script cannot synchronize across steps; empty if it can.
+    `current_messages`: buckets of the current setup; 0: not known.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -53,6 +54,7 @@ class Profiled:
     elapsed_s: float
     software: dict[str, str]
     cross_step_refused: str = ""
+    current_messages: int = 0
 
     @property
     def limits(self) -> str:

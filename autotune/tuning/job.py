@@ -36,6 +36,8 @@ class Similarity(StrEnum):
     HIDDEN = "hidden"  # cosine of the simulator's hidden state; needs a trained simulator
 
 
+NO_LIMIT_TRIALS, NO_LIMIT_S = 1_000_000, 30 * 24 * 3600.0
+"""The budget that was not given, if the other one was."""
 DEFAULT_SIMULATORS = ("linear", "rnn", "gat")
 
 

@@ -302,18 +302,19 @@ def _decide(
             f"direction ended it); so the current setup stays; {history.quality}"
         )
         return Decision(CURRENT_SETUP, reason, comparison, best)
+    half_width = (comparison.high - comparison.low) / 2 / comparison.ratio
+    precise = ended is Ended.PRECISE and half_width <= spec.ab_precision
     pairs = (
-        f"{comparison.pairs} interleaved pairs ({ended.value}): time ratio "
+        f"{comparison.pairs} interleaved pairs "
+        f"({'as precise as asked for' if precise else ended.value}): time ratio "
         f"{comparison.ratio:.3f}, {100 * spec.confidence:.0f} % interval {comparison.low:.3f} to "
         f"{comparison.high:.3f}"
     )
     if comparison.high < 1:
         reason = f"faster than the current setup in {pairs}; {history.quality}"
         return Decision(best, reason, comparison, best)
-    reason = (
-        f"{count} is not significantly faster in {pairs}; so the current setup stays; "
-        f"{history.quality}"
-    )
+    finding = "slower than the current setup" if comparison.low > 1 else "not significantly faster"
+    reason = f"{count} is {finding} in {pairs}; so the current setup stays; {history.quality}"
     return Decision(CURRENT_SETUP, reason, comparison, best)
 
 

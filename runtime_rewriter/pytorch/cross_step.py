@@ -328,12 +328,12 @@ class CrossStepUpdates:
                     dropped.append(parameter)
                 parameter.grad = pending.gradient
         self._write(positions)
-        for position, pending in done.items():
-            unwatch(self._parameters[position])  # optimizers check the class of what they update
-            if pending.gradient is not None:
-                unwatch(pending.gradient)
         if not self.updates_played:
             self._update(done)
+        for position, pending in done.items():  # last: other threads wait for a watched tensor
+            unwatch(self._parameters[position])
+            if pending.gradient is not None:
+                unwatch(pending.gradient)
         for parameter in dropped:
             parameter.grad = None
         if not self._pending:
@@ -345,9 +345,6 @@ class CrossStepUpdates:
         if not updated:
             return
         parameters = {position: self._parameters[position] for position in updated}
-        optimizers = {update.optimizer for due in updated.values() for update, _ in due}
-        for optimizer in optimizers:
-            unguard(optimizer)
         if self.gate is not None:
             self.gate.before_updates(parameters, updated)
         self._apply(updated)
@@ -355,7 +352,7 @@ class CrossStepUpdates:
             self.gate.after_updates(parameters, updated)
         for due in updated.values():
             self._due.subtract(update.optimizer for update, _ in due)
-        self._guard(optimizers)
+        self._guard({update.optimizer for due in updated.values() for update, _ in due})
 
     def _apply(self, updated: Mapping[int, Sequence[tuple[DueUpdate, int]]]) -> None:
         due: dict[int, tuple[DueUpdate, dict[int, list[Parameter]]]] = {}
@@ -376,6 +373,7 @@ class CrossStepUpdates:
         for optimizer in optimizers:
             if self._due[optimizer] <= 0:
                 del self._due[optimizer]
+                unguard(optimizer)
             elif optimizer is not self._stepping:
                 guard(optimizer, flush_all_synchronizers)
 

@@ -411,10 +411,11 @@ class GradientSynchronizer:
     def _come_last(self) -> None:
         """Move our hooks behind those that the script has registered since, which may change
         gradients: DDP, too, takes a gradient after them."""
-        for parameter, handle in zip(self.parameters, self._handles, strict=False):
-            hooks: Any = parameter._post_accumulate_grad_hooks
-            if len(hooks) > 1 and next(reversed(hooks)) != handle.id:
-                hooks[handle.id] = hooks.pop(handle.id)  # autograd follows the order of insertion
+        with torch._C.DisableTorchFunctionSubclass():  # it reads no value that is under way
+            for parameter, handle in zip(self.parameters, self._handles, strict=False):
+                hooks: Any = parameter._post_accumulate_grad_hooks
+                if len(hooks) > 1 and next(reversed(hooks)) != handle.id:
+                    hooks[handle.id] = hooks.pop(handle.id)  # autograd follows their insertion
 
     @property
     def _ends_matter(self) -> bool:

@@ -49,9 +49,10 @@ attributes_of: Callable[[Optimizer], dict[str, Any]] = vars(Optimizer)["__dict__
 
 def _flushed(optimizer: Any) -> dict[str, Any]:
     attributes = attributes_of(optimizer)
-    flush: Callable[[], None] = attributes[_FLUSH]
-    unguard(optimizer)
-    flush()
+    flush: Callable[[], None] | None = attributes.get(_FLUSH)
+    if flush is not None:  # another thread's read may have come first
+        flush()
+        unguard(optimizer)
     return attributes
 
 
@@ -73,7 +74,7 @@ def unguard(optimizer: Optimizer) -> None:
     kind = _PLAIN.get(type(optimizer))
     if kind is not None:
         optimizer.__class__ = kind
-        del attributes_of(optimizer)[_FLUSH]
+        attributes_of(optimizer).pop(_FLUSH, None)
 
 
 def plain_class(optimizer: Optimizer) -> type[Optimizer]:

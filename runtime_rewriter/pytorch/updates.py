@@ -9,6 +9,7 @@ read. Unknown optimizers, and hooks around the step, may break this: see `coupli
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -98,18 +99,32 @@ class DueUpdate:
         )
 
     def apply(self, members: Mapping[int, list[Parameter]]) -> None:
-        """Update only `members`, by the number of their parameter group."""
-        step = unhooked_step(plain_class(self.optimizer))
-        groups = self.optimizer.param_groups
-        self.optimizer.param_groups = [
-            {**self.hyperparameters[number], "params": chosen}
-            for number, chosen in sorted(members.items())
-        ]
-        try:
-            with self.modes():
-                step(self.optimizer)
-        finally:
-            self.optimizer.param_groups = groups
+        """Update only `members`, by the number of their parameter group.
+
+        torch's own step runs on stand-ins: tensors on the same memory, in an optimizer with the
+        same attributes. Until it ends, the parameters and the script's optimizer can so be watched,
+        and other threads that read them wait.
+        """
+        attributes = attributes_of(self.optimizer)
+        states = attributes["state"]
+        stand_ins = {p: _stand_in(p) for chosen in members.values() for p in chosen}
+        kind = plain_class(self.optimizer)
+        stepping: Any = kind.__new__(kind)
+        stepping.__dict__ = {
+            **attributes,
+            "param_groups": [
+                {**self.hyperparameters[number], "params": [stand_ins[p] for p in chosen]}
+                for number, chosen in sorted(members.items())
+            ],
+            "state": defaultdict(
+                dict, {stand_in: states[p] for p, stand_in in stand_ins.items() if p in states}
+            ),
+        }
+        with self.modes():
+            unhooked_step(kind)(stepping)
+        for parameter, stand_in in stand_ins.items():
+            if stand_in in stepping.state:
+                states[parameter] = stepping.state[stand_in]
 
     @contextmanager
     def modes(self) -> Iterator[None]:
@@ -117,6 +132,13 @@ class DueUpdate:
         device, enabled, dtype = self.autocast
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, dtype, enabled):
             yield
+
+
+def _stand_in(parameter: Parameter) -> Tensor:
+    """A tensor on the memory of the parameter, with its gradient."""
+    stand_in = parameter.detach()
+    stand_in.grad = None if parameter.grad is None else parameter.grad.detach()
+    return stand_in
 
 
 def _frozen(value: Any) -> Any:

@@ -121,7 +121,7 @@ class ProfileRun:
     """Probe the links at the first boundary, then profile the following steps."""
 
     def __init__(self, synchronizer: GradientSynchronizer, request: StartProfile) -> None:
-        self._cross_step = synchronizer.cross_step
+        self._synchronizer = synchronizer
         ranks, scale = synchronizer.ranks, synchronizer.byte_scale
         probed = request.probe_s > 0
         self._series = (
@@ -139,8 +139,11 @@ class ProfileRun:
     def answer(self) -> ProfileAnswer:
         workload = None if self._profiler is None else self._profiler.finish()
         # the script has made a step, or nothing could be profiled
-        refused = self._cross_step.refusal_reason() or ""
-        return ProfileAnswer(workload, self._series, software_versions(), usable_cores(), refused)
+        refused = self._synchronizer.cross_step.refusal_reason() or ""
+        buckets = self._synchronizer.own_buckets if self._synchronizer.plan is None else None
+        return ProfileAnswer(
+            workload, self._series, software_versions(), usable_cores(), refused, len(buckets or ())
+        )
 
 
 class EmulationRun:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from short_jobs import SHORT_PROBE, with_tracking_store
 
 from autotune.cluster import Cluster
@@ -45,7 +46,10 @@ def processes_with(word: str) -> list[int]:
     return processes
 
 
-def test_a_terminated_job_stops_its_ranks_and_says_how_to_go_on(tmp_path, tracking_store) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_terminated_job_stops_its_ranks_and_says_how_to_go_on(
+    tmp_path: Path, tracking_store: Path, number: signal.Signals
+) -> None:
     with_tracking_store(tmp_path, tracking_store)
     script = tmp_path / "train_marked.py"  # a name by which its processes are known
     script.write_text(SCRIPT.read_text())
@@ -84,7 +88,7 @@ def test_a_terminated_job_stops_its_ranks_and_says_how_to_go_on(tmp_path, tracki
 
     try:
         wait_for(lambda: trials() >= 3, "the third trial")
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         _, error = process.communicate(timeout=60)
     finally:
         process.kill()

@@ -14,6 +14,7 @@ from torch_world import on_ranks
 
 from runtime_rewriter.pytorch.cross_step import CrossStepUpdates
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
+from runtime_rewriter.pytorch.optimizer_guard import attributes_of
 from runtime_rewriter.pytorch.update_gate import UpdateGate
 from runtime_rewriter.pytorch.updates import DueUpdate
 from runtime_rewriter.rank.activities import GATED_UPDATES, NumericsFailure, TrialRun
@@ -95,7 +96,8 @@ def with_own_state(self: DueUpdate, members: Any) -> None:
     _APPLY(self, members)
     for chosen in members.values():
         for parameter in chosen:
-            self.optimizer.state[parameter]["momentum_buffer"].mul_(1.5)
+            states = attributes_of(self.optimizer)["state"]
+            states[parameter]["momentum_buffer"].mul_(1.5)
 
 
 def never(self: DueUpdate, members: Any) -> None:

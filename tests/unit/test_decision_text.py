@@ -17,6 +17,15 @@ def first_line(decision: Decision) -> str:
     return decision_text(decision, RESULTS, "sqlite:///x", 0, SPEC).splitlines()[0]
 
 
+def test_only_an_exported_strategy_is_to_be_used() -> None:
+    exported = Decision("strategy-1", "faster", None, "strategy-1")
+    text = decision_text(exported, RESULTS, "sqlite:///x", 0, SPEC, "8 messages")
+    assert text.startswith("exported strategy-1 (8 messages): faster")
+    assert "use it" in text
+    stays = Decision(CURRENT_SETUP, "no better", None, None)
+    assert "use it" not in decision_text(stays, RESULTS, "sqlite:///x", 0, SPEC)
+
+
 def test_the_headline_names_the_export_or_only_the_reason() -> None:
     reason = "faster than the current setup"
     exported = Decision("strategy-1", reason, None, "strategy-1")

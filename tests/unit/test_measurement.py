@@ -94,6 +94,12 @@ def test_fewer_steps_than_could_hold_the_median_give_no_interval():
     assert median_interval([1.0] * 5) is None and median_interval([1.0] * 6) is not None
 
 
+def test_one_slow_step_among_seven_does_not_widen_the_interval_beyond_what_they_show() -> None:
+    interval = median_interval([0.208, 0.209, 0.211, 0.212, 0.213, 0.215, 1.3])
+    assert interval is not None and interval.half_width < 0.1
+    assert interval.low < 0.212 < interval.high
+
+
 def test_the_same_steps_give_the_same_interval():
     values = generator(0, "steps").random(12)
     assert median_interval(values) == median_interval(list(values))

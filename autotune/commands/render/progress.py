@@ -43,7 +43,9 @@ class ConsoleProgress:
         elif isinstance(instruction, Propose):
             what = f"round {instruction.round}: sampling, training the simulators, ranking"
         elif isinstance(instruction, RunTrial):
-            what = f"trial {instruction.request.number}: {_name(instruction.request.strategy_id)}"
+            what = (
+                f"trial {instruction.request.number}: {short_name(instruction.request.strategy_id)}"
+            )
         else:
             what = "closing"
         self._status.update(f"{what}  [dim]{self._time_left(history)}[/dim]")
@@ -57,7 +59,7 @@ class ConsoleProgress:
             self._line(history, f"round {event.round}: {count}; {escape(event.reason)}")
         else:
             request = event.request
-            name = f"{_ROLES[request.role]} {request.number} {_name(request.strategy_id)}"
+            name = f"{_ROLES[request.role]} {request.number} {short_name(request.strategy_id)}"
             self._line(history, f"{name}: {_outcome(event)}{_best(history)}")
 
     def _profiled(self, event: Profiled) -> None:
@@ -124,7 +126,8 @@ def _best(history: History) -> str:
     return f"; best {format_seconds(best_s)}, {speedup:.2f}x the current setup"
 
 
-def _name(strategy_id: str) -> str:
+def short_name(strategy_id: str) -> str:
+    """The current setup, or the beginning of a strategy's id."""
     if strategy_id == CURRENT_SETUP:
         return "current setup"
     return strategy_id.removeprefix("strategy-")[:8]
