@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Run or resume a job; return the decision."""
+    began_s = time.monotonic()
     where = Where(options.address, options.shared_directory, read_ports(options.master_ports))
     if options.resume is None:
         settings = read_settings(  # before anything is written
@@ -70,9 +72,9 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     console = Console(stderr=True)
     with Store.open(workspace.store_path) as store, terminable() as interruption:
         if options.resume is None:
-            job = create_job(store, settings, options.job)
+            job = create_job(workspace, store, settings, options.job)
         else:
-            job = resume_job(store, options.resume, options.address)
+            job = resume_job(workspace, store, options.resume, options.address)
         with locked(store, job):
             words = escape(" ".join(job.spec.command))
             under = escape(taken_under(job.spec.conditions))
@@ -82,12 +84,20 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
                 highlight=False,
                 soft_wrap=True,
             )
+            console.print(
+                "[dim]the script trains meanwhile and ends with the job; what it writes, such as "
+                "checkpoints, comes from trials (AUTOTUNE_TUNING=1 is in its environment)[/dim]",
+                highlight=False,
+                soft_wrap=True,
+            )
             tracker = open_tracker(
                 workspace, store, job.id, options.tracking_uri, options.experiment
             )
             with ConsoleProgress(job.spec, console) as progress:
                 observers: list[Observer] = [progress, tracker, interruption]
-                done = run_job(workspace, store, job, where, tracker, observers, progress.waiting)
+                done = run_job(
+                    workspace, store, job, where, tracker, observers, progress.waiting, began_s
+                )
     data = {
         "job": job.id,
         "decision": to_data(done.decision),

@@ -68,13 +68,16 @@ def drive(
     world: TrialWorld,
     proposer: Proposer,
     observers: Sequence[Observer],
+    began_s: float | None = None,
 ) -> Decision:
     """Continue the job from the end of its event log to its decision.
+
+    `began_s`: when its time began on the monotonic clock; None: now.
 
     The caller closes the job when its results are written. Raises `LaunchError` if the script
     cannot be tuned.
     """
-    history = carry_out(job_id, spec, store, world, proposer, observers, next_instruction)
+    history = carry_out(job_id, spec, store, world, proposer, observers, next_instruction, began_s)
     last = next_instruction(spec, history)
     assert isinstance(last, Finish)
     return last.decision
@@ -88,6 +91,7 @@ def carry_out(
     proposer: Proposer,
     observers: Sequence[Observer],
     instruct: Callable[[JobSpec, History], Instruction | None],
+    began_s: float | None = None,
 ) -> History:
     """Execute instructions from the end of the event log until None or `Finish`.
 
@@ -95,7 +99,7 @@ def carry_out(
     `LaunchError` if the script cannot be tuned.
     """
     history = store.history(job_id)
-    before_s, began_s = history.elapsed_s, time.monotonic()
+    before_s, began_s = history.elapsed_s, time.monotonic() if began_s is None else began_s
     if history.profiled is not None:
         _same_model(history.profiled.workload, world.model_id())
         if spec.conditions.accelerators is Accelerators.EMULATED:

@@ -72,6 +72,7 @@ def decision_text(
     ]
     if decision.strategy_id != CURRENT_SETUP:
         lines.append(f"  use it   autotune run --strategy {results.export} -- {command}")
+    lines.append("  training the script that was tuned has ended; start your training anew")
     if unsent:
         lines.append(
             f"  {unsent} items could not be sent to {uri} yet; `autotune track` sends them"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from autotune.errors import InvalidInput, LaunchError
@@ -13,6 +15,8 @@ from autotune.jobs.places import Ranks, Where, placed_world, refuse_elsewhere
 from autotune.jobs.results import Results, strategy_text, write_results
 from autotune.jobs.settings import Settings
 from autotune.jobs.workspace import Workspace, latest_job, new_job_id, use_mlflow_quietly
+from autotune.masking import MASK, masked_command
+from autotune.parsing import read_json
 from autotune.records import Decision
 from autotune.sampler.proposer import Proposer
 from autotune.simulators.registry import SIMULATORS
@@ -21,11 +25,17 @@ from autotune.tracking.tracker import Tracker
 from autotune.tuning.job import JobSpec
 from runtime_rewriter.world.command import read_command
 
+COMMAND_FILE = "command.json"
+"""The words of a command with secrets, which every other copy masks; for its owner only."""
+
 
 @dataclass(frozen=True)
 class Job:
+    """`command` is what runs; `spec` has it without secrets."""
+
     id: str
     spec: JobSpec
+    command: tuple[str, ...]
     resumed: bool = False
 
 
@@ -41,18 +51,37 @@ class FinishedJob:
     winner: str
 
 
-def create_job(store: Store, settings: Settings, job_id: str | None) -> Job:
+def create_job(workspace: Workspace, store: Store, settings: Settings, job_id: str | None) -> Job:
     job_id = job_id or new_job_id(settings.script.name, datetime.now())
-    store.create_job(job_id, settings.spec)
-    return Job(job_id, settings.spec)
+    command = settings.spec.command
+    spec = replace(settings.spec, command=masked_command(command))
+    store.create_job(job_id, spec)
+    if spec.command != command:
+        path = workspace.job(job_id) / COMMAND_FILE
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump(command, file)
+    return Job(job_id, spec, command)
 
 
-def resume_job(store: Store, job_id: str | None, address: str | None) -> Job:
+def _command(workspace: Workspace, job_id: str, spec: JobSpec) -> tuple[str, ...]:
+    """The command that runs, from its own file if it has secrets; raises `InvalidInput`."""
+    path = workspace.job(job_id) / COMMAND_FILE
+    if path.exists():
+        return tuple(map(str, read_json(path)))
+    if any(MASK in word for word in spec.command):
+        raise InvalidInput(
+            f"the command of job {job_id!r} has secrets, which {path} keeps, but it is gone; "
+            "start a new job"
+        )
+    return spec.command
+
+
+def resume_job(workspace: Workspace, store: Store, job_id: str | None, address: str | None) -> Job:
     """Return the job to resume, by default the latest unfinished one; raises `InvalidInput`."""
     job_id = job_id or latest_job(store, unfinished=True)
     spec = store.job(job_id)
     refuse_elsewhere(spec.conditions, address)
-    return Job(job_id, spec, resumed=True)
+    return Job(job_id, spec, _command(workspace, job_id, spec), resumed=True)
 
 
 @contextlib.contextmanager
@@ -76,8 +105,11 @@ def run_job(
     tracker: Tracker,
     observers: Sequence[Observer],
     waiting: Callable[[str], None],
+    began_s: float,
 ) -> FinishedJob:
     """Run a locked job to its decision and write its results; `waiting` receives progress lines.
+
+    `began_s`: when the command began, on the monotonic clock; the budget counts from there.
 
     `observers` are notified in order; the tracker should be one of them.
 
@@ -86,7 +118,7 @@ def run_job(
     spec = job.spec
     proposer = Proposer(spec, SIMULATORS)
     ranks = Ranks(
-        read_command(spec.command),
+        read_command(job.command),
         spec.workers,
         workspace.job(job.id) / "logs",
         spec.step_timeout_s,
@@ -96,7 +128,7 @@ def run_job(
     )
     try:
         with placed_world(where, spec.cluster, spec.conditions, ranks, waiting) as world:
-            decision = drive(job.id, spec, store, world, proposer, observers)
+            decision = drive(job.id, spec, store, world, proposer, observers, began_s)
     except LaunchError:
         tracker.flush()
         raise

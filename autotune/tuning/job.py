@@ -105,7 +105,7 @@ class JobSpec:
     max_seconds: float = setting(
         1800.0,
         "budget",
-        "maximum tuning time",
+        "wall time of the command: start, probe, search and closing comparison",
         name="budget_time",
         shown="30min, or no limit if budget_trials is given",
         time=True,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import median
 
 from autotune.records import CURRENT_SETUP, Decision, Failed, Measured, Role, TrialRequest
 from autotune.tuning.events import TrialFinished
@@ -53,6 +54,8 @@ CLOSING_SHARE = 0.4
 """Maximum share of the time budget reserved for the finalists and the closing comparison."""
 TRIAL_SHARE = 0.02
 """Maximum share of the time budget for one search trial; its first batch may exceed it."""
+RECENT_TRIALS = 16
+"""Trials whose duration beyond their steps predicts that of the next ones."""
 REFERENCE_TRIES = 3
 """Failures of the current setup, before any measurement, that abort the job."""
 
@@ -166,17 +169,43 @@ def _trials_spent(history: History) -> int:
 def _budget_spent(spec: JobSpec, history: History) -> bool:
     if history.ab_trials or _trials_spent(history) >= spec.max_trials:
         return True
+    assert history.reference_s is not None
     block_s = _block_s(spec, history)
-    step_s = block_s / (spec.warmup_steps + spec.timed_steps)
-    look_s = step_s * (spec.warmup_steps + _longest(spec, history))
-    closing_s = 2 * spec.ab_pairs * block_s + spec.finalists * look_s
-    return history.elapsed_s + min(closing_s, CLOSING_SHARE * spec.max_seconds) >= spec.max_seconds
+    look_s = block_s + (_longest(spec, history) - spec.timed_steps) * history.reference_s
+    looks_s = spec.finalists * look_s
+    closing_s = min(2 * spec.ab_pairs * block_s + looks_s, CLOSING_SHARE * spec.max_seconds)
+    least_s = 2 * fewest_values(spec.confidence) * block_s
+    return history.elapsed_s + max(closing_s, least_s) >= spec.max_seconds
+
+
+def least_budget_s(spec: JobSpec, history: History) -> float:
+    """The budget that one trial and the shortest closing comparison need, as far as is known."""
+    return history.elapsed_s + (1 + 2 * fewest_values(spec.confidence)) * _block_s(spec, history)
+
+
+def closing_left_s(spec: JobSpec, history: History) -> float:
+    """About the longest time that the closing comparison under way still takes."""
+    number = history.ab_trials[-1].request.round
+    blocks = sum(trial.request.round == number for trial in history.ab_trials)
+    return max(0, 2 * _pairs(spec, history, number) - blocks) * _block_s(spec, history)
 
 
 def _block_s(spec: JobSpec, history: History) -> float:
-    """Approximate duration of a block of the current setup in the closing comparison."""
+    """Approximate duration of a block of the current setup in the closing comparison.
+
+    A trial takes longer than its steps: a plan is loaded and checked.
+    """
     assert history.reference_s is not None
-    return (spec.warmup_steps + spec.timed_steps) * history.reference_s
+    extra_s = [
+        event.elapsed_s
+        - before.elapsed_s
+        - (spec.warmup_steps + len(event.outcome.slowest_s) + event.outcome.left_out)
+        * event.outcome.median_s
+        for before, event in pairwise(history.events[-RECENT_TRIALS - 1 :])
+        if isinstance(event, TrialFinished) and isinstance(event.outcome, Measured)
+    ]
+    extra = max(0.0, median(extra_s)) if extra_s else 0.0
+    return extra + (spec.warmup_steps + spec.timed_steps) * history.reference_s
 
 
 def _pairs(spec: JobSpec, history: History, number: int) -> int:

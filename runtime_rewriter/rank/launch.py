@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from autotune.errors import AutotuneError
+from autotune.masking import masked, secrets_of
 from autotune.records import FailureKind
 from runtime_rewriter.active import Session, active_session
 from runtime_rewriter.control import ControlClosed, ControlLine
@@ -172,9 +173,11 @@ def _run_script(words: list[str]) -> None:
 
 
 def _describe(error: BaseException) -> str:
-    """The error and its place in the user's own files, without our frames and the frameworks'."""
+    """The error and its place in the user's own files, without our frames and the frameworks', and
+    without secrets."""
+    secrets = secrets_of(sys.argv, os.environ)
     if isinstance(error, AutotuneError):
-        return str(error)
+        return masked(str(error), secrets)
     package = Path(__file__).parents[1]
     frames = [
         frame
@@ -184,7 +187,7 @@ def _describe(error: BaseException) -> str:
         and not frame.filename.startswith("<frozen")
     ]
     where = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"[:MESSAGE_CHARACTERS]
+    return masked(f"{type(error).__name__}: {error}{where}", secrets)[:MESSAGE_CHARACTERS]
 
 
 def _die_with_parent() -> None:

@@ -230,6 +230,7 @@ def _environments(
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
+            "AUTOTUNE_TUNING": "1",  # for scripts that should write no checkpoints meanwhile
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # torchrun's own default
         }
         gpus = [gpu for peer in peers for gpu in places[peer].gpus]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from autotune.errors import AutotuneError, LaunchError
+from autotune.masking import masked, secrets_of
 from runtime_rewriter.control import ControlClosed, ControlLine
 from runtime_rewriter.world.starting import launcher_words
 
@@ -108,6 +109,7 @@ class ProcessSupervisor:
         self._line: ControlLine | None = None
         self._log_path: Path | None = None
         self._exit_reported = False
+        self._secrets: frozenset[str] = frozenset()
 
     def start(
         self, words: list[str], environment: dict[str, str], directory: str, log_path: str
@@ -123,6 +125,7 @@ class ProcessSupervisor:
         self._log_path = Path(log_path)
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         environment = _child_environment(dict(os.environ), environment)
+        self._secrets = secrets_of(words, environment)
         with self._log_path.open("ab") as log, theirs:
             self._process = self._spawn(words, environment, directory, log, theirs)
 
@@ -189,7 +192,7 @@ class ProcessSupervisor:
         with self._log_path.open("rb") as log:
             log.seek(0, os.SEEK_END)
             log.seek(max(0, log.tell() - LOG_TAIL_BYTES))
-            return log.read().decode(errors="replace")
+            return masked(log.read().decode(errors="replace"), self._secrets)
 
 
 def _interpreter(

@@ -11,7 +11,14 @@ from autotune.records import CURRENT_SETUP, Measured, Role, Stopped
 from autotune.tuning.events import Event, Profiled, Proposed, TrialFinished
 from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec
-from autotune.tuning.tuner import Instruction, ProfileWorkload, Propose, RunTrial
+from autotune.tuning.tuner import (
+    Instruction,
+    ProfileWorkload,
+    Propose,
+    RunTrial,
+    closing_left_s,
+    least_budget_s,
+)
 from autotune.units import format_bytes, format_seconds
 
 _ROLES = {Role.CANDIDATE: "trial", Role.REFERENCE: "reference", Role.AB: "A/B"}
@@ -61,6 +68,17 @@ class ConsoleProgress:
             request = event.request
             name = f"{_ROLES[request.role]} {request.number} {short_name(request.strategy_id)}"
             self._line(history, f"{name}: {_outcome(event)}{_best(history)}")
+            if request.number == 0 and isinstance(event.outcome, Measured):
+                self._warn_of_the_budget(history)
+
+    def _warn_of_the_budget(self, history: History) -> None:
+        needed_s = least_budget_s(self._spec, history)
+        if needed_s > self._spec.max_seconds:
+            self._print(
+                f"[yellow]the time budget of {format_seconds(self._spec.max_seconds)} is too "
+                f"small: one trial and the closing comparison need about {needed_s:.0f} s, and a "
+                "search needs more; raise --budget-time[/yellow]"
+            )
 
     def _profiled(self, event: Profiled) -> None:
         workload = event.workload
@@ -90,6 +108,9 @@ class ConsoleProgress:
     def _time_left(self, history: History) -> str:
         """Elapsed time, and the remaining time of the budget that ends first."""
         elapsed = history.elapsed_s
+        if history.ab_trials:
+            left = closing_left_s(self._spec, history)
+            return f"{_clock(elapsed)} (ETA {_clock(left)})"
         left = max(0.0, self._spec.max_seconds - elapsed)
         done = len(history.candidates) - len(history.refused)
         if done >= 3:

@@ -1,0 +1,70 @@
+"""Secrets in commands and messages are masked, and nothing else is."""
+
+from __future__ import annotations
+
+import stat
+from dataclasses import replace
+
+import pytest
+
+from autotune.cluster import Cluster
+from autotune.errors import InvalidInput
+from autotune.jobs.settings import Settings
+from autotune.jobs.tune import COMMAND_FILE, create_job, resume_job
+from autotune.jobs.workspace import Workspace
+from autotune.masking import masked, masked_command, secrets_of
+from autotune.records import Conditions, Network
+from autotune.storage.store import Store
+from autotune.tuning.job import JobSpec
+from runtime_rewriter.world.command import ScriptCommand
+
+SECRET = "s3cretvalue"
+
+COMMANDS = {
+    f"python t.py --hf-token {SECRET} --lr 1": "python t.py --hf-token *** --lr 1",
+    f"python t.py --api_key={SECRET}": "python t.py --api_key=***",
+    f"env WANDB_API_KEY={SECRET} A=1 python t.py": "env WANDB_API_KEY=*** A=1 python t.py",
+    f"python t.py postgres://me:{SECRET}@host/db": "python t.py postgres://me:***@host/db",
+    "python t.py hf_abcdefghijkl": "python t.py ***",
+    "python t.py --key x": "python t.py --key ***",
+    "python t.py --max-tokens 512 --tokenizer bert": (
+        "python t.py --max-tokens 512 --tokenizer bert"
+    ),
+    "python t.py --monkey 3 --keys 4": "python t.py --monkey 3 --keys 4",
+    "python t.py --token --verbose": "python t.py --token --verbose",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_telling_values_of_a_command_are_masked(command: str) -> None:
+    assert " ".join(masked_command(command.split())) == COMMANDS[command]
+
+
+def test_values_are_masked_wherever_they_turn_up() -> None:
+    values = secrets_of(["--token", SECRET, "--key", "abc"], {"DB_PASSWORD": "hunter22", "A": "1"})
+    assert values == {SECRET, "hunter22"}
+    message = f"401 for {SECRET} and hunter22 at https://u:pw@h/x, abc"
+    assert masked(message, values) == "401 for *** and *** at https://u:***@h/x, abc"
+
+
+def test_only_a_private_file_keeps_the_command_of_a_job(tmp_path) -> None:
+    words = ("python", "t.py", "--token", SECRET)
+    local = Conditions(Network.LOOPBACK)
+    spec = JobSpec(words, 2, Cluster.local(2), conditions=local)
+    workspace = Workspace.create(tmp_path / "jobs")
+    script = ScriptCommand("t.py", words[2:], False, None)
+    with Store.open(workspace.store_path) as store:
+        job = create_job(workspace, store, Settings(spec, script), "one")
+        assert job.command == words and SECRET not in job.spec.command
+        assert SECRET not in store.job("one").command
+        assert resume_job(workspace, store, "one", None).command == words
+        file = workspace.job("one") / COMMAND_FILE
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        plain = replace(spec, command=("python", "t.py"))
+        create_job(workspace, store, Settings(plain, script), "two")
+        assert not (workspace.job("two") / COMMAND_FILE).exists()
+        file.unlink()
+        with pytest.raises(InvalidInput, match="the command of job 'one' has secrets"):
+            resume_job(workspace, store, "one", None)
+    stored = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert SECRET.encode() not in stored
