@@ -101,6 +101,13 @@ class Export:
         write_whole(path, text + "\n", "the export")
 
 
+def _umask() -> int:
+    """The mode bits that the user withholds from new files; there is no call that only reads."""
+    bits = os.umask(0o077)
+    os.umask(bits)
+    return bits
+
+
 def write_whole(path: Path, text: str, what: str) -> None:
     """Write a file atomically: `path` has the old or the new text. Raises `InvalidInput`."""
     try:
@@ -111,7 +118,7 @@ def write_whole(path: Path, text: str, what: str) -> None:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-            Path(temporary).chmod(0o644)
+            Path(temporary).chmod(0o666 & ~_umask())
             Path(temporary).replace(path)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import AutotuneError, LaunchError
+from runtime_rewriter.world import ray_folder
 from runtime_rewriter.world.worker import Polled, ProcessSupervisor, WorkerLost, free_port
 
 CALL_TIMEOUT_S = 60.0
@@ -151,12 +152,20 @@ class RayCluster:
 
     def __init__(self, place: RayPlace, workers: int) -> None:
         self.place = place
+        self._folder = ray_folder.make() if place.local else None
+        try:
+            self._join(place, workers)
+        except BaseException:
+            self._end_folder()
+            raise
+
+    def _join(self, place: RayPlace, workers: int) -> None:
         _set_environment(place)
         import ray
 
         try:
             with _sigterm_handler_kept():
-                _start(workers) if place.local else _connect(place)
+                _connect(place) if self._folder is None else _start(workers, self._folder)
         except ray.exceptions.RuntimeEnvSetupError as error:
             ray.shutdown()
             raise _not_shipped(error) from error
@@ -230,9 +239,15 @@ class RayCluster:
         )
 
     def close(self) -> None:
+        """Leave the cluster, and end a local one: by force if it does not end in time."""
         import ray
 
-        ray.shutdown()
+        ray_folder.within_deadline(ray.shutdown)
+        self._end_folder()
+
+    def _end_folder(self) -> None:
+        if self._folder is not None:
+            ray_folder.end(self._folder)
 
 
 def _set_environment(place: RayPlace) -> None:
@@ -252,13 +267,14 @@ def _set_environment(place: RayPlace) -> None:
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
 
 
-def _start(workers: int) -> None:
+def _start(workers: int, folder: Path) -> None:
     _init(
         address="local",
         num_cpus=workers,  # a slot per rank, however many cores there are
         include_dashboard=False,
         object_store_memory=100_000_000,
         _node_ip_address=LOOPBACK,
+        _temp_dir=str(folder),
     )
 
 
