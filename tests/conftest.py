@@ -23,6 +23,8 @@ SMALL = Path(__file__).parent / "scripts" / "train_small.py"
 
 LONGEST_FIRST = (
     "test_tune_command",
+    "test_frameworks",
+    "test_odd_scripts",
     "test_testbed_tune",
     "test_ray_address",
     "test_null_experiment",

@@ -77,7 +77,13 @@ def test_a_terminated_job_stops_its_ranks_and_says_how_to_go_on(
         str(script),
     ]
     process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Under nohup it is ignored, which children inherit.
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )
 
     def trials() -> int:

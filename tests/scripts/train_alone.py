@@ -1,4 +1,4 @@
-"""Scripts whose gradients nobody can plan: `unwrapped`, `sharded`, or a missing module."""
+"""Scripts whose gradients nobody can plan: `unwrapped` or `sharded`."""
 
 import sys
 
@@ -12,8 +12,6 @@ if sys.argv[1] == "sharded":
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     fully_shard(model, mesh=mesh)
-if sys.argv[1] == "missing":
-    import no_such_module  # type: ignore[import-not-found]  # noqa: F401
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
 for _step in range(10**9):
     optimizer.zero_grad()
