@@ -12,7 +12,7 @@ from itertools import pairwise
 from statistics import median
 
 from autotune.records import CURRENT_SETUP, Decision, Failed, Measured, Role, TrialRequest
-from autotune.tuning.events import TrialFinished
+from autotune.tuning.events import Profiled, TrialFinished
 from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec
 from autotune.tuning.statistics import Ended, PairRule, compare, enough_pairs, fewest_values
@@ -202,7 +202,10 @@ def _block_s(spec: JobSpec, history: History) -> float:
         - (spec.warmup_steps + len(event.outcome.slowest_s) + event.outcome.left_out)
         * event.outcome.median_s
         for before, event in pairwise(history.events[-RECENT_TRIALS - 1 :])
-        if isinstance(event, TrialFinished) and isinstance(event.outcome, Measured)
+        # The trial after the profile also starts what is emulated.
+        if isinstance(event, TrialFinished)
+        and isinstance(event.outcome, Measured)
+        and not isinstance(before, Profiled)
     ]
     extra = max(0.0, median(extra_s)) if extra_s else 0.0
     return extra + (spec.warmup_steps + spec.timed_steps) * history.reference_s
