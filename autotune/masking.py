@@ -28,8 +28,16 @@ _KNOWN = re.compile(
 
 def masked_command(words: Sequence[str]) -> tuple[str, ...]:
     """The words with the values of telling options and variables masked."""
-    values = _values_in(words)
-    return tuple(masked(word, values) for word in words)
+    values = {value for value in _values_in(words) if len(value) >= _SHORTEST}
+    hidden = []
+    for position, word in enumerate(words):
+        name, assigned, _ = word.partition("=")
+        if assigned and _tells(name.lstrip("-")):
+            word = f"{name}={MASK}"
+        elif position and word in _values_in(words[position - 1 : position + 1]):
+            word = MASK
+        hidden.append(masked(word, values))
+    return tuple(hidden)
 
 
 def secrets_of(words: Sequence[str], environment: Mapping[str, str]) -> frozenset[str]:

@@ -7,6 +7,10 @@ import signal
 from autotune.errors import SynchronizationError
 from autotune.records import Failed, FailureKind
 
+NO_DDP_FIX = (
+    "wrap the model in torch.nn.parallel.DistributedDataParallel or call "
+    "autotune.apply(model, optimizer)"
+)
 _OUT_OF_MEMORY_TEXT = (
     "out of memory",
     "can't allocate memory",

@@ -11,14 +11,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autotune.errors import LaunchError
+from runtime_rewriter.failures import NO_DDP_FIX
 
 PATIENCE_STEPS = 8
 """Steps of optimizers before the script must have built its model."""
-
-_FIX = (
-    "wrap the model in torch.nn.parallel.DistributedDataParallel or call "
-    "autotune.apply(model, optimizer)"
-)
 
 
 class StepsWithoutDdp:
@@ -49,16 +45,16 @@ def _case(optimizer: Optimizer) -> str:
     if "DTensor" in kinds or any(type(p.data).__name__ == "DTensor" for p in parameters):
         return (
             "its parameters are sharded (DTensor, as fully_shard of FSDP2 or tensor parallelism "
-            f"makes them); autotune tunes replicated models: {_FIX}"
+            f"makes them); autotune tunes replicated models: {NO_DDP_FIX}"
         )
     if "FlatParameter" in kinds or any(hasattr(p, "_is_flat_param") for p in parameters):
         return (
             "its parameters are sharded by FullyShardedDataParallel; autotune tunes replicated "
-            f"models: {_FIX}"
+            f"models: {NO_DDP_FIX}"
         )
     if "deepspeed" in sys.modules:
         return (
             "DeepSpeed synchronizes its gradients; autotune tunes DistributedDataParallel: train "
-            f"without DeepSpeed and {_FIX}"
+            f"without DeepSpeed and {NO_DDP_FIX}"
         )
-    return f"its model is not wrapped, so every rank trains alone; {_FIX}"
+    return f"its model is not wrapped, so every rank trains alone; {NO_DDP_FIX}"

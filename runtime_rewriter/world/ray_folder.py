@@ -1,6 +1,6 @@
 """The private folder of a local Ray cluster, and the end of everything that uses it.
 
-Ray's own folder, /tmp/ray, is readable by everybody, and keeps every session forever.
+Ray's default folder is readable by everybody, and keeps every session forever.
 """
 
 from __future__ import annotations

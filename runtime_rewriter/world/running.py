@@ -10,6 +10,7 @@ from dataclasses import replace
 from autotune.errors import LaunchError
 from autotune.records import Failed, FailureKind
 from autotune.workload import Workload
+from runtime_rewriter.failures import NO_DDP_FIX
 from runtime_rewriter.protocol import (
     HEARTBEAT_S,
     EmulationAnswer,
@@ -37,11 +38,6 @@ FAREWELL_POLL_S = 0.5
 STRAGGLER_S = 5.0
 """Time for the other ranks to report after the first one failed."""
 SILENT_HEARTBEATS = 3.0
-
-NO_DDP_FIX = (
-    "wrap the model in torch.nn.parallel.DistributedDataParallel or call "
-    "autotune.apply(model, optimizer)"
-)
 
 Report = Callable[[str], None]
 

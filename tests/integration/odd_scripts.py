@@ -715,9 +715,6 @@ def overridden_init_group(run: Run) -> None:
 def replaced_method(run: Run) -> None:
     model = run.wrap(Net())
     optimizer = sgd(model)
-    optimizer._init_group = MethodType(Shrinking._init_group, optimizer)  # type: ignore[method-assign]
-    optimizer.__class__ = Shrinking
-    optimizer.__class__ = torch.optim.SGD
     own = torch.optim.SGD._init_group
     optimizer._init_group = lambda group, params, *rest: shrunk(  # type: ignore[method-assign]
         own(optimizer, group, params, *rest), params

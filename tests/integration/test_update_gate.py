@@ -121,7 +121,7 @@ def test_wrong_updates_are_found(rank: int, name: str) -> None:
 
 
 @on_ranks(2)
-def test_updates_that_are_lost_or_repeated_elsewhere_are_counted(rank: int) -> None:
+def test_updates_that_are_never_applied_are_counted(rank: int) -> None:
     def lost(self: CrossStepUpdates, done: Any) -> None:
         """Apply and report nothing."""
 

@@ -26,7 +26,7 @@ COMMANDS = {
     f"env WANDB_API_KEY={SECRET} A=1 python t.py": "env WANDB_API_KEY=*** A=1 python t.py",
     f"python t.py postgres://me:{SECRET}@host/db": "python t.py postgres://me:***@host/db",
     "python t.py hf_abcdefghijkl": "python t.py ***",
-    "python t.py --key x": "python t.py --key ***",
+    "python text.py --key x --mix x": "python text.py --key *** --mix x",
     "python t.py --max-tokens 512 --tokenizer bert": (
         "python t.py --max-tokens 512 --tokenizer bert"
     ),
