@@ -12,7 +12,7 @@ from autotune.commands.arguments import add_directory
 from autotune.commands.render.progress import first_line, short_name
 from autotune.commands.render.tables import plain_table, table_text
 from autotune.jobs.overview import job_overview
-from autotune.jobs.results import strategy_text, taken_under
+from autotune.jobs.results import taken_under
 from autotune.jobs.workspace import Workspace
 from autotune.records import CURRENT_SETUP, Measured
 from autotune.storage.store import Store
@@ -55,7 +55,7 @@ def _job(workspace: Workspace, store: Store, job_id: str) -> tuple[dict[str, Any
     limits = f"{history.profiled.limits}\n" if history.profiled and history.profiled.limits else ""
     summary = f"not finished ({history.quality}); `autotune tune --resume` continues"
     if decision:
-        winner = strategy_text(history, decision.strategy_id)
+        winner = history.in_words(decision.strategy_id)
         summary = (
             f"{decision.strategy_id} ({winner}): {decision.reason}" if winner else decision.reason
         )
@@ -75,7 +75,7 @@ def _row(
     if strategy_id not in words:
         proposal = history.proposals.get(strategy_id)
         origin = f" ({proposal.origin})" if proposal else ""
-        words[strategy_id] = strategy_text(history, strategy_id) + origin
+        words[strategy_id] = history.in_words(strategy_id) + origin
     notes = [words[strategy_id]]
     if isinstance(outcome, Measured):
         low, high = (format_seconds(value) for value in outcome.quartiles_s)

@@ -10,7 +10,6 @@ from autotune.jobs.workspace import Workspace
 from autotune.records import CURRENT_SETUP, Conditions, Decision
 from autotune.reports.job_page import write_report
 from autotune.storage.store import Store
-from autotune.strategy_space.describe import plan_text
 from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec
 
@@ -40,14 +39,6 @@ def job_report(
     if decision is None or not report.exists():
         write_report(report, spec, history, decision, export if decision else None)
     return report
-
-
-def strategy_text(history: History, strategy_id: str) -> str:
-    """A proposed strategy in words; empty for the current setup."""
-    planned = history.planned(strategy_id)
-    if planned is None or history.profiled is None:
-        return ""
-    return plan_text(planned.plan, history.profiled.current_messages)
 
 
 def taken_under(conditions: Conditions) -> str:

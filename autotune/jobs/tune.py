@@ -12,7 +12,7 @@ from datetime import datetime
 from autotune.errors import InvalidInput, LaunchError
 from autotune.jobs.driver import Observer, drive
 from autotune.jobs.places import Ranks, Where, placed_world, refuse_elsewhere
-from autotune.jobs.results import Results, strategy_text, write_results
+from autotune.jobs.results import Results, write_results
 from autotune.jobs.settings import Settings
 from autotune.jobs.workspace import Workspace, latest_job, new_job_id, use_mlflow_quietly
 from autotune.masking import MASK, masked_command
@@ -136,7 +136,7 @@ def run_job(
     results = write_results(workspace, store, job.id, decision)
     tracker.keep(proposer.finish(store.history(job.id)), [results.export, results.report])
     store.finish(job.id, decision)
-    winner = strategy_text(store.history(job.id), decision.strategy_id)
+    winner = store.history(job.id).in_words(decision.strategy_id)
     return FinishedJob(decision, results, tracker.uri, tracker.flush(), winner)
 
 

@@ -20,7 +20,6 @@ from autotune.strategy_space.describe import (
     message_rows,
     messages_of,
     numbers_text,
-    plan_text,
     variable_rows,
     whole_text,
 )
@@ -132,19 +131,12 @@ def _headline(history: History, decision: Decision | None) -> dict[str, str]:
         compared = decision.comparison
         kind, title = "won", f"{1 / compared.ratio:.2f}x as fast"
         text = (
-            f"{decision.strategy_id} is exported{_in_words(history, decision.strategy_id)}. "
+            f"{decision.strategy_id} is exported: {history.in_words(decision.strategy_id)}. "
             f"{compared.confidence:.0%} interval "
             f"{1 / compared.high:.2f}x to {1 / compared.low:.2f}x, {compared.pairs} interleaved "
             "pairs."
         )
     return {"kind": kind, "title": title, "text": text}
-
-
-def _in_words(history: History, strategy_id: str) -> str:
-    planned, profiled = history.planned(strategy_id), history.profiled
-    if planned is None or profiled is None:
-        return ""
-    return f": {plan_text(planned.plan, profiled.current_messages)}"
 
 
 def _sides(history: History, decision: Decision | None) -> list[dict[str, Any]]:

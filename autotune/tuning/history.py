@@ -11,6 +11,7 @@ import numpy as np
 
 from autotune.arrays import BoolArray, FloatArray, IntArray
 from autotune.records import CURRENT_SETUP, Conditions, Failed, Measured, Role
+from autotune.strategy_space.describe import plan_text
 from autotune.strategy_space.plan import PlannedStrategy
 from autotune.tuning.candidates import CandidateColumns, ReferenceColumns, medians
 from autotune.tuning.events import Event, Profiled, Proposal, Proposed, TrialFinished
@@ -62,6 +63,13 @@ class History:
 
     def _with(self, events: tuple[Event, ...]) -> History:
         return History(events, self.deviation, self._planned, self._numbering)
+
+    def in_words(self, strategy_id: str) -> str:
+        """What a proposed strategy does; empty for the current setup."""
+        planned = self.planned(strategy_id)
+        if planned is None or self.profiled is None:
+            return ""
+        return plan_text(planned.plan, self.profiled.current_messages)
 
     def planned(self, strategy_id: str) -> PlannedStrategy | None:
         """A proposed strategy with its plan; None for the current setup.
