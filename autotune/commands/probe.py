@@ -27,7 +27,7 @@ from autotune.jobs.settings import read_ports, read_target, scheduled
 from autotune.jobs.signals import terminable
 from autotune.jobs.workspace import Workspace
 from autotune.units import format_bytes, format_rate, format_seconds, parse_seconds
-from runtime_rewriter.world.command import ScriptCommand
+from runtime_rewriter.world.script_command import ScriptCommand
 
 WIDTH = 150
 LINK_COLUMNS = ("host", "link", "bandwidth", "latency", "fit error", "spread")

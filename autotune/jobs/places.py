@@ -18,9 +18,9 @@ from autotune.testbed.layout import lay_out, safe_name
 from autotune.testbed.ray_nodes import ray_nodes
 from autotune.tuning import statistics
 from autotune.workload import Workload
-from runtime_rewriter.world.command import ScriptCommand
 from runtime_rewriter.world.ray_cluster import RayCluster, RayPlace
 from runtime_rewriter.world.ray_world import ray_world
+from runtime_rewriter.world.script_command import ScriptCommand
 from runtime_rewriter.world.world import PROBE_S, World
 
 NAME_CHARACTERS = 20

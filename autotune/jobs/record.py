@@ -12,7 +12,8 @@ from autotune.jobs.processes import Launched
 from autotune.recordings.job_file import JOB_FILE, trace_name
 from autotune.recordings.memory_file import MEMORY_FILE
 from runtime_rewriter.recording.settings import RecordSettings
-from runtime_rewriter.world.command import ScriptCommand, with_launcher
+from runtime_rewriter.world.command import with_launcher
+from runtime_rewriter.world.script_command import ScriptCommand
 from runtime_rewriter.world.starting import launcher_words
 
 STOPPING_S = 30.0

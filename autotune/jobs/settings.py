@@ -17,7 +17,8 @@ from autotune.tuning.job import NO_LIMIT_S, NO_LIMIT_TRIALS, SETTINGS, JobSpec, 
 from autotune.workload import Workload
 from runtime_rewriter.emulation import timetable_of
 from runtime_rewriter.scheduling import usable_cores, wants_round_robin
-from runtime_rewriter.world.command import ScriptCommand, read_command
+from runtime_rewriter.world.command import read_command
+from runtime_rewriter.world.script_command import ScriptCommand
 
 
 @dataclass(frozen=True)

@@ -1,51 +1,16 @@
-"""The user's launch command: the script, its number of workers, and how it is started.
-
-`launchers.py` reads the launchers before the script.
-"""
+"""Reads the user's launch command; `launchers.py` reads the launchers before the script."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from autotune.errors import InvalidInput
 from runtime_rewriter.world import launchers
+from runtime_rewriter.world.script_command import ScriptCommand
 from runtime_rewriter.world.starting import launcher_words
-
-
-@dataclass(frozen=True)
-class ScriptCommand:
-    """A training script and how it is started.
-
-    target: a script's path, or a module's name if `is_module`.
-    workers: None if the command does not specify them (a bare `train.py`).
-    torchrun_options: the words between `torchrun` and the script, for `autotune run`.
-    nodes: torchrun's --nnodes (the largest of a range).
-    environment: variables that the command sets for its ranks.
-    mpirun_words: `mpirun` and its options, for `autotune run`; the ranks expect Open MPI's
-    variables then.
-    """
-
-    target: str
-    arguments: tuple[str, ...]
-    is_module: bool
-    workers: int | None
-    torchrun_options: tuple[str, ...] = ()
-    nodes: int = 1
-    environment: dict[str, str] = field(default_factory=dict)
-    mpirun_words: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """A short name for people: `train` for `path/train.py`."""
-        return self.target.rsplit(".", 1)[-1] if self.is_module else Path(self.target).stem
-
-    def as_python_words(self) -> tuple[str, ...]:
-        """The words after `python` that run the script."""
-        module = ("-m",) if self.is_module else ()
-        return (*module, self.target, *self.arguments)
 
 
 def read_command(words: Sequence[str]) -> ScriptCommand:
@@ -76,11 +41,11 @@ def _read(words: list[str]) -> ScriptCommand:
     if first == "uv":
         return _read(launchers.without_uv(rest))
     if first == "torchrun":
-        return _of_torchrun(rest)
+        return launchers.read_torchrun(rest)
     if first == "accelerate" and rest[:1] == ["launch"]:
-        return _of_accelerate(rest[1:])
+        return launchers.read_accelerate(rest[1:])
     if first == "accelerate-launch":
-        return _of_accelerate(rest)
+        return launchers.read_accelerate(rest)
     if first in ("mpirun", "mpiexec"):
         return _of_mpirun(words)
     if first.startswith("python"):
@@ -88,9 +53,9 @@ def _read(words: list[str]) -> ScriptCommand:
             rest = rest[1:]
         module = rest[1] if rest[:1] == ["-m"] and len(rest) > 1 else None
         if module in launchers.TORCHRUN_MODULES:
-            return _of_torchrun(rest[2:])
+            return launchers.read_torchrun(rest[2:])
         if module == launchers.ACCELERATE_MODULE:
-            return _of_accelerate(rest[2:])
+            return launchers.read_accelerate(rest[2:])
         return _of_python(rest)
     if first.endswith(".py"):
         return ScriptCommand(words[0], tuple(rest), False, None)
@@ -105,25 +70,6 @@ def _of_python(words: list[str]) -> ScriptCommand:
             f"python needs a script or -m module after it, but has {' '.join(words) or 'nothing'!r}"
         )
     return ScriptCommand(words[0], tuple(words[1:]), False, None)
-
-
-def _of_torchrun(words: list[str]) -> ScriptCommand:
-    read = launchers.read_torchrun(words)
-    return ScriptCommand(
-        read.script, read.arguments, read.is_module, read.workers, read.options, read.nodes
-    )
-
-
-def _of_accelerate(words: list[str]) -> ScriptCommand:
-    read = launchers.read_accelerate(words)
-    return ScriptCommand(
-        read.script,
-        read.arguments,
-        read.is_module,
-        read.workers,
-        nodes=read.nodes,
-        environment=read.environment,
-    )
 
 
 def _of_mpirun(words: list[str]) -> ScriptCommand:

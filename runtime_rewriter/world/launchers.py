@@ -13,10 +13,10 @@ import io
 import os
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from autotune.errors import InvalidInput
+from runtime_rewriter.world.script_command import ScriptCommand
 
 TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
 ACCELERATE_MODULE = "accelerate.commands.launch"
@@ -28,19 +28,6 @@ _NOT_DDP = {
     "the script without srun (docs/launching.md#slurm)",
     "horovodrun": "start a script that uses DistributedDataParallel by torchrun",
 }
-
-
-@dataclass(frozen=True)
-class Launched:
-    """What a launcher's options say. `options`: those before the script, for torchrun."""
-
-    script: str
-    arguments: tuple[str, ...]
-    is_module: bool
-    workers: int | None
-    options: tuple[str, ...] = ()
-    nodes: int = 1
-    environment: dict[str, str] = field(default_factory=dict)
 
 
 def refusal(first: str, words: list[str]) -> str:
@@ -89,7 +76,7 @@ def without_uv(words: list[str]) -> list[str]:
     return rest
 
 
-def read_torchrun(words: list[str]) -> Launched:
+def read_torchrun(words: list[str]) -> ScriptCommand:
     """The options and the script of `torchrun`."""
     from torch.distributed.run import determine_local_world_size, get_args_parser
 
@@ -104,17 +91,17 @@ def read_torchrun(words: list[str]) -> Launched:
             f"torchrun needs numbers for --nnodes and --nproc-per-node: {error}"
         ) from error
     before = words[: len(words) - 1 - len(options.training_script_args)]
-    return Launched(
-        script=options.training_script,
+    return ScriptCommand(
+        target=options.training_script,
         arguments=tuple(options.training_script_args),
         is_module=bool(options.module),
         workers=workers,
-        options=tuple(word for word in before if word not in ("-m", "--module")),
+        torchrun_options=tuple(word for word in before if word not in ("-m", "--module")),
         nodes=nodes,
     )
 
 
-def read_accelerate(words: list[str]) -> Launched:
+def read_accelerate(words: list[str]) -> ScriptCommand:
     """The options and the script of `accelerate launch`, and the variables that it would set.
 
     Options that are missing come from accelerate's own configuration file.
@@ -155,8 +142,8 @@ def read_accelerate(words: list[str]) -> Launched:
         for name, value in environment.items()
         if os.environ.get(name) != value and name.startswith(("ACCELERATE_", "FP8_", "OMP_"))
     }
-    return Launched(
-        script=options.training_script,
+    return ScriptCommand(
+        target=options.training_script,
         arguments=tuple(options.training_script_args),
         is_module=is_module,
         workers=workers if workers > 1 else None,

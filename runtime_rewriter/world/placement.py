@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from runtime_rewriter.world.command import ScriptCommand
+from runtime_rewriter.world.script_command import ScriptCommand
 from runtime_rewriter.world.worker import Polled, Worker
 
 

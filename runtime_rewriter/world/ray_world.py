@@ -11,7 +11,6 @@ from autotune.errors import LaunchError
 from autotune.records import REAL_CONDITIONS, Conditions
 from autotune.workload import Workload
 from runtime_rewriter.scheduling import requested_conditions
-from runtime_rewriter.world.command import ScriptCommand
 from runtime_rewriter.world.placement import Launch
 from runtime_rewriter.world.ray_cluster import (
     CALL_TIMEOUT_S,
@@ -22,6 +21,7 @@ from runtime_rewriter.world.ray_cluster import (
     WorkerPlace,
     fetch,
 )
+from runtime_rewriter.world.script_command import ScriptCommand
 from runtime_rewriter.world.worker import Polled, WorkerLost, carried_environment
 from runtime_rewriter.world.world import PROBE_S, StepPolicy, World
 

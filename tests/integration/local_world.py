@@ -23,8 +23,8 @@ from autotune.tuning import statistics
 from autotune.workload import Workload
 from runtime_rewriter.rank import launch
 from runtime_rewriter.scheduling import requested_conditions
-from runtime_rewriter.world.command import ScriptCommand
 from runtime_rewriter.world.placement import Launch
+from runtime_rewriter.world.script_command import ScriptCommand
 from runtime_rewriter.world.worker import Polled, ProcessSupervisor, free_port
 from runtime_rewriter.world.world import PROBE_S, World
 

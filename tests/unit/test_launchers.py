@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import InvalidInput
-from runtime_rewriter.world.command import ScriptCommand, read_command, with_launcher
+from runtime_rewriter.world.command import read_command, with_launcher
+from runtime_rewriter.world.script_command import ScriptCommand
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from autotune.masking import masked, masked_command, secrets_of
 from autotune.records import Conditions, Network
 from autotune.storage.store import Store
 from autotune.tuning.job import JobSpec
-from runtime_rewriter.world.command import ScriptCommand
+from runtime_rewriter.world.script_command import ScriptCommand
 
 SECRET = "s3cretvalue"
 

@@ -1,0 +1,39 @@
+"""A training script and how the user starts it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class ScriptCommand:
+    """A training script and how it is started.
+
+    target: a script's path, or a module's name if `is_module`.
+    workers: None if the command does not specify them (a bare `train.py`).
+    torchrun_options: the words between `torchrun` and the script, for `autotune run`.
+    nodes: torchrun's --nnodes (the largest of a range).
+    environment: variables that the command sets for its ranks.
+    mpirun_words: `mpirun` and its options, for `autotune run`; the ranks expect Open MPI's
+    variables then.
+    """
+
+    target: str
+    arguments: tuple[str, ...]
+    is_module: bool
+    workers: int | None
+    torchrun_options: tuple[str, ...] = ()
+    nodes: int = 1
+    environment: dict[str, str] = field(default_factory=dict)
+    mpirun_words: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """A short name for people: `train` for `path/train.py`."""
+        return self.target.rsplit(".", 1)[-1] if self.is_module else Path(self.target).stem
+
+    def as_python_words(self) -> tuple[str, ...]:
+        """The words after `python` that run the script."""
+        module = ("-m",) if self.is_module else ()
+        return (*module, self.target, *self.arguments)
