@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any
 from autotune.canonical import canonical_json, to_data
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput, ModelMismatch
+from autotune.files import write_whole
 from autotune.parsing import parse, read_json, refuse_newer
 from autotune.records import REAL_CONDITIONS, Comparison, Conditions
 from autotune.strategy_space import plan as planning
@@ -99,34 +98,6 @@ class Export:
             {**data, "content": _content_hash(data)}, indent=1, allow_nan=False, ensure_ascii=False
         )
         write_whole(path, text + "\n", "the export")
-
-
-def _umask() -> int:
-    """The mode bits that the user withholds from new files; there is no call that only reads."""
-    bits = os.umask(0o077)
-    os.umask(bits)
-    return bits
-
-
-def write_whole(path: Path, text: str, what: str) -> None:
-    """Write a file atomically: `path` has the old or the new text. Raises `InvalidInput`."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(temporary).chmod(0o666 & ~_umask())
-            Path(temporary).replace(path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise InvalidInput(
-            f"cannot write {what} to {path} ({error.strerror or error}); choose another path"
-        ) from error
 
 
 def read_export(path: Path, allow_edited: bool = False) -> Export:

@@ -1,7 +1,7 @@
 """Untrusted text into frozen dataclasses, with one clear error instead of a stack trace.
 
-Sizes are bounded before parsing, YAML is read by the safe loader, and an unknown field is an error
-that names the nearest known one.
+Sizes are bounded before parsing, numbers while parsing, and an unknown field is an error that names
+the nearest known one.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import reprlib
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -17,31 +19,20 @@ from typing import Any, TypeVar, cast
 
 from autotune.canonical import stored_fields
 from autotune.errors import InvalidInput
+from autotune.files import read_text
+from autotune.yaml_reading import parse_yaml
 
 T = TypeVar("T")
 
-MAX_FILE_BYTES = 64 * 2**20  # a BERT-large strategy with every variable in 40 shards is about 3 MB
+MAX_YAML_BYTES = 2**20
+"""YAML is written by hand; a probed cluster of 1000 hosts has 0.4 MB."""
+MAX_INTEGER_DIGITS = 20
+"""Digits of the largest 64-bit integer. Python refuses to print one of more than 4300 digits."""
+MAX_SHOWN = 80
+"""Characters of a wrong value that an error message quotes."""
 
-
-def read_bytes(path: Path, max_bytes: int) -> bytes:
-    """The file's bytes, or `InvalidInput` when it is missing or too large."""
-    try:
-        size = path.stat().st_size
-        if size > max_bytes:
-            raise InvalidInput(f"{path} may hold at most {max_bytes} bytes, but has {size}")
-        return path.read_bytes()
-    except OSError as error:
-        raise InvalidInput(
-            f"cannot read {path}: {error.strerror or error}; check the path and its permissions"
-        ) from error
-
-
-def read_text(path: Path, max_bytes: int = MAX_FILE_BYTES) -> str:
-    """Read a text file. Raises `InvalidInput` if it is missing, too large or not UTF-8."""
-    try:
-        return read_bytes(path, max_bytes).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidInput(f"{path} must be UTF-8 text, but byte {error.start} is not") from error
+_quoted = reprlib.Repr()
+_quoted.maxstring = _quoted.maxother = _quoted.maxlong = MAX_SHOWN
 
 
 def read_json(path: Path) -> Any:
@@ -50,30 +41,51 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(text: str, where: str) -> Any:
-    """Parse JSON without NaN and infinity (also as 1e999), which canonical JSON excludes."""
+    """Parse JSON with finite numbers, integers of 64 bits and no key twice in one object.
+
+    NaN and infinity (also as 1e999) have no canonical JSON.
+    """
 
     def finite(number: str) -> float:
         if not math.isfinite(value := float(number)):
             raise InvalidInput(f"{where} must hold finite numbers, but has {number[:40]}")
         return value
 
+    def integer(number: str) -> int:
+        if len(number) > MAX_INTEGER_DIGITS:
+            raise InvalidInput(
+                f"{where} must hold integers of at most {MAX_INTEGER_DIGITS} characters, "
+                f"but one has {len(number)}: {number[:40]}..."
+            )
+        return int(number)
+
+    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise InvalidInput(
+                f"{where} must name a key once in an object, but has {twice[:MAX_SHOWN]!r} more "
+                "than once; delete one of them"
+            )
+        return values
+
     try:
-        return json.loads(text, parse_constant=finite, parse_float=finite)
+        return json.loads(
+            text,
+            parse_constant=finite,
+            parse_float=finite,
+            parse_int=integer,
+            object_pairs_hook=distinct,
+        )
     except InvalidInput:
         raise
-    except (ValueError, RecursionError) as error:  # also an integer of more than 4300 digits
+    except (ValueError, TypeError, RecursionError) as error:  # TypeError: the text is a number
         raise InvalidInput(f"{where} must be JSON, but is not: {error}") from error
 
 
 def read_yaml(path: Path) -> Any:
-    """Read and parse YAML with the safe loader; at most 1 MiB, for hand-written files."""
-    import yaml
-
-    text = read_text(path, max_bytes=2**20)
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also the date 2024-99-99
-        raise InvalidInput(f"{path} must be YAML, but is not: {error}") from error
+    """Read and parse YAML with the safe loader; for hand-written files."""
+    return parse_yaml(read_text(path, MAX_YAML_BYTES), str(path))
 
 
 def parse(kind: type[T], data: Any, where: str) -> T:
@@ -145,8 +157,8 @@ def _explain(kind: type[Any], problems: list[Any], where: str) -> str:
             lines.append(f"field {path!r} is required, but missing")
         else:
             rule = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-            got = repr(problem["input"])
-            shown = "" if problem["type"] == "value_error" else f", but is {got[:80]}"
+            got = _quoted.repr(problem["input"])
+            shown = "" if problem["type"] == "value_error" else f", but is {got[:MAX_SHOWN]}"
             lines.append(f"{path or 'the value'}: {rule}{shown}")
     more = len(problems) - 5
     return f"{where}: " + "; ".join(lines) + (f"; and {more} more" if more > 0 else "")

@@ -15,7 +15,7 @@ from autotune.commands.render.optimized import OptimizedResult
 from autotune.dfg.replay import replay
 from autotune.dfg.utilisation import iteration_summary
 from autotune.errors import InvalidInput
-from autotune.export import write_whole
+from autotune.files import write_whole
 from autotune.jobs.sources import Source, named_cluster, read_source
 from autotune.lowering.lower import Lowering
 from autotune.memory.budget import MemoryBudget

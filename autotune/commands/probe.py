@@ -19,7 +19,7 @@ from autotune.cluster import Cluster, CollectiveFit
 from autotune.cluster_file import cluster_yaml
 from autotune.commands.arguments import add_directory, add_ray, add_settings, given_settings
 from autotune.commands.render.tables import table_text
-from autotune.export import write_whole
+from autotune.files import write_whole
 from autotune.jobs.places import Ranks, Where
 from autotune.jobs.probe import SCRIPT, measured_cluster, probe_request, run_probe
 from autotune.jobs.results import taken_under

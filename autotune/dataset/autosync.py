@@ -32,7 +32,8 @@ from autotune.cluster import Cluster, Host
 from autotune.dataset.autosync_graph import read_variables
 from autotune.dataset.wire import WireMessage
 from autotune.errors import InvalidInput
-from autotune.parsing import read_bytes, read_yaml
+from autotune.files import read_bytes
+from autotune.parsing import read_yaml
 from autotune.strategy_space.builders.partitions import even_partition
 from autotune.strategy_space.strategy import (
     Compressor,

@@ -15,7 +15,8 @@ from autotune.cluster import Cluster
 from autotune.dataset.columns import read_table
 from autotune.dataset.trials import DatasetTrial, Domain, Session
 from autotune.errors import InvalidInput
-from autotune.parsing import parse, parse_json, read_bytes, read_text, refuse_newer
+from autotune.files import read_bytes, read_text
+from autotune.parsing import parse, parse_json, refuse_newer
 from autotune.workload import Workload
 
 SCHEMA = 1

@@ -35,7 +35,8 @@ from autotune.dataset.folder import (
 )
 from autotune.dataset.trials import DatasetTrial, Domain, Environment, Session, disturbed_trials
 from autotune.errors import InvalidInput
-from autotune.parsing import parse, parse_json, read_text
+from autotune.files import read_text
+from autotune.parsing import parse, parse_json
 
 WORK = ".work"
 """Folder for files that are not part of the dataset: the journal, logs, jobs."""

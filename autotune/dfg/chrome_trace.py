@@ -7,13 +7,14 @@ times are microseconds with three decimals.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO, cast
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from autotune.dfg.critical_path import CriticalPath, critical_path
 from autotune.dfg.graph import NONE, Kind
 from autotune.dfg.replay import Timeline
 from autotune.errors import InvalidInput
+from autotune.files import whole_file
 
 MAX_OPS = 1_000_000
 
@@ -40,17 +42,15 @@ def write_chrome_trace(timeline: Timeline, path: Path, max_ops: int = MAX_OPS) -
         raise InvalidInput(f"a trace must be allowed at least 1 op, but max_ops is {max_ops}")
     critical = critical_path(timeline)
     shown = _shown(timeline, critical, max_ops)
-    with path.open("wb") as file:
+    with whole_file(path, "the timeline") as file, contextlib.ExitStack() as packing:
+        stream = cast(BinaryIO, file)
         if path.suffix == ".gz":
             # without a name and a time, equal timelines give equal files
-            with (
-                gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as packed,
-                io.TextIOWrapper(packed, "utf-8") as text,
-            ):
-                _write(text, timeline, critical, shown)
-        else:
-            with io.TextIOWrapper(file, "utf-8") as text:
-                _write(text, timeline, critical, shown)
+            packed = packing.enter_context(gzip.GzipFile("", "wb", fileobj=file, mtime=0))
+            stream = cast(BinaryIO, packed)
+        text = io.TextIOWrapper(stream, "utf-8")
+        _write(text, timeline, critical, shown)
+        text.detach()
     return len(shown)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from autotune.export import write_whole
+from autotune.files import write_whole
 from autotune.units import format_bytes, format_rate, format_seconds
 
 

@@ -18,7 +18,8 @@ from autotune.arrays import FloatArray
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
 from autotune.features.extract import extract
-from autotune.parsing import parse_json, read_text
+from autotune.files import read_text
+from autotune.parsing import parse_json
 from autotune.simulators.interface import Simulator
 from autotune.strategy_space.plan import PlannedStrategy
 from autotune.strategy_space.strategy import Strategy

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from autotune.canonical import canonical_json
 from autotune.dataset.trials import DatasetTrial
-from autotune.export import write_whole
+from autotune.files import write_whole
 from autotune.parsing import parse, read_json
 from autotune.records import CURRENT_SETUP
 from autotune.strategy_space.strategy import Strategy

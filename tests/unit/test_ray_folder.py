@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.export import write_whole
+from autotune.files import write_whole
 from runtime_rewriter.world import ray_folder
 
 

@@ -11,7 +11,6 @@ from rich.table import Table
 from autotune.commands.render.tables import table_text
 from autotune.dfg.chrome_trace import write_chrome_trace
 from autotune.dfg.utilisation import IterationSummary
-from autotune.errors import InvalidInput
 from autotune.reports.timeline_page import Fact, kind_name
 from autotune.units import format_seconds
 
@@ -110,9 +109,4 @@ def iteration_facts(summary: IterationSummary) -> tuple[Fact, ...]:
 
 def write_timeline(summary: IterationSummary, path: Path) -> None:
     """Write the Chrome trace of the iteration; raises `InvalidInput` if that fails."""
-    try:
-        write_chrome_trace(summary.critical_path.timeline, path)
-    except OSError as error:
-        raise InvalidInput(
-            f"cannot write the timeline to {path} ({error.strerror or error}); choose another path"
-        ) from error
+    write_chrome_trace(summary.critical_path.timeline, path)
