@@ -9,6 +9,7 @@ from autotune.commands.arguments import add_directory, add_tracking
 from autotune.jobs.tune import open_tracker
 from autotune.jobs.workspace import Workspace, latest_job
 from autotune.storage.store import Store
+from autotune.tracking.tracker import PATIENT_ITEM_S
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,8 +24,9 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     with Store.open(workspace.store_path) as store:
         job_id = options.job or latest_job(store)
         before = len(store.waiting(job_id))
-        tracker = open_tracker(workspace, store, job_id, options.tracking_uri, options.experiment)
-        left = tracker.flush()
+        where = options.tracking_uri, options.experiment
+        tracker = open_tracker(workspace, store, job_id, *where, PATIENT_ITEM_S)
+        left = tracker.flush(float("inf"))
         rejected = store.rejected(job_id)
     data = {
         "job": job_id,
@@ -35,5 +37,6 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     }
     text = f"{before - left} items of job {job_id} sent to {tracker.uri}"
     if left:
-        text += f"; {left} are still unsent because the server cannot be reached"
+        reason = "the server cannot be reached, or does not answer in time"
+        text += f"; {left} are still unsent because {reason}"
     return data, text

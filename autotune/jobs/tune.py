@@ -21,7 +21,7 @@ from autotune.records import Decision
 from autotune.sampler.proposer import Proposer
 from autotune.simulators.registry import SIMULATORS
 from autotune.storage.store import Store
-from autotune.tracking.tracker import Tracker
+from autotune.tracking.tracker import ITEM_S, Tracker
 from autotune.tuning.job import JobSpec
 from runtime_rewriter.world.command import read_command
 
@@ -141,9 +141,14 @@ def run_job(
 
 
 def open_tracker(
-    workspace: Workspace, store: Store, job_id: str, uri: str | None, experiment: str
+    workspace: Workspace,
+    store: Store,
+    job_id: str,
+    uri: str | None,
+    experiment: str,
+    item_s: float = ITEM_S,
 ) -> Tracker:
     """The tracker of a job; `uri` None: the workspace's own SQLite file."""
     use_mlflow_quietly()
     uri = uri or workspace.default_tracking_uri
-    return Tracker(store, job_id, uri, experiment, workspace.artifacts)
+    return Tracker(store, job_id, uri, experiment, workspace.artifacts, item_s)

@@ -14,6 +14,11 @@ Metric = tuple[str, float, int]
 """Key, value and step."""
 
 
+def is_local(uri: str) -> bool:
+    """Whether MLflow keeps its runs in files of this machine."""
+    return uri.startswith(("sqlite:", "file:")) or "://" not in uri
+
+
 class Connection:
     """Explicit client, no global tracking URI. Runs are looked up by their tags before creation.
 

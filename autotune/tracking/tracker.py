@@ -1,8 +1,9 @@
 """Sends every trial to MLflow without delaying or failing the job.
 
 A job is a run, a trial is a run nested in it, and a trained simulator is a model in the registry.
-Items to send are in the store's outbox and leave it in order. If the server cannot be reached, the
-items stay, and a circuit breaker waits before the next attempt.
+Items to send are in the store's outbox and leave it in order. If the server cannot be reached, or
+does not take an item by its deadline, the items stay, and a circuit breaker waits before the next
+attempt.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import importlib.util
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 
+from autotune.deadlines import Call, Overdue
 from autotune.errors import InvalidInput
 from autotune.simulators.interface import Simulator
 from autotune.storage.store import OutboxItem, Store
-from autotune.tracking.connection import Connection
-from autotune.tracking.sender import Sender, Unsendable
+from autotune.tracking.connection import Connection, is_local
+from autotune.tracking.sender import Delivery, Sender, Unsendable
 from autotune.tuning.events import Event
 from autotune.tuning.history import History
 from autotune.tuning.tuner import Instruction
@@ -26,6 +29,14 @@ RETRY_AFTER_S = 60.0
 """Wait of the breaker after a failure: a dead server then costs one timeout a minute."""
 BETWEEN_TRIALS_S = 5.0
 """Maximum time for sending while the workers wait; the rest is sent after the next event."""
+ITEM_S = 15.0
+"""Time for a server to take an item, whose requests have 5 s each (`mlflow_environment`) only
+between two bytes."""
+PATIENT_ITEM_S = 300.0
+"""The same where nothing waits for it, and for local files: MLflow creates its database at the
+first item, in 40 s on two busy cores."""
+FLUSH_S = 30.0
+"""Time at the end of a job in which items are begun; `autotune track` sends the rest."""
 _NEVER_ACCEPTED = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
 
 
@@ -46,11 +57,16 @@ def mlflow_environment(timeout_s: int = 5, retries: int = 1) -> dict[str, str]:
     }
 
 
+class _Unreachable(Exception):
+    """The server did not take an item, but may later."""
+
+
 class Tracker:
     """Sends one job's outbox; an observer of the driver.
 
-    Files go to `artifact_dir` if the URI is not a server's. Sending is synchronous and raises
-    nothing that MLflow raises: see `Store.waiting` and `Store.rejected`.
+    Files go to `artifact_dir` if the URI is not a server's. Sending raises nothing that MLflow
+    raises: see `Store.waiting` and `Store.rejected`. It takes at most `item_s` per item. An item
+    that takes longer is left behind on its thread, and no other is sent until the thread has ended.
     """
 
     def __init__(
@@ -60,6 +76,7 @@ class Tracker:
         tracking_uri: str,
         experiment: str,
         artifact_dir: Path,
+        item_s: float = ITEM_S,
         retry_after_s: float = RETRY_AFTER_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -72,10 +89,13 @@ class Tracker:
         self._job_id = job_id
         self._experiment = experiment
         self._artifact_dir = artifact_dir
+        self._item_s = max(item_s, PATIENT_ITEM_S) if is_local(tracking_uri) else item_s
         self._retry_after_s = retry_after_s
         self._clock = clock
         self._open_until_s = float("-inf")
-        self._sender: Sender | None = None
+        self._sender = Sender(store, job_id)
+        self._connection: Connection | None = None
+        self._late: Call[str] | None = None
 
     def started(self, instruction: Instruction, history: History) -> None:
         """Do nothing: there is no event yet."""
@@ -96,9 +116,12 @@ class Tracker:
         for path in files:
             self._store.enqueue(self._job_id, "artifact", {"path": str(path.resolve())})
 
-    def flush(self) -> int:
-        """Send all waiting items now, ignoring the breaker; return the number of items left."""
-        self._send(self._store.history(self._job_id), float("inf"))
+    def flush(self, limit_s: float = FLUSH_S) -> int:
+        """Send the waiting items, ignoring the breaker; return the number of items left.
+
+        No item is begun after `limit_s`.
+        """
+        self._send(self._store.history(self._job_id), limit_s)
         return len(self._store.waiting(self._job_id))
 
     def _send(self, history: History, limit_s: float) -> None:
@@ -112,29 +135,49 @@ class Tracker:
 
     def _send_item(self, item: OutboxItem, history: History) -> bool:
         """Return False if the item has to wait."""
+        import mlflow.exceptions  # noqa: F401 - takes seconds, which are not the server's
+
+        if self._late is not None and self._late.running:
+            return False
+        delivery = self._sender.delivery(item, history)
+        created_at = self._store.created_at(self._job_id)
+        call = Call(lambda: self._deliver(delivery, created_at))
+        try:
+            rejection = call.result(self._item_s)
+        except _Unreachable:
+            return False
+        except Overdue:
+            self._late = call
+            return False
+        if rejection:
+            self._store.mark_rejected(self._job_id, item.position, rejection)
+        else:
+            self._store.mark_sent(self._job_id, item.position)
+        return True
+
+    def _deliver(self, delivery: Delivery, created_at: datetime) -> str:
+        """Send an item; return the reason if it can never be sent. Raises `_Unreachable`.
+
+        It runs on another thread, so it does not use the store.
+        """
         from mlflow.exceptions import MlflowException
         from sqlalchemy.exc import SQLAlchemyError
         from urllib3.exceptions import HTTPError
 
         unreachable = (MlflowException, SQLAlchemyError, HTTPError, OSError)
         try:
-            if self._sender is None:
-                self._sender = Sender(self._connect(), self._store, self._job_id)
-        except unreachable:
-            return False
+            if self._connection is None:
+                self._connection = Connection.open(
+                    self.uri, self._experiment, self._artifact_dir, self._job_id, created_at
+                )
+        except unreachable as error:
+            raise _Unreachable from error
         try:
-            self._sender.send(item, history)
-        except (Unsendable, *unreachable) as error:
-            code = getattr(error, "error_code", None)
-            if not isinstance(error, Unsendable) and code not in _NEVER_ACCEPTED:
-                return False
-            self._store.mark_rejected(self._job_id, item.position, str(error))
-            return True
-        self._store.mark_sent(self._job_id, item.position)
-        return True
-
-    def _connect(self) -> Connection:
-        created_at = self._store.created_at(self._job_id)
-        return Connection.open(
-            self.uri, self._experiment, self._artifact_dir, self._job_id, created_at
-        )
+            delivery(self._connection)
+        except Unsendable as error:
+            return str(error)
+        except unreachable as error:
+            if getattr(error, "error_code", None) in _NEVER_ACCEPTED:
+                return str(error)
+            raise _Unreachable from error
+        return ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.server
 import os
 import shutil
 import signal
@@ -9,6 +11,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -290,6 +293,40 @@ assert mlflow.telemetry.client.get_telemetry_client() is None
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert not list(elsewhere.iterdir())
+
+
+def test_a_server_that_drips_delays_no_job_and_gets_everything_later(
+    store, tmp_path, tracking_store
+):
+    """Every byte comes within the timeout of a read, and the response never ends."""
+    with dripping_server() as uri:
+        tracker = Tracker(
+            store, "job", uri, "sync", tmp_path / "unused", item_s=0.3, retry_after_s=0.0
+        )
+        history, decision = observed_job(store, tracker)
+        assert len(store.waiting("job")) == len(history.events) + 2 == tracker.flush()
+    with_tracking_store(tmp_path, tracking_store)
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    assert Tracker(store, "job", uri, "sync", tmp_path / "artifacts").flush() == 0
+    assert_tracked_exactly_once(uri, history, decision)
+
+
+@contextlib.contextmanager
+def dripping_server():
+    """Answer every request by one byte of a header every 50 ms, until the block ends."""
+    ended = threading.Event()
+
+    class Dripping(http.server.BaseHTTPRequestHandler):
+        def handle(self):
+            self.request.sendall(b"HTTP/1.1 200 OK\r\nX-Drip: ")
+            while not ended.wait(0.05):
+                self.request.sendall(b".")
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Dripping) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        ended.set()
+        server.shutdown()
 
 
 def free_port():
