@@ -5,11 +5,12 @@ Covers events of record_param_comms, NCCL and RCCL kernels, gloo's annotations a
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
+from autotune.profiling.formats.limits import MAX_ELEMENTS, MAX_RANKS, limited, limited_rank
 from autotune.profiling.formats.rank_trace import MISSING, Category, Comm
 
 MESSAGE = "autotune.message#"
@@ -82,7 +83,10 @@ def backend_collective(name: str) -> str:
 
 
 def comm_of(name: str, category: Category, args: Mapping[str, Any]) -> Comm | None:
-    """The collective that the event belongs to; None for ordinary events and for `wait`."""
+    """The collective that the event belongs to; None for ordinary events and for `wait`.
+
+    Raises `InvalidInput` for sizes and ranks beyond the limits.
+    """
     stated = args.get("Collective name")
     if isinstance(stated, str):
         return _from_args(collective_name(stated), args)
@@ -107,7 +111,8 @@ def _from_args(name: str, args: Mapping[str, Any]) -> Comm | None:
     if name not in COLLECTIVES:
         return None
     dtype = str(args.get("dtype", ""))
-    elements = max(_count(args.get("In msg nelems")), _count(args.get("Out msg nelems")))
+    sizes = (args.get("In msg nelems"), args.get("Out msg nelems"))
+    elements = max(limited(size, MAX_ELEMENTS, "elements in a message") for size in sizes)
     recorded = args.get("autotune")  # by this package's recorder
     recorded = recorded if isinstance(recorded, dict) else {}
     transaction = recorded.get("transaction")
@@ -141,9 +146,14 @@ def _dims_bytes(args: Mapping[str, Any]) -> float:
     """Bytes of the first tensor in `Input Dims` and `Input type`."""
     dims = args.get("Input Dims")
     first = dims[0] if isinstance(dims, list) and dims else None
-    if isinstance(first, list) and all(isinstance(d, int) and d >= 0 for d in first) and first:
-        return float(math.prod(first) * element_bytes(_dtype(args)))
-    return 0.0
+    if not isinstance(first, list) or not first:
+        return 0.0
+    if not all(isinstance(extent, int) and extent >= 0 for extent in first):
+        return 0.0
+    elements = 0 if 0 in first else 1
+    for extent in first:  # step by step: the product of a long list may have millions of digits
+        elements = limited(elements * extent, MAX_ELEMENTS, "elements in a tensor")
+    return float(elements * element_bytes(_dtype(args)))
 
 
 def _dtype(args: Mapping[str, Any]) -> str:
@@ -156,14 +166,21 @@ def _ranks(text: Any, args: Mapping[str, Any]) -> tuple[int, ...]:
 
     Those come from start, stride and size.
     """
-    size = _count(args.get("Group size"))
+    size = limited(args.get("Group size"), MAX_RANKS, "ranks in a group")
     numbers = re.findall(r"\d+", text) if isinstance(text, str) else []
     if not size or len(numbers) == size:
-        return tuple(map(int, numbers))
+        return tuple(limited_rank(int(number[:20])) for number in numbers)
     first = _count(args.get("Global rank start"), MISSING)
     stride = _count(args.get("Global rank stride"), MISSING)
-    if first < 0 or stride <= 0 or size > 10**6:
+    if first < 0 or stride <= 0:
         return ()
+    limited_rank(first + (size - 1) * stride)
+    return _strided(first, stride, size)
+
+
+@lru_cache(maxsize=64)
+def _strided(first: int, stride: int, size: int) -> tuple[int, ...]:
+    """One tuple for the collectives of a group, which may have 100 000 ranks."""
     return tuple(range(first, first + size * stride, stride))
 
 

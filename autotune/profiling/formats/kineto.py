@@ -17,10 +17,19 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autotune.errors import InvalidInput
 from autotune.profiling.formats.collective_args import backend_collective, comm_of
 from autotune.profiling.formats.json_stream import Field, JsonItems, Read
+from autotune.profiling.formats.limits import (
+    MAX_GROUP_RANKS,
+    MAX_RANKS,
+    MAX_SPAN_US,
+    MAX_TIME_US,
+    limited,
+    limited_rank,
+)
 from autotune.profiling.formats.rank_trace import (
     CATEGORY_NAMES,
     MISSING,
@@ -37,6 +46,8 @@ from autotune.profiling.formats.steps import find_steps
 MOST_BAD = 0.05
 MAX_EVENTS = 50_000_000
 MAX_NAME_CHARS = 400
+MAX_DROPPED = 50
+"""Most categories of dropped events that are counted apart."""
 US, NS = 1e-6, 1e-9
 
 _MARKS = re.compile(
@@ -89,7 +100,9 @@ class _KinetoReader:
         self.bad = 0
         self.first_bad = ""
         self.base_us: float | None = None
-        self.rank_args: Counter[int] = Counter()
+        self.dropped: Counter[str] = Counter()
+        self.known_groups: set[tuple[int, ...]] = set()
+        self.group_ranks = 0
 
     def trace(self) -> RankTrace:
         for item in self.items:
@@ -100,11 +113,17 @@ class _KinetoReader:
                 raise InvalidInput(
                     f"{self.where} may hold at most {MAX_EVENTS} events, but has more"
                 )
-            if problem := self._event(item) if isinstance(item, dict) else "it is no object":
+            try:
+                problem = self._event(item) if isinstance(item, dict) else "it is no object"
+            except InvalidInput as error:
+                place = f"{self.where}, event {self.items.items - 1}"
+                raise InvalidInput(f"{place}: {error}; is the file damaged?") from error
+            if problem:
                 self._unusable(item, problem)
         for began in [event for stack in self.open.values() for event in stack]:
             self._unusable(began, "it begins and never ends")
-        usable = len(self.floats["start"])
+        kept = self._kept()
+        usable = int(kept.sum())
         if self.bad and self.bad > MOST_BAD * (usable + self.bad):
             raise InvalidInput(
                 f"at most {100 * MOST_BAD:.0f} % of a trace's events may be unusable, but of "
@@ -116,7 +135,19 @@ class _KinetoReader:
                 f"{self.where} must hold events with ph, ts and dur in traceEvents, but none of "
                 f"{self.items.items} is one"
             )
-        return self._build()
+        return self._build(kept)
+
+    def _kept(self) -> NDArray[np.bool_]:
+        """Which events lie within `MAX_SPAN_US` of the median one; the others are unusable."""
+        start_us = np.frombuffer(self.floats["start"])
+        if not len(start_us):
+            return np.ones(0, dtype=np.bool_)
+        kept: NDArray[np.bool_] = np.abs(start_us - np.median(start_us)) <= MAX_SPAN_US
+        if far := int((~kept).sum()):
+            days = round(MAX_SPAN_US / 86_400e6)
+            self.first_bad = self.first_bad or f"an event more than {days} days from the others"
+            self.bad += far
+        return kept
 
     def _unusable(self, item: Any, problem: str) -> None:
         self.bad += 1
@@ -132,18 +163,28 @@ class _KinetoReader:
             return self._begin_or_end(event, str(phase))
         if phase in ("s", "f") and (event.get("cat") in _FLOWS or event.get("name") in _FLOWS):
             self._flow(event, str(phase))
+        elif phase != "M":  # names of processes and threads
+            self._drop(event)
         return ""
+
+    def _drop(self, event: dict[str, Any]) -> None:
+        """Count an event that nothing here reads, by its category."""
+        category = str(event.get("cat") or "without a category")[:40]
+        known = category in self.dropped or len(self.dropped) < MAX_DROPPED
+        self.dropped[category if known else "others"] += 1
 
     def _complete(self, event: dict[str, Any]) -> str:
         name = str(event.get("name"))[:MAX_NAME_CHARS]
         category = _category(event, name)
         if category is None:
+            self._drop(event)
             return ""
         start, duration = _number(event.get("ts")), _number(event.get("dur"))
-        if start is None:
-            return f"ts must be a finite number, but is {event.get('ts')!r:.40}"
-        if duration is None or duration < 0:
-            return f"dur must be a number of at least 0, but is {event.get('dur')!r:.40}"
+        if start is None or abs(start) > MAX_TIME_US:
+            return f"ts must be at most {MAX_TIME_US:.0f} us from 0, but is {event.get('ts')!r:.40}"
+        if duration is None or not 0 <= duration <= MAX_SPAN_US:
+            shown = f"{event.get('dur')!r:.40}"
+            return f"dur must be a number of 0 to {MAX_SPAN_US:.0f} us, but is {shown}"
         args = event.get("args")
         args = args if isinstance(args, dict) else {}
         if self.base_us is None:
@@ -151,7 +192,7 @@ class _KinetoReader:
         self.floats["start"].append(start - self.base_us)
         self.floats["duration"].append(duration)
         self.floats["bytes"].append(max(0.0, _number(args.get("bytes")) or 0.0))
-        comm = comm_of(name, category, args)
+        comm = self._comm(name, category, args)
         row = self.ints
         row["category"].append(category)
         row["lane"].append(self._lane(event, args, category))
@@ -162,9 +203,15 @@ class _KinetoReader:
         row["sequence"].append(_whole(args.get("Sequence number")))
         row["comm"].append(MISSING if comm is None else _numbered(self.comms, comm))
         row["sync"].append(self._sync(args) if category == Category.DEVICE_SYNC else MISSING)
-        if category == Category.HOST_OP and (rank := _whole(args.get("Rank"))) >= 0:
-            self.rank_args[rank] += 1
         return ""
+
+    def _comm(self, name: str, category: Category, args: dict[str, Any]) -> Comm | None:
+        comm = comm_of(name, category, args)
+        if comm is not None and comm.group_ranks and comm.group_ranks not in self.known_groups:
+            self.known_groups.add(comm.group_ranks)
+            self.group_ranks += len(comm.group_ranks)
+            limited(self.group_ranks, MAX_GROUP_RANKS, "ranks in all groups of a trace")
+        return comm
 
     def _begin_or_end(self, event: dict[str, Any], phase: str) -> str:
         """Read a span in two events: an end belongs to the last begin of its thread."""
@@ -201,14 +248,16 @@ class _KinetoReader:
             lane = _numbered(self.lanes, (process, thread, False))
             self.flow_ends[phase].setdefault(number, (lane, at - self.base_us))
 
-    def _build(self) -> RankTrace:
+    def _build(self, kept: NDArray[np.bool_]) -> RankTrace:
+        """The trace of the events that are `kept`."""
         assert self.base_us is not None
-        floats = {name: np.frombuffer(column) for name, column in self.floats.items()}
+        floats = {name: np.frombuffer(column)[kept] for name, column in self.floats.items()}
         start_s, duration_s = floats["start"] * US, floats["duration"] * US
         order = np.lexsort((-duration_s, start_s))
         first_s = float(start_s[order[0]])
         ints = {
-            name: np.frombuffer(column, dtype=np.int64)[order] for name, column in self.ints.items()
+            name: np.frombuffer(column, dtype=np.int64)[kept][order]
+            for name, column in self.ints.items()
         }
         flows = []
         for number, (to_lane, to_us) in self.flow_ends["f"].items():
@@ -247,6 +296,7 @@ class _KinetoReader:
             flows=tuple(flows),
             groups=groups,
             repairs=tuple(self._repairs()),
+            dropped=dict(self.dropped.most_common()),
             info=info | self._devices(),
         )
         return find_steps(trace)
@@ -268,7 +318,11 @@ class _KinetoReader:
         return [Repair(what, count) for what, count in flaws if count]
 
     def _distributed(self) -> tuple[int | None, int | None, dict[str, tuple[int, ...]]]:
-        """(rank, world size, groups) from distributedInfo, else from the collectives."""
+        """(rank, world size, groups) from distributedInfo; groups also from the collectives.
+
+        Only distributedInfo states the rank: `Rank` among a collective's arguments counts within
+        its group.
+        """
         info = self.fields.get("distributedInfo")
         if isinstance(info, str):
             info = _parsed(info)
@@ -277,13 +331,23 @@ class _KinetoReader:
         groups = {
             comm.group: comm.group_ranks for comm in self.comms if comm.group and comm.group_ranks
         }
-        config = info.get("pg_config")
-        for group in config if isinstance(config, list) else []:
-            ranks = group.get("ranks") if isinstance(group, dict) else None
-            if isinstance(ranks, list) and all(isinstance(r, int) for r in ranks):
-                groups.setdefault(str(group.get("pg_name"))[:80], tuple(ranks))
-        if rank < 0 and len(self.rank_args) == 1:
-            rank = next(iter(self.rank_args))
+        try:
+            config = info.get("pg_config")
+            for group in config if isinstance(config, list) else []:
+                ranks = group.get("ranks") if isinstance(group, dict) else None
+                if isinstance(ranks, list) and all(isinstance(r, int) for r in ranks):
+                    name = str(group.get("pg_name"))[:80]
+                    groups.setdefault(name, tuple(limited_rank(r) for r in ranks))
+            limited(world, MAX_RANKS, "ranks in a job")
+            if rank >= 0:
+                limited_rank(rank)
+        except InvalidInput as error:
+            raise InvalidInput(f"{self.where}, distributedInfo: {error}") from error
+        if world == 0 or rank >= world > 0:
+            raise InvalidInput(
+                f"{self.where}: distributedInfo must have a rank below its world_size, but has "
+                f"rank {rank} and world_size {world}"
+            )
         if world < 0 and groups:
             world = max(max(ranks, default=0) for ranks in groups.values()) + 1
         return (rank if rank >= 0 else None), (world if world > 0 else None), groups

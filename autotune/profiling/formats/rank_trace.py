@@ -181,6 +181,7 @@ class RankTrace:
     - `external` ("External id") leads from a device op to the host op that launched it.
     - `function` ("Record function id") leads from a host op to its node in an execution trace.
     - `host` is "" where the trace does not name it; `groups`: process group -> its ranks.
+    - `dropped`: category -> how many events of it are not read.
     """
 
     source: str
@@ -209,6 +210,7 @@ class RankTrace:
     repairs: tuple[Repair, ...] = ()
     steps: tuple[TracedStep, ...] = ()
     info: Mapping[str, str] = field(default_factory=dict)
+    dropped: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def events(self) -> int:
