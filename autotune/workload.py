@@ -5,6 +5,7 @@
 | V | number of gradient variables | - |
 | ready_s | time from the start of the backward pass until the gradient is final | s |
 | needed_s | time from the start of the forward pass until the variable is first read | s |
+| script_read_s | time from the end of the backward pass until the script itself reads it | s |
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from autotune.canonical import content_id, to_data
+from autotune.canonical import LATER, content_id, to_data
 from autotune.errors import InvalidInput
 from autotune.parsing import parse, refuse_newer
 
@@ -34,7 +35,9 @@ class Variable:
     """One trainable tensor. `ready_s` and `needed_s` are None if unmeasured.
 
     `touched_rows`: distinct rows in the gradient of one rank's step, for sparse variables. None:
-    not counted, and then all rows count as touched.
+    not counted, and then all rows count as touched. `script_read_s`: when the script first reads
+    the variable, its gradient or its optimizer's state outside the forward pass, the backward pass
+    and `step()`, before the next forward pass. None: in most steps it reads none of them.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -46,6 +49,7 @@ class Variable:
     ready_s: float | None = None
     needed_s: float | None = None
     touched_rows: float | None = None
+    script_read_s: float | None = field(default=None, metadata=LATER)
 
     def __post_init__(self) -> None:
         touched = self.touched_rows
@@ -53,6 +57,11 @@ class Variable:
             raise InvalidInput(
                 f"touched_rows of {self.name!r} must lie between 0 and the rows of a sparse "
                 f"variable, but is {touched} of shape {self.shape}, sparse: {self.sparse}"
+            )
+        if self.script_read_s is not None and not 0 <= self.script_read_s < math.inf:
+            raise InvalidInput(
+                f"script_read_s of {self.name!r} must be finite and at least 0, "
+                f"but is {self.script_read_s}"
             )
         if self.dtype not in DTYPE_BYTES:
             raise InvalidInput(
@@ -159,6 +168,11 @@ class Workload:
     @cached_property
     def grad_bytes(self) -> int:
         return sum(variable.grad_bytes for variable in self.variables)
+
+    @property
+    def script_reads(self) -> int:
+        """The number of variables that the script itself reads between steps."""
+        return sum(variable.script_read_s is not None for variable in self.variables)
 
     @property
     def compute_s(self) -> float:

@@ -4,6 +4,7 @@
 |---|---|---|
 | forward_s | start of the module's forward pass until the first gradient of its output | s |
 | needed_s[i] | start of the module's forward pass until it first reads variable i | s |
+| script_reads_s[i] | end of the synchronization until the script itself reads variable i | s |
 | ready_s[i] | start of the backward pass until the gradient of variable i is final | s |
 | backward_s | start of the backward pass until its end | s |
 | update_s | end of the synchronization until the next step begins | s |
@@ -18,16 +19,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from autotune.costs.timing import close_groups, needed_times_s
+from autotune.costs.timing import close_groups, forward_read_times_s
 from autotune.errors import InvalidInput
 from autotune.workload import Workload
 
 
 @dataclass(frozen=True)
 class Timetable:
-    """One step of the profile: (variable name, needed_s or ready_s), the earliest first.
+    """One step of the profile: (variable name, its time), the earliest first.
 
-    Close times (`close_groups`) all become the last one, so that the rank wakes up once.
+    `script_reads`: only of variables that the script reads between two steps. Close times
+    (`close_groups`) all become the last one, so that the rank wakes up once.
     """
 
     forward_s: float
@@ -35,6 +37,7 @@ class Timetable:
     ready: tuple[tuple[str, float], ...]
     backward_s: float
     update_s: float
+    script_reads: tuple[tuple[str, float], ...] = ()
 
     @property
     def compute_s(self) -> float:
@@ -74,15 +77,24 @@ def timetable_of(workload: Workload) -> Timetable:
                 f"{later_s:g} s"
             )
     names = (variable.name for variable in workload.variables)
-    needed_s = needed_times_s(workload).tolist()
-    needed = sorted(zip(names, needed_s, strict=True), key=lambda entry: entry[1])
+    needed = zip(names, forward_read_times_s(workload).tolist(), strict=True)
+    script_reads = (
+        (variable.name, variable.script_read_s)
+        for variable in workload.variables
+        if variable.script_read_s is not None
+    )
     return Timetable(
         forward_s=workload.forward_s,
-        needed=_together(needed),
+        needed=_together(sorted(needed, key=_at_s)),
         ready=_together(ready),
         backward_s=workload.backward_s,
         update_s=workload.update_s,
+        script_reads=_together(sorted(script_reads, key=_at_s)),
     )
+
+
+def _at_s(timed: tuple[str, float]) -> float:
+    return timed[1]
 
 
 def _together(timed: Sequence[tuple[str, float]]) -> tuple[tuple[str, float], ...]:

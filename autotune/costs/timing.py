@@ -40,8 +40,8 @@ def close_groups(times_s: Sequence[float], within_s: float = TOGETHER_S) -> list
     return [*groups, range(first, len(times_s))] if len(times_s) else []
 
 
-def needed_times_s(workload: Workload) -> FloatArray:
-    """When each variable is first read after the forward pass began, in [0, `forward_s`].
+def forward_read_times_s(workload: Workload) -> FloatArray:
+    """When the forward pass first reads each variable after its beginning, in [0, `forward_s`].
 
     Unmeasured ones are read in reverse backward order, each for an equal share of the pass.
     """
@@ -50,6 +50,19 @@ def needed_times_s(workload: Workload) -> FloatArray:
     measured = [variable.needed_s for variable in workload.variables]
     clipped: FloatArray = np.clip(_or_else(measured, by_position), 0.0, workload.forward_s)
     return clipped
+
+
+def needed_times_s(workload: Workload) -> FloatArray:
+    """When each variable is first read after the forward pass began, in [-`update_s`, `forward_s`].
+
+    Before the forward pass, the script itself reads it, between two steps.
+    """
+    update_s = workload.update_s
+    between_s = [
+        None if variable.script_read_s is None else min(variable.script_read_s, update_s) - update_s
+        for variable in workload.variables
+    ]
+    return _or_else(between_s, forward_read_times_s(workload).tolist())
 
 
 def _or_else(measured: Sequence[float | None], fallback: Sequence[float]) -> FloatArray:

@@ -18,62 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from autotune.arrays import BoolArray, FloatArray, IntArray
-from autotune.costs.timing import close_groups, needed_times_s, ready_times_s
 from autotune.dfg.build import DfgBuilder
 from autotune.dfg.graph import NONE, Discipline, Kind
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.messages import SliceTable
-from autotune.workload import DTYPE_BYTES, Workload
-
-
-@dataclass(frozen=True, eq=False)
-class PassTimes:
-    """Times that all plans of a workload share, shape (V,).
-
-    `wakes_ready`, `wakes_read`: whether an emulated accelerator wakes up for this variable's
-    gradient or first read, and not for one just before it.
-    """
-
-    workload: Workload
-    ready_s: FloatArray
-    needed_s: FloatArray
-    wakes_ready: BoolArray
-    wakes_read: BoolArray
-    elements: FloatArray
-    grad_bytes: FloatArray
-    computes_on_cpu: bool
-
-    @staticmethod
-    def of(workload: Workload) -> PassTimes:
-        """A gradient is ready no earlier than those before it."""
-        ready_s = np.maximum.accumulate(np.clip(ready_times_s(workload), 0.0, None))
-        needed_s = needed_times_s(workload)
-        variables = workload.variables
-        elements = np.array([variable.elements for variable in variables], dtype=np.float64)
-        element_bytes = np.array([DTYPE_BYTES[variable.dtype] for variable in variables])
-        return PassTimes(
-            workload=workload,
-            ready_s=ready_s,
-            needed_s=needed_s,
-            wakes_ready=_first_of_groups(ready_s),
-            wakes_read=_first_of_groups(needed_s),
-            elements=elements,
-            grad_bytes=elements * element_bytes,
-            computes_on_cpu=workload.device == "cpu" and workload.threads > 0,
-        )
-
-    def share(self, slices: SliceTable) -> FloatArray:
-        """The share of its variable that each slice holds."""
-        elements = np.maximum(self.elements[slices.variable], 1.0)
-        return slices.elements / elements
-
-
-def _first_of_groups(times_s: FloatArray) -> BoolArray:
-    """Whether each time is the first of its close group."""
-    order = np.argsort(times_s, kind="stable")
-    first = np.zeros(len(times_s), dtype=np.bool_)
-    first[order[[group[0] for group in close_groups(times_s[order].tolist())]]] = True
-    return first
+from autotune.lowering.pass_times import PassTimes
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,13 +232,19 @@ class Worker:
         self._done = self._computed
         return self._computed
 
-    def defer(self) -> int:
-        """Leave averages and updates to the next forward pass; the last op."""
+    def defer(self, slices: SliceTable, ends: IntArray) -> None:
+        """Leave averages and updates to later reads: the script's own, between the steps, wait for
+        their variables' messages, which arrive at `ends` (M,)."""
         deferred = self._op("defer", self._host, self._costs.defer_s, Kind.OTHER, self.ends)
         update_s = self._times.workload.update_s
-        self._computed = self._op("update", self._device, update_s, Kind.UPDATE, (deferred,))
-        self._done = self._computed
-        return self._computed
+        first_read_s = self._first_reads_s(slices, len(ends))
+        early = first_read_s < 0
+        if not early.any():
+            self._computed = self._op("update", self._device, update_s, Kind.UPDATE, (deferred,))
+            self._done = self._computed
+            return
+        reads_s = np.where(early, update_s + first_read_s, np.inf)
+        self._wait_for_reads("update", Kind.UPDATE, deferred, reads_s, slices, ends, update_s)
 
     def forward_waiting(self, slices: SliceTable, ends: IntArray) -> tuple[int, int]:
         """A pass, behind `defer`, in which a read waits for its variable's messages; its last ops.
@@ -297,27 +252,65 @@ class Worker:
         Messages that have arrived, at `ends` (M,), are averaged and applied at the next read of any
         variable.
         """
+        began = self._buffers(self._joined())
+        first_read_s = self._first_reads_s(slices, len(ends))
+        reads_s = np.where(first_read_s < 0, np.inf, first_read_s)
+        forward_s = self._times.workload.forward_s
+        if np.isinf(reads_s).all():
+            self._computed = self._op("forward", self._device, forward_s, Kind.FORWARD, (began,))
+        else:
+            self._wait_for_reads("forward", Kind.FORWARD, began, reads_s, slices, ends, forward_s)
+        return self.ends
+
+    def _first_reads_s(self, slices: SliceTable, messages: int) -> FloatArray:
+        """When a variable of each message is first read, from the start of the forward pass, (M,).
+
+        Before it, the script itself reads.
+        """
+        first_read_s = np.full(messages, np.inf)
+        np.minimum.at(first_read_s, slices.message, self._times.needed_s[slices.variable])
+        return first_read_s
+
+    def _joined(self) -> int:
+        """An op behind the last ops of the device and of the host's thread."""
+        if self._done == self._computed:
+            return self._computed
+        return self._op("begin forward", NONE, 0.0, Kind.VIRTUAL, self.ends)
+
+    def _wait_for_reads(
+        self,
+        part: str,
+        kind: Kind,
+        began: int,
+        reads_s: FloatArray,
+        slices: SliceTable,
+        ends: IntArray,
+        lasts_s: float,
+    ) -> None:
+        """Compute for `lasts_s` behind `began`, interrupted by reads of messages.
+
+        `reads_s` (M,): when each message is first read; infinite for one that is not read here.
+        """
         times, to = self._times, self._to
-        first_read = np.full(len(ends), np.inf)
-        np.minimum.at(first_read, slices.message, times.needed_s[slices.variable])
-        read_s, group = np.unique(first_read, return_inverse=True)
+        read = np.flatnonzero(np.isfinite(reads_s))
+        read_s, group = np.unique(reads_s[read], return_inverse=True)
         group = group.ravel()
-        written_s = np.bincount(group, weights=self._flushed_s(slices), minlength=len(read_s))
-        began = self._buffers(self._computed)
+        flushed_s = self._flushed_s(slices)[read]
+        written_s = np.bincount(group, weights=flushed_s, minlength=len(read_s))
         segment = to.ops + 3 * np.arange(len(read_s))
         gate = segment + 1
         written = segment + 2
-        read = written if times.computes_on_cpu else gate
+        passed = written if times.computes_on_cpu else gate
         to.edge(began, int(segment[0]))
         to.edge(began, int(written[0]))
-        to.edges(ends, gate[group])
+        to.edges(ends[read], gate[group])
         to.edges(gate, written)
         for chain in (segment, written):
             to.edges(chain[:-1], chain[1:])
-        to.edges(read[:-1], segment[1:])
+        to.edges(passed[:-1], segment[1:])
 
         def name(number: int) -> str:
-            return f"r{self._rank} {('forward', 'read', 'write')[number % 3]} {number // 3}"
+            return f"r{self._rank} {(part, 'read', 'write')[number % 3]} {number // 3}"
 
         segment_s = np.diff(read_s, prepend=0.0)
         durations_s = (segment_s, np.zeros(len(read_s)), self._share * written_s)
@@ -328,14 +321,13 @@ class Worker:
             duration_s=np.column_stack(durations_s).ravel(),
             queue=np.tile([self._device, NONE, self._host], count),
             channel=np.tile([NONE, NONE, self._cores], count),
-            kind=np.tile([Kind.FORWARD, Kind.VIRTUAL, Kind.UNPACK], count),
+            kind=np.tile([kind, Kind.VIRTUAL, Kind.UNPACK], count),
             worker=self._rank,
         )
-        rest_s = max(times.workload.forward_s - float(read_s[-1]), 0.0)
-        behind = (int(segment[-1]), int(read[-1]))
-        self._computed = self._op("forward end", self._device, rest_s, Kind.FORWARD, behind)
+        rest_s = max(lasts_s - float(read_s[-1]), 0.0)
+        behind = (int(segment[-1]), int(passed[-1]))
+        self._computed = self._op(f"{part} end", self._device, rest_s, kind, behind)
         self._done = int(written[-1])
-        return self.ends
 
     def _flushed_s(self, slices: SliceTable) -> FloatArray:
         """Time to take in each message and apply its share of its variables' updates, (M,)."""

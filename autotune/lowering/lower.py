@@ -11,10 +11,11 @@ from autotune.dfg.build import DfgBuilder
 from autotune.dfg.graph import NONE, Dfg, Kind
 from autotune.dfg.replay import replay
 from autotune.errors import InvalidInput
-from autotune.lowering.compute import HostCosts, PassTimes, Worker
+from autotune.lowering.compute import HostCosts, Worker
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.messages import MessageTimer, SliceTable
 from autotune.lowering.network import CORES, MessageOps, Network
+from autotune.lowering.pass_times import PassTimes
 from autotune.lowering.step_times import Timing
 from autotune.lowering.steps import Step
 from autotune.lowering.traffic import Collective, Ports
@@ -212,7 +213,7 @@ class _PlanGraph:
             return self._join("begin backward", ends)
         behind = arrivals.tolist()
         for worker in self.workers:
-            worker.defer()
+            worker.defer(self.slices, arrivals)
             behind += worker.forward_waiting(self.slices, arrivals)
         return self._join("begin backward", behind)
 

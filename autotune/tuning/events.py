@@ -58,9 +58,16 @@ class Profiled:
 
     @property
     def limits(self) -> str:
-        """The strategies that this script rules out, for people; empty if there are none."""
-        reason = self.cross_step_refused
-        return f"synchronization cannot cross the step: {reason}" if reason else ""
+        """The strategies that this script rules out or slows down, for people; empty if none."""
+        if self.cross_step_refused:
+            return f"synchronization cannot cross the step: {self.cross_step_refused}"
+        read, count = self.workload.script_reads, len(self.workload.variables)
+        if not read:
+            return ""
+        return (
+            f"the script itself reads {read} of {count} variables between two steps, so "
+            "synchronization that crosses the step waits there for them"
+        )
 
 
 @dataclass(frozen=True)

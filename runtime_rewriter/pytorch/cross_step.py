@@ -43,6 +43,7 @@ from runtime_rewriter.pytorch.aliases import COUNTS_ALIASES, NO_COUNT, aliased, 
 from runtime_rewriter.pytorch.exchange.device import Device
 from runtime_rewriter.pytorch.optimizer_guard import guard, unguard
 from runtime_rewriter.pytorch.reads import can_watch, is_watched, outside_modes, unwatch, watch
+from runtime_rewriter.pytorch.script_reads import ScriptReads
 from runtime_rewriter.pytorch.script_steps import ScriptSteps
 from runtime_rewriter.pytorch.unseen_calls import UnseenFunctions, UnseenModules
 from runtime_rewriter.pytorch.update_gate import UpdateGate
@@ -114,6 +115,12 @@ class CrossStepUpdates:
         """The error that a wait for a message raised."""
         self.gate: UpdateGate | None = None
         """Compares updates that cross the step with updates within it, while set."""
+        self.script_reads: ScriptReads | None = None
+        """Finds what the script reads between two steps, while set; nothing is deferred then."""
+        self.before_wait: Callable[[Sequence[int]], None] | None = None
+        """Called with pending variables before a wait for their messages."""
+        self.waited_s = 0.0
+        """Seconds that all reads have waited for messages so far."""
         # The number of updates of single variables that are due, of each optimizer.
         self._due: Counter[Optimizer] = Counter()
         self._stepping: Optimizer | None = None  # the optimizer whose step() runs
@@ -290,10 +297,13 @@ class CrossStepUpdates:
                 return 0.0  # most reads; leaving torch's modes costs more than all else here
             # On a GPU everything runs on the backward pass's stream: others may read on others.
             with outside_modes(), self._device.on(self._stream):
+                if waited_for and self.before_wait is not None:
+                    self.before_wait(pending)
                 began_s = time.perf_counter()
                 for number in waited_for:
                     self._receive(number)
                 waited_s = time.perf_counter() - began_s
+                self.waited_s += waited_s
                 while self._next_arrived():
                     self._receive(next(iter(self._outstanding)))
                 if self._complete:
@@ -390,6 +400,8 @@ class CrossStepUpdates:
         closure = any(value is not None for value in given)
         self._stepping = optimizer
         unguard(optimizer)  # its own step reads its state
+        if self.script_reads is not None:
+            self.script_reads.step_begins(optimizer, numbers)
         if self._pending:
             self._put_off(optimizer, numbers, closure)
         elif self._script.looking:
@@ -445,6 +457,8 @@ class CrossStepUpdates:
         self._withheld.clear()
         if optimizer in self._due:
             self._guard((optimizer,))
+        if self.script_reads is not None:
+            self.script_reads.step_ended(optimizer)
 
     def _end_interrupted_step(self) -> None:
         """Give back what was withheld from a step that an exception ended."""

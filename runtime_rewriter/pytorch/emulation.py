@@ -12,13 +12,15 @@ difference.
 | start of the backward pass | forward_s after the module began the step's first forward pass |
 | gradient of variable i | ready_s[i] after the start of the backward pass |
 | end of the backward pass | backward_s after its start |
+| the script's own read of variable i | script_reads_s[i] after the end of the backward pass |
 | next step | update_s after all gradients were synchronized |
 
 The update is one of these waits. The script's optimizers step but find no gradients, since an
 accelerator's update takes no time of the processor. Only after a recorded pass do they really
 update.
 
-If a plan crosses the step, a late average delays all later reads and computation.
+If a plan crosses the step, a late average delays all later reads and computation, in the forward
+pass and between two steps.
 
 Waits end at absolute times, so they absorb real work (the loss, packing, the optimizer) that is
 shorter than the profile's. `overrun` measures the excess.
@@ -79,6 +81,12 @@ class EmulatedAccelerator:
         self._synchronizer, self._timetable = synchronizer, timetable
         self._handed_out = _ready_order(synchronizer.names, timetable)
         self._reads = () if timetable is None else _positions(synchronizer.names, timetable.needed)
+        script_reads = () if timetable is None else timetable.script_reads
+        self._script_reads = {
+            position: at_s
+            for positions, at_s in _positions(synchronizer.names, script_reads)
+            for position in positions
+        }
         self._recorded_passes: dict[Hashable, RecordedPass] = {}
         self._recorder: GradientRecorder | None = None
         self._recorded: tuple[Hashable, Output] | None = None  # without gradients so far
@@ -86,6 +94,7 @@ class EmulatedAccelerator:
         self._in_backward = False
         self._step_start_s: float | None = None
         self._synchronized_s: float | None = None
+        self._waited_before_s = 0.0
         self._waits = {name: Waiter() for name in ("forward", "backward", "update")}
         self.overrun = 0.0
         """The excess of real work over the profile's computation in the last step, as a share of
@@ -97,7 +106,7 @@ class EmulatedAccelerator:
         """Wait for the end of the profile's update, which ends the step."""
         if self._timetable is not None:
             if self._synchronized_s is not None:
-                self._waits["update"].until(self._synchronized_s + self._timetable.update_s)
+                self._waits["update"].until(self._update_start_s() + self._timetable.update_s)
             late_s = sum(waiter.late_s for waiter in self._waits.values())
             self.overrun = late_s / self._timetable.compute_s
         for waiter in self._waits.values():
@@ -109,6 +118,24 @@ class EmulatedAccelerator:
 
     def on_backward_end(self) -> None:
         self._synchronized_s = self._synchronizer.device.now_s()
+        self._waited_before_s = self._synchronizer.cross_step.waited_s
+
+    def _update_start_s(self) -> float:
+        """The end of the backward pass, later by what the script's own reads have waited since."""
+        assert self._synchronized_s is not None
+        waited_s = self._synchronizer.cross_step.waited_s - self._waited_before_s
+        return self._synchronized_s + waited_s
+
+    def before_wait(self, positions: Sequence[int]) -> None:
+        """Let the script itself read no earlier than in the profile.
+
+        The update before it takes no time of this processor.
+        """
+        if self._synchronized_s is None:
+            return  # within a forward pass
+        due_s = [self._script_reads[p] for p in positions if p in self._script_reads]
+        if due_s:
+            Waiter().until(self._update_start_s() + min(due_s))
 
     # -- forward
 

@@ -245,6 +245,7 @@ class GradientSynchronizer:
         self.cross_step.flush()
         self.cross_step.forget_reads()
         self.cross_step.updates_played = False
+        self.cross_step.before_wait = None if accelerator is None else accelerator.before_wait
         if self.accelerator is not None:
             self.listeners.remove(self.accelerator)
         if accelerator is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -28,9 +28,12 @@ class Accelerator(StepListener, Protocol):
 
     `before_boundary` is called at the end of every step, before its time is taken and listeners
     are called. `run` replaces `compute(*inputs, **kwargs)` in every forward pass with gradients.
+    `before_wait` is called with variables whose messages a read is about to wait for.
     """
 
     def before_boundary(self) -> None: ...
+
+    def before_wait(self, positions: Sequence[int]) -> None: ...
 
     def run(
         self, compute: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]

@@ -11,7 +11,9 @@ without waits.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -31,6 +33,7 @@ from runtime_rewriter.pytorch.exchange.device import Mark
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.observers import BackwardObserver
 from runtime_rewriter.pytorch.reads import can_watch, script_compiles, unwatch, watch
+from runtime_rewriter.pytorch.script_reads import ScriptReads
 from runtime_rewriter.scheduling import step_down, take_round_robin
 
 WARMUP_STEPS = 1
@@ -52,6 +55,7 @@ class _Marks:
     backward_end: Mark | None = None
     ready: dict[int, Mark] = field(default_factory=dict)
     read: dict[int, Mark] = field(default_factory=dict)
+    script_read: dict[int, Mark] = field(default_factory=dict)
 
 
 @dataclass
@@ -59,7 +63,7 @@ class _Step:
     """Times of one step on this rank, in seconds.
 
     By variable: `ready_s` from the start of the backward pass, `needed_s` from that of the forward
-    pass.
+    pass, `script_read_s` from the end of the backward pass.
     """
 
     forward_s: float = 0.0
@@ -67,6 +71,7 @@ class _Step:
     update_s: float = 0.0
     ready_s: dict[int, float] = field(default_factory=dict)
     needed_s: dict[int, float] = field(default_factory=dict)
+    script_read_s: dict[int, float] = field(default_factory=dict)
 
 
 def profiling_plan(workload: Workload, world_size: int) -> Plan:
@@ -122,6 +127,8 @@ class WorkloadProfiler(BackwardObserver):
             assumed_workload(synchronizer.module), synchronizer.ranks.size
         )
         synchronizer.load(plan, deferred=True)
+        self._script_reads = ScriptReads(synchronizer.parameters, self._on_script_read)
+        synchronizer.cross_step.script_reads = self._script_reads
         synchronizer.observers.append(self)
         synchronizer.listeners.insert(0, self)  # before listeners that read `done`
         self._marks = _Marks(synchronizer.device.mark())
@@ -145,6 +152,9 @@ class WorkloadProfiler(BackwardObserver):
     def _on_read(self, index: int, _: Tensor) -> None:
         self._marks.read[index] = self._synchronizer.device.mark()
 
+    def _on_script_read(self, index: int) -> None:
+        self._marks.script_read[index] = self._synchronizer.device.mark()
+
     def on_forward_output(self, tensors: list[Tensor]) -> None:
         for parameter in self._synchronizer.parameters:
             unwatch(parameter)
@@ -164,9 +174,11 @@ class WorkloadProfiler(BackwardObserver):
         self._marks.computed = self._synchronizer.device.mark()
 
     def on_backward_end(self) -> None:
+        self._script_reads.begin()
         self._marks.backward_end = self._synchronizer.device.mark()
 
     def on_boundary(self, now_s: float, clean: bool) -> None:
+        self._script_reads.end()
         marks, self._marks = self._marks, _Marks(self._synchronizer.device.mark())
         if marks.backward_end is None:  # the step began before this profiler
             return
@@ -185,6 +197,10 @@ class WorkloadProfiler(BackwardObserver):
             update_s=between(marks.backward_end, end),
             ready_s={index: between(backward_start, mark) for index, mark in marks.ready.items()},
             needed_s={index: between(forward_start, mark) for index, mark in marks.read.items()},
+            script_read_s={
+                index: max(between(marks.backward_end, mark), 0.0)  # an alias is found before
+                for index, mark in marks.script_read.items()
+            },
         )
 
     def finish(self) -> Workload:
@@ -192,6 +208,8 @@ class WorkloadProfiler(BackwardObserver):
         synchronizer = self._synchronizer
         synchronizer.observers.remove(self)
         synchronizer.listeners.remove(self)
+        self._script_reads.end()
+        synchronizer.cross_step.script_reads = None
         if self._alone:
             synchronizer.emulate(None)
         if self._stepped_down:
@@ -209,7 +227,7 @@ class WorkloadProfiler(BackwardObserver):
         shape: list[tuple[set[tuple[int, int]], dict[int, float]]] = [(self._edges, touched)]
         dist.broadcast_object_list(shape, group=synchronizer.ranks.control, group_src=0)
         synchronizer.load(None)
-        return self._workload(self._kept(gathered), *shape[0])
+        return self._workload(self._kept(gathered), _script_reads_s(gathered), *shape[0])
 
     def _kept(self, gathered: list[list[tuple[_Step, bool]]]) -> list[_Step]:
         """The clean steps. With `alone`, those of rank 0 in which no other rank computed."""
@@ -217,15 +235,14 @@ class WorkloadProfiler(BackwardObserver):
             quiet = [all(clean for _, clean in steps) for steps in zip(*gathered, strict=True)]
             of_first = [step for step, _ in gathered[0]]
             return [step for step, alone in zip(of_first, quiet, strict=True) if alone] or of_first
-        clean_steps: list[_Step] = []
-        for of_rank in gathered:
-            clean_steps += [step for step, clean in of_rank if clean] or [
-                step for step, _ in of_rank
-            ]
-        return clean_steps
+        return [step for of_rank in gathered for step in _clean(of_rank)]
 
     def _workload(
-        self, steps: list[_Step], edges: set[tuple[int, int]], touched: dict[int, float]
+        self,
+        steps: list[_Step],
+        script_read_s: Mapping[int, float],
+        edges: set[tuple[int, int]],
+        touched: dict[int, float],
     ) -> Workload:
         backward_s = median(step.backward_s for step in steps)
         count = len(self._synchronizer.names)
@@ -246,6 +263,7 @@ class WorkloadProfiler(BackwardObserver):
                 ready_s[index],
                 needed_s[index],
                 touched.get(index),
+                script_read_s.get(index),
             )
             for index in order
         )
@@ -271,3 +289,24 @@ class WorkloadProfiler(BackwardObserver):
             buffer_bytes=tuple(sent.values()),
             buffers=len(buffers),
         )
+
+
+def _clean(steps: list[tuple[_Step, bool]]) -> list[_Step]:
+    """The clean steps of one rank; all, if none is."""
+    return [step for step, clean in steps if clean] or [step for step, _ in steps]
+
+
+def _script_reads_s(gathered: list[list[tuple[_Step, bool]]]) -> dict[int, float]:
+    """When the script first reads each variable itself, on the rank that reads it first.
+
+    A variable counts if a rank reads it in more than half of its steps: trials take medians, too,
+    in which rarer reads do not show.
+    """
+    read_s: dict[int, float] = {}
+    for of_rank in gathered:
+        steps = _clean(of_rank)
+        for index in {index for step in steps for index in step.script_read_s}:
+            times_s = [s.script_read_s[index] for s in steps if index in s.script_read_s]
+            if 2 * len(times_s) > len(steps):
+                read_s[index] = min(read_s.get(index, math.inf), median(times_s))
+    return read_s

@@ -26,7 +26,8 @@ def schedules(draw: st.DrawFn) -> tuple[FlatPlan, np.ndarray, Workload]:
     """
     count = draw(st.integers(1, 8))
     times = st.floats(0, 1)
-    forward_s, backward_s = draw(times), draw(times)
+    forward_s, backward_s, update_s = draw(times), draw(times), draw(times)
+    script_read_s = st.none() | st.floats(0, 1.5).map(lambda share: share * update_s)
     ready = sorted(draw(st.lists(st.floats(0, 1), min_size=count, max_size=count)))
     measured = draw(st.booleans())
     variables = tuple(
@@ -35,6 +36,7 @@ def schedules(draw: st.DrawFn) -> tuple[FlatPlan, np.ndarray, Workload]:
             (3,),
             ready_s=r * backward_s,
             needed_s=forward_s * draw(times) if measured else None,
+            script_read_s=draw(script_read_s),
         )
         for i, r in enumerate(ready)
     )
@@ -53,7 +55,7 @@ def schedules(draw: st.DrawFn) -> tuple[FlatPlan, np.ndarray, Workload]:
         first,
     )
     costs = np.array(draw(st.lists(times, min_size=len(sizes), max_size=len(sizes))))
-    return flat, costs, Workload("m", variables, (), forward_s, backward_s, draw(times))
+    return flat, costs, Workload("m", variables, (), forward_s, backward_s, update_s)
 
 
 def twin_period_s(flat: FlatPlan, cost_s: np.ndarray, workload: Workload) -> float:
@@ -81,8 +83,8 @@ def twin_period_s(flat: FlatPlan, cost_s: np.ndarray, workload: Workload) -> flo
             channel_s += cost
             for member in members:
                 arrived_s[member] = max(arrived_s[member], channel_s)
-        now_s = backward_at_s + workload.backward_s + workload.update_s
-        computed_s = 0.0
+        now_s = backward_at_s + workload.backward_s
+        computed_s = -workload.update_s  # the script may read before the forward pass
         for position in reads:
             now_s += needed[position] - computed_s
             computed_s = needed[position]

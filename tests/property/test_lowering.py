@@ -99,7 +99,10 @@ def workloads(draw: st.DrawFn) -> Workload:
         shape, sparse = draw(shapes), draw(st.booleans())
         touched = draw(st.none() | st.floats(0, shape[0])) if sparse else None
         times_s = (at * backward_s, forward_s * draw(st.floats(0, 1)))
-        variables.append(Variable(f"v{number}", shape, "float32", sparse, *times_s, touched))
+        script_read_s = draw(st.none() | st.floats(0, 0.01))
+        variables.append(
+            Variable(f"v{number}", shape, "float32", sparse, *times_s, touched, script_read_s)
+        )
     update_s, threads = draw(st.floats(0, 0.01)), draw(st.integers(0, 1))
     step = (forward_s, backward_s, update_s)
     return Workload("m", tuple(variables), (), *step, threads=threads)
@@ -128,9 +131,29 @@ def close(one: float, other: float) -> bool:
     return bool(np.isclose(one, other, rtol=1e-9))
 
 
+def without_reads(workload: Workload) -> Workload:
+    return replace(
+        workload,
+        variables=tuple(replace(variable, script_read_s=None) for variable in workload.variables),
+    )
+
+
 def full_step_s(lowering: Lowering, plan: Plan) -> float:
     """The step in a graph of every rank."""
     return replay(lowering.period(plan, symmetric=False)).makespan_s
+
+
+@settings(max_examples=120, deadline=None)
+@given(cases())
+def test_reads_of_the_script_cost_time_only_across_the_step(case) -> None:
+    """Flushing is free here: of messages that are read together, it begins when all are there."""
+    workload, cluster, plan = case
+    step_s = Lowering(workload, cluster, FREE).step_s(plan)
+    unread_s = Lowering(without_reads(workload), cluster, FREE).step_s(plan)
+    if plan.cross_step:
+        assert step_s >= unread_s * (1 - 1e-9)
+    else:
+        assert step_s == unread_s
 
 
 @settings(max_examples=120, deadline=None)

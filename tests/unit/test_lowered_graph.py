@@ -268,3 +268,19 @@ def test_a_slow_host_alternates_between_serving_and_sending() -> None:
         return sync_s(lowering, to_slow, to_fast) / each_s
 
     assert overlap(slow) > 0.9 > overlap(FOUR)
+
+
+def read_by_the_script(at_s: float) -> Workload:
+    variables = tuple(replace(variable, script_read_s=at_s) for variable in GPU.variables)
+    return replace(GPU, variables=variables)
+
+
+def test_a_script_that_reads_everything_after_the_backward_pass_leaves_no_overlap() -> None:
+    crossing = replace(bucket(), cross_step=True)
+    unread_s, at_once_s, later_s = (
+        Lowering(workload, FOUR, FREE).step_s(crossing)
+        for workload in (GPU, read_by_the_script(0.0), read_by_the_script(0.0015))
+    )
+    assert unread_s == pytest.approx(at_once_s - 0.002)  # v4 is read when the forward pass begins
+    assert at_once_s == pytest.approx(Lowering(GPU, FOUR, FREE).step_s(bucket()))
+    assert later_s == pytest.approx(at_once_s - 0.0015)

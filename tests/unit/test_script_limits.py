@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,9 @@ from autotune.tuning.history import History
 
 REASON = "gradients are changed [between] backward() and step()"
 LIMITS = f"synchronization cannot cross the step: {REASON}"
+
+
+READ = "the script itself reads 1 of 5 variables between two steps"
 
 
 def profiled(refused: str) -> Profiled:
@@ -47,3 +51,11 @@ def test_show_states_the_limits_of_the_script(capsys, tmp_path: Path, refused: s
     assert (LIMITS in text) is bool(refused) and ("cannot cross" in text) is bool(refused)
     assert main(["show", "job", "--json", "--directory", str(tmp_path)]) == 0
     assert json.loads(capsys.readouterr().out)["cross_step_refused"] == refused
+
+
+@pytest.mark.parametrize("refused", ["", REASON])
+def test_reads_of_the_script_are_named_unless_nothing_crosses_the_step(refused: str) -> None:
+    first, *others = WORKLOAD.variables
+    read = replace(WORKLOAD, variables=(replace(first, script_read_s=0.001), *others))
+    limits = replace(profiled(refused), workload=read).limits
+    assert limits.startswith(LIMITS if refused else READ)
