@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Literal
 
 TROUBLESHOOTING = "docs/troubleshooting.md"
-Anchor = Literal["", "no-ddp", "wrong-world-size", "another-model", "no-ray", "refused-strategy"]
+Anchor = Literal[
+    "", "no-ddp", "wrong-world-size", "another-model", "no-ray", "refused-strategy", "no-view"
+]
 """An anchor of the troubleshooting page, or empty."""
 
 

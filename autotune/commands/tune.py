@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.prompt import Confirm
 
 from autotune.canonical import to_data
 from autotune.commands.arguments import (
@@ -20,8 +22,9 @@ from autotune.commands.arguments import (
 )
 from autotune.commands.render.progress import ConsoleProgress
 from autotune.jobs.driver import Observer
+from autotune.jobs.files import Ask, with_agreed_writes
 from autotune.jobs.places import Where, refuse_impossible
-from autotune.jobs.results import decision_text, taken_under
+from autotune.jobs.results import decision_text, taken_under, training_text
 from autotune.jobs.settings import read_ports, read_settings, refuse_settings
 from autotune.jobs.signals import terminable
 from autotune.jobs.tune import create_job, locked, open_tracker, resume_job, run_job
@@ -65,6 +68,8 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
             options.command, given_settings(options), options.job_file, options.address
         )
         refuse_impossible(settings.spec.cluster, settings.spec.conditions)
+        if options.address is None:  # other hosts make their views themselves
+            settings = with_agreed_writes(settings, Workspace(options.directory), _question())
         workspace = Workspace.create(options.directory)
     else:
         refuse_settings(_given_options(options))
@@ -85,10 +90,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
                 soft_wrap=True,
             )
             console.print(
-                "[dim]the script trains meanwhile and ends with the job; what it writes, such as "
-                "checkpoints, comes from trials (AUTOTUNE_TUNING=1 is in its environment)[/dim]",
-                highlight=False,
-                soft_wrap=True,
+                f"[dim]{escape(training_text(job.spec))}[/dim]", highlight=False, soft_wrap=True
             )
             tracker = open_tracker(
                 workspace, store, job.id, options.tracking_uri, options.experiment
@@ -106,10 +108,20 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         "report": str(done.results.report),
         "tracking_uri": done.uri,
         "unsent_tracking_items": done.unsent,
+        "files": job.spec.files,
         "exit_status": 0,
     }
     text = decision_text(done.decision, done.results, done.uri, done.unsent, job.spec, done.winner)
     return data, text
+
+
+def _question() -> Ask | None:
+    """A question on stderr, if there is a terminal to answer it."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return None
+    return lambda question: Confirm.ask(
+        escape(question), console=Console(stderr=True), default=False
+    )
 
 
 def _given_options(options: argparse.Namespace) -> list[str]:

@@ -21,6 +21,7 @@ from autotune.workload import Workload
 from runtime_rewriter.world.ray_cluster import RayCluster, RayPlace
 from runtime_rewriter.world.ray_world import ray_world
 from runtime_rewriter.world.script_command import ScriptCommand
+from runtime_rewriter.world.views import Protected
 from runtime_rewriter.world.world import PROBE_S, World
 
 NAME_CHARACTERS = 20
@@ -48,7 +49,8 @@ class Ranks:
     """A script on `workers` ranks, its log folder and its timeouts.
 
     `given_profile` holds the durations that emulated accelerators wait for; None: the measured
-    ones. Links are probed for at most `probe_s`.
+    ones. Links are probed for at most `probe_s`. The script sees a view of the `protected`
+    folders; None: its writes are real.
     """
 
     command: ScriptCommand
@@ -58,6 +60,7 @@ class Ranks:
     start_timeout_s: float
     given_profile: Workload | None = None
     probe_s: float = PROBE_S
+    protected: Protected | None = None
 
 
 def refuse_impossible(cluster: Cluster, conditions: Conditions) -> None:
@@ -113,6 +116,7 @@ def placed_world(
             conditions=conditions,
             given_profile=ranks.given_profile,
             probe_s=ranks.probe_s,
+            protected=ranks.protected,
         )
         try:
             yield world

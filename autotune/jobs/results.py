@@ -46,6 +46,21 @@ def taken_under(conditions: Conditions) -> str:
     return f" [{conditions.label}]" if conditions.label else ""
 
 
+def training_text(spec: JobSpec) -> str:
+    """What happens to the training and its files, as the job starts."""
+    writes = "what it writes changes your files, and comes from trials (writes_are_fine)"
+    if not spec.writes_are_fine:
+        protected = ["its own folder", "the working folder", *spec.protect]
+        writes = (
+            f"it sees a copy-on-write view of {', '.join(protected)}, and what it writes there "
+            "vanishes with the job"
+        )
+    return (
+        f"the script trains meanwhile and ends with the job; {writes} "
+        "(AUTOTUNE_TUNING=1 is in its environment)"
+    )
+
+
 def decision_text(
     decision: Decision, results: Results, uri: str, unsent: int, spec: JobSpec, winner: str = ""
 ) -> str:

@@ -72,6 +72,7 @@ def read_settings(
     elif "max_trials" in fields:
         fields["max_seconds"] = NO_LIMIT_S
     fields |= {
+        "protect": _folders(fields.get("protect", ())),
         "workers": workers,
         "cluster": target.cluster or Cluster.local(workers),
         "conditions": scheduled(target.conditions, workers),
@@ -130,6 +131,14 @@ def refuse_settings(given: Sequence[str]) -> None:
             "--resume continues with the settings that the job was started with; leave out "
             f"{', '.join(given)}"
         )
+
+
+def _folders(paths: Sequence[str]) -> tuple[str, ...]:
+    """Absolute paths of folders that exist; raises `InvalidInput`."""
+    for path in paths:
+        if not Path(path).is_dir():
+            raise InvalidInput(f"--protect needs folders that exist, but {path!r} is none")
+    return tuple(str(Path(path).absolute()) for path in paths)
 
 
 def _workers(asked: int | None, in_command: int | None, cluster: Cluster | None) -> int:

@@ -11,6 +11,7 @@ from datetime import datetime
 
 from autotune.errors import InvalidInput, LaunchError
 from autotune.jobs.driver import Observer, drive
+from autotune.jobs.files import protected_folders
 from autotune.jobs.places import Ranks, Where, placed_world, refuse_elsewhere
 from autotune.jobs.results import Results, write_results
 from autotune.jobs.settings import Settings
@@ -115,16 +116,17 @@ def run_job(
 
     Raises `LaunchError` if the script cannot be tuned.
     """
-    spec = job.spec
+    spec, script = job.spec, read_command(job.command)
     proposer = Proposer(spec, SIMULATORS)
     ranks = Ranks(
-        read_command(job.command),
+        script,
         spec.workers,
         workspace.job(job.id) / "logs",
         spec.step_timeout_s,
         spec.start_timeout_s,
         spec.given_profile,
         spec.probe_s,
+        protected_folders(spec, script, workspace, job.id),
     )
     try:
         with placed_world(where, spec.cluster, spec.conditions, ranks, waiting) as world:

@@ -69,6 +69,15 @@ class JobSpec:
     command: tuple[str, ...]
     workers: int
     cluster: Cluster
+    writes_are_fine: bool = setting(
+        False,
+        "files",
+        "trials may change the real files; otherwise the script sees a copy-on-write view of its "
+        "own and the working folder, which vanishes with the job",
+    )
+    protect: tuple[str, ...] = setting(
+        (), "files", "further folders that trials must not change", shown="none", paths=True
+    )
     search: Search = setting(
         Search.AUTOSYNC,
         "search",
@@ -226,6 +235,11 @@ class JobSpec:
                 "are real; add --accelerators emulated"
             )
 
+    @property
+    def files(self) -> str:
+        """What the writes of trials change, in words."""
+        return "real files (writes_are_fine)" if self.writes_are_fine else "copy-on-write view"
+
     def to_data(self) -> dict[str, Any]:
         data: dict[str, Any] = to_data(self)
         return data
@@ -277,7 +291,16 @@ _EARLY_SETTINGS = (
         metavar="WORKLOAD",
     ),
 )
-_GROUPS = ("job", "emulation", "budget", "search", "trials", "closing comparison", "limits")
+_GROUPS = (
+    "job",
+    "files",
+    "emulation",
+    "budget",
+    "search",
+    "trials",
+    "closing comparison",
+    "limits",
+)
 SETTINGS = tuple(
     sorted((*_EARLY_SETTINGS, *settings_of(JobSpec)), key=lambda item: _GROUPS.index(item.group))
 )
@@ -305,5 +328,9 @@ def read_job_file(path: Path) -> dict[str, Any]:
     for item in SETTINGS:
         if raw[item.name] is not None:
             value = item.read(raw[item.name], item.name)
-            values[item.name] = path.parent / value if item.kind is Kind.PATH else value
+            if item.kind is Kind.PATH:
+                value = path.parent / value
+            elif item.kind is Kind.PATHS:
+                value = tuple(str(path.parent / each) for each in value)
+            values[item.name] = value
     return values

@@ -26,6 +26,7 @@ class Kind(StrEnum):
     TIME = "time"
     CHOICE = "choice"
     NAMES = "names"
+    PATHS = "paths"
     PATH = "path"
 
 
@@ -82,7 +83,7 @@ class Setting:
         """Convert a value from the command line or a job file; `where` names it in errors."""
         if self.kind is Kind.TIME:
             return parse_seconds(value, where)
-        if self.kind is Kind.NAMES and isinstance(value, str):
+        if self.kind in (Kind.NAMES, Kind.PATHS) and isinstance(value, str):
             return tuple(name.strip() for name in value.split(","))
         return self.choices(value) if self.choices is not None else value
 
@@ -91,7 +92,9 @@ class Setting:
         """The type that a job file may hold for this key."""
         if self.choices is not None:
             return self.choices
-        types = {Kind.TIME: str | float, Kind.NAMES: tuple[str, ...], Kind.PATH: str}
+        if self.kind in (Kind.NAMES, Kind.PATHS):
+            return tuple[str, ...]
+        types = {Kind.TIME: str | float, Kind.PATH: str}
         plain = {kind: python_type for python_type, kind in _KINDS.items()}
         return {**types, **plain}[self.kind]
 
@@ -104,10 +107,11 @@ def setting(
     name: str = "",
     shown: str = "",
     time: bool = False,
+    paths: bool = False,
     **bounds: Any,
 ) -> T:
     """Define a `JobSpec` field that is a setting. `name` and `shown` default to the field's own."""
-    kind = Kind.TIME if time else _KINDS.get(type(default), Kind.NAMES)
+    kind = Kind.TIME if time else _KINDS.get(type(default), Kind.PATHS if paths else Kind.NAMES)
     choices = type(default) if isinstance(default, StrEnum) else None
     if choices is not None:
         kind = Kind.CHOICE

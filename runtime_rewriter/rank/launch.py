@@ -6,8 +6,9 @@
 - `--strategy best.json`: the exported strategy is applied, and training goes on;
 - `--record settings.json`: some steps are recorded.
 
-A tuned rank reads two environment variables: AUTOTUNE_ROUND_ROBIN=1 requests round-robin
-scheduling, AUTOTUNE_BYTE_SCALE=K messages with 1/K of their bytes.
+A tuned rank reads these environment variables: AUTOTUNE_ROUND_ROBIN=1 requests round-robin
+scheduling, AUTOTUNE_BYTE_SCALE=K messages with 1/K of their bytes, AUTOTUNE_FILE_VIEW a view of
+files.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from autotune.records import FailureKind
 from runtime_rewriter.active import Session, active_session
 from runtime_rewriter.control import ControlClosed, ControlLine
 from runtime_rewriter.failures import kind_of_exception
+from runtime_rewriter.file_view import requested_view
 from runtime_rewriter.scheduling import BYTE_SCALE, ROUND_ROBIN, take_round_robin
 
 MESSAGE_CHARACTERS = 6000
@@ -47,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     words = options.words[1:] if options.words[:1] == ["--"] else options.words
     if options.control is not None:
+        if view := requested_view():
+            view.enter()  # before the next line, whose effect a new user namespace ends
         _die_with_parent()
         return _run_tuned(_own_line(options.control), words)
     if options.record is not None:

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import AutotuneError, LaunchError
+from runtime_rewriter.file_view import FileView
 from runtime_rewriter.world import ray_folder
+from runtime_rewriter.world.views import HeldView, Protected, held_view
 from runtime_rewriter.world.worker import Polled, ProcessSupervisor, WorkerLost, free_port
 
 CALL_TIMEOUT_S = 60.0
@@ -40,7 +42,9 @@ class WorkerPlace:
 
 
 class _Actor(ProcessSupervisor):
-    """The supervisor, and the place it is on."""
+    """The supervisor, the place it is on, and the view of files that its host's ranks share."""
+
+    _view: HeldView | None = None
 
     def place(self) -> WorkerPlace:
         import ray
@@ -58,6 +62,21 @@ class _Actor(ProcessSupervisor):
 
     def reserve_port(self, first: int, last: int, host: str) -> int:
         return free_port(first, last, host)
+
+    def renew_view(self, protected: Protected, own_directory: bool) -> FileView:
+        """Make a fresh view in place of the last one, with `own_directory` also of ours.
+
+        Raises `LaunchError`.
+        """
+        self.end_view()
+        own = (str(Path.cwd()),) if own_directory else ()
+        self._view = held_view(protected.here(own), socket.gethostname())
+        return self._view.view
+
+    def end_view(self) -> None:
+        if self._view is not None:
+            self._view.end()
+            self._view = None
 
 
 class RemoteWorker:

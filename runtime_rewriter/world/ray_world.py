@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,6 +23,7 @@ from runtime_rewriter.world.ray_cluster import (
     fetch,
 )
 from runtime_rewriter.world.script_command import ScriptCommand
+from runtime_rewriter.world.views import Protected
 from runtime_rewriter.world.worker import Polled, WorkerLost, carried_environment
 from runtime_rewriter.world.world import PROBE_S, StepPolicy, World
 
@@ -42,8 +44,10 @@ class _RayPlacement:
         master_ports: tuple[int, int],
         first_call_timeout_s: float,
         conditions: Conditions,
+        protected: Protected | None,
     ) -> None:
         self._cluster = cluster
+        self._protected = protected
         self._command = command
         self._ports = master_ports
         self._conditions = conditions
@@ -78,12 +82,36 @@ class _RayPlacement:
         interface = "lo" if place.local else place.interface
         conditions = requested_conditions(self._conditions)
         environments = tuple(
-            {**environment, **self._command.environment, **conditions}
-            for environment in _environments(self._places, host, port, interface)
+            {**environment, **self._command.environment, **conditions, **view}
+            for environment, view in zip(
+                _environments(self._places, host, port, interface), self._fresh_views(), strict=True
+            )
         )
         if self._command.mpirun_words:
             environments = tuple(map(_with_open_mpi, environments))
         return Launch(self._remote_command(), environments, place.directory, self._log_paths())
+
+    def _fresh_views(self) -> list[dict[str, str]]:
+        """By rank: variables of a view that the ranks of one machine share."""
+        if self._protected is None:
+            return [{} for _ in self.workers]
+        views = fetch(
+            [
+                worker.actor.renew_view.remote(self._protected, not self._cluster.place.directory)
+                for worker in self._first_workers().values()
+            ],
+            CALL_TIMEOUT_S,
+        )
+        of_machine = dict(zip(self._first_workers(), views, strict=True))
+        return [of_machine[self._machine(place)].environment for place in self._places]
+
+    def _machine(self, place: WorkerPlace) -> str:
+        return "" if self._cluster.place.same_files else place.node
+
+    def _first_workers(self) -> dict[str, RemoteWorker]:
+        """By machine: the worker of its first rank."""
+        pairs = reversed(list(zip(self._places, self.workers, strict=True)))
+        return {self._machine(place): worker for place, worker in pairs}
 
     def _remote_command(self) -> ScriptCommand:
         """The command on the hosts: a script inside the sent directory has a relative path."""
@@ -115,6 +143,10 @@ class _RayPlacement:
         """End the actors with their processes, and free their room."""
         from ray.util.placement_group import remove_placement_group
 
+        if self._protected is not None:
+            with contextlib.suppress(WorkerLost):  # the view of a lost one ends with it
+                first = self._first_workers().values()
+                fetch([worker.actor.end_view.remote() for worker in first], CALL_TIMEOUT_S)
         remove_placement_group(self._group)
 
 
@@ -133,13 +165,15 @@ def ray_world(
     conditions: Conditions = REAL_CONDITIONS,
     given_profile: Workload | None = None,
     probe_s: float = PROBE_S,
+    protected: Protected | None = None,
 ) -> World:
     """The world of `command` on `workers` ranks of this Ray cluster.
 
     With several hosts in `devices_per_host`, each is a Ray node, at `addresses[host]` if that is a
     node's address, and the first host's ranks come first. Otherwise Ray packs the ranks.
     `conditions` state what is emulated (the caller emulates the network). Emulated accelerators
-    wait for the times of `given_profile`.
+    wait for the times of `given_profile`. Every start of the script gets a fresh view of the
+    `protected` folders; None: its writes are real.
     """
     rooms = tuple(
         (ranks, addresses[host] if host < len(addresses) else "")
@@ -161,6 +195,7 @@ def ray_world(
             master_ports,
             first_call_timeout_s,
             conditions,
+            protected,
         )
 
     return World(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -30,6 +32,7 @@ from autotune.tuning import statistics
 from runtime_rewriter.world.command import read_command
 from runtime_rewriter.world.ray_cluster import RayCluster, RayPlace
 from runtime_rewriter.world.ray_world import ray_world
+from runtime_rewriter.world.views import Protected
 from runtime_rewriter.world.world import World
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train_small.py"
@@ -98,6 +101,45 @@ def test_ranks_keep_their_conditions_after_a_crash(make_world, tmp_path) -> None
     assert isinstance(again, Measured) and min(min(row) for row in again.step_s) >= 0.199
     assert again.gradient_error == 0.0
     assert world.restarts == 1 and world.round_robin() == permitted()
+
+
+def test_every_start_of_the_script_has_a_fresh_view_and_the_users_files_stay(
+    clusters, tmp_path, monkeypatch
+) -> None:
+    project, starts = tmp_path / "project", tmp_path / "starts"
+    project.mkdir()
+    script = shutil.copy(SCRIPT.with_name("train_checkpoints.py"), project)
+    kept = {"best.pt": b"weights of weeks", "step-0.pt": b"old", "step-7.pt": b"older"}
+    for name, content in kept.items():
+        (project / name).write_bytes(content)
+    monkeypatch.chdir(project)
+    words = ["--starts", str(starts), "--crash-step", "8", "--rotate"]
+    command = read_command(["torchrun", "--nproc-per-node", str(RANKS), script, *words])
+    place = (clusters.connected, command, RANKS, tmp_path / "logs")
+    world = ray_world(*place, 60.0, 60.0, statistics, protected=Protected.of([project]))
+    try:
+        crashed = world.run_trial(replace(REQUEST, timed_steps=12), None)
+        assert isinstance(crashed, Failed) and "planted crash" in crashed.message
+        again = world.run_trial(replace(REQUEST, timed_steps=12), None)
+        assert isinstance(again, Measured), again
+    finally:
+        world.close()
+    assert {path.name: path.read_bytes() for path in project.iterdir()} == kept | {
+        "train_checkpoints.py": Path(script).read_bytes()
+    }
+    rows = [line.split(" ", 2) for line in starts.read_text().splitlines()]
+    assert sorted(rank for rank, _, _ in rows) == ["0", "0", "1", "1"]
+    assert {best for _, _, best in rows} == {repr(kept["best.pt"])}
+    first, second = ({int(namespace) for _, namespace, _ in rows[at : at + 2]} for at in (0, 2))
+    assert len(first) == len(second) == 1, "the ranks of a start share one view"
+    assert not (first | second) & set(mount_namespaces()), "the views end with the world"
+
+
+def mount_namespaces() -> Iterator[int]:
+    """The mount namespaces of all processes."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            yield (process / "ns" / "mnt").stat().st_ino
 
 
 def permitted() -> bool:

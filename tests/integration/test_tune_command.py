@@ -94,6 +94,7 @@ def test_the_resnet_example_is_tuned_and_leaves_an_export_and_a_report(tuned) ->
     report = Path(result["report"]).read_text()
     assert "<html" in report and "src=" not in report and 'href="http' not in report
     assert result["unsent_tracking_items"] == 0
+    assert result["files"] == "copy-on-write view" and result["files"] in report
     with Store.open(directory / "autotune.db") as store:
         history = store.history("resnet")
         assert len(history.candidates) >= 8

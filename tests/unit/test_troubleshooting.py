@@ -24,6 +24,7 @@ from autotune.strategy_space.strategy import Compressor
 from autotune.tuning import statistics
 from runtime_rewriter.pytorch.agreement import assumed_workload, check_fit
 from runtime_rewriter.world.answers import ScriptEnded
+from runtime_rewriter.world.views import Protected, held_view
 from runtime_rewriter.world.world import World
 
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
@@ -63,12 +64,17 @@ def export():
     return build_export("job", job_spec(), *decided(job_spec(), SyntheticWorld({5: 0.06})), NOW)
 
 
+def no_view() -> None:
+    held_view(Protected(("/",)), "this machine")
+
+
 CASES = {
     "no-ddp": no_ddp,
     "wrong-world-size": wrong_world_size,
     "another-model": another_model,
     "no-ray": no_ray,
     "refused-strategy": refused_strategy,
+    "no-view": no_view,
 }
 
 

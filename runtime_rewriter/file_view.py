@@ -1,0 +1,70 @@
+"""The copy-on-write view of files in which a rank runs; `world.views` makes it.
+
+The view is a mount namespace that a process holds. A rank enters it before it runs the script.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from autotune.errors import LaunchError
+
+VARIABLE = "AUTOTUNE_FILE_VIEW"
+"""Environment variable that gives a rank its view."""
+_CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000  # linux/sched.h
+
+
+@dataclass(frozen=True)
+class FileView:
+    """`holder`: id of the process that holds it; `namespace`: the mount namespace's inode."""
+
+    holder: int
+    namespace: int
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of a rank that runs in the view."""
+        return {VARIABLE: f"{self.holder}:{self.namespace}"}
+
+    def enter(self) -> None:
+        """Put this process, which must have one thread, and its children inside.
+
+        The working directory keeps its path. Raises `LaunchError`.
+        """
+        directory = Path.cwd()
+        try:
+            user, mounts = (
+                os.open(f"/proc/{self.holder}/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC)
+                for kind in ("user", "mnt")
+            )
+            if os.fstat(mounts).st_ino != self.namespace:
+                raise FileNotFoundError("its holder has ended")
+            if os.fstat(user).st_ino != Path("/proc/self/ns/user").stat().st_ino:
+                _set_namespace(user, _CLONE_NEWUSER)
+            _set_namespace(mounts, _CLONE_NEWNS)
+            os.chdir(directory)
+        except OSError as error:
+            raise LaunchError(
+                f"the view of the script's files cannot be entered: {error}"
+            ) from error
+        for descriptor in (user, mounts):
+            os.close(descriptor)
+
+
+def requested_view() -> FileView | None:
+    """The view that this process's environment requests, once: the variable is removed."""
+    text = os.environ.pop(VARIABLE, "")
+    if not text:
+        return None
+    holder, _, namespace = text.partition(":")
+    return FileView(int(holder), int(namespace))
+
+
+def _set_namespace(descriptor: int, kind: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)  # os.setns needs Python 3.12
+    if libc.setns(descriptor, kind) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

@@ -1,0 +1,220 @@
+"""The copy-on-write view of a script's folder: real mounts, processes and kills."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from synthetic_job import job_spec
+
+from autotune.cli import main
+from autotune.errors import InvalidInput, LaunchError
+from autotune.jobs.files import protected_folders, with_agreed_writes
+from autotune.jobs.settings import Settings, read_settings
+from autotune.jobs.workspace import Workspace
+from runtime_rewriter.world.script_command import ScriptCommand
+from runtime_rewriter.world.views import HeldView, Protected, refusal_reason
+
+INSIDE = """
+import os
+from runtime_rewriter.file_view import requested_view
+requested_view().enter()
+"""
+WITHOUT_MOUNT_RIGHTS = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin"]
+
+possible = pytest.mark.skipif(
+    bool(refusal_reason(Protected.of([Path(__file__).parent]))), reason="no views on this machine"
+)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder with a checkpoint, jobs, and characters that mount options treat specially."""
+    project = tmp_path / "my, project:1"
+    (project / "runs" / "old").mkdir(parents=True)
+    (project / "autotune-jobs").mkdir()
+    (project / "best.pt").write_bytes(b"weights of weeks")
+    (project / "runs" / "old" / "step-1.pt").write_bytes(b"first")
+    return project
+
+
+@pytest.fixture
+def held(project: Path) -> Iterator[HeldView]:
+    held = HeldView(Protected.of([project], [project / "autotune-jobs"]))
+    yield held
+    held.end()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def inside(held: HeldView, folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", INSIDE + code],
+        cwd=folder,
+        env={**os.environ, **held.view.environment, "REAL": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+WRITES = """
+import pathlib, shutil
+real = pathlib.Path(os.environ["REAL"])
+assert pathlib.Path.cwd() == real
+pathlib.Path("best.pt").write_bytes(b"worthless")
+(real / "runs" / "step-2.pt").write_bytes(b"second")
+shutil.rmtree(real / "runs" / "old")
+os.mkdir("runs/old")
+pathlib.Path("autotune-jobs/log").write_text("real")
+"""
+READS = """
+assert open(os.environ["REAL"] + "/best.pt").read() == "worthless"
+assert sorted(os.listdir("runs")) == ["old", "step-2.pt"] and os.listdir("runs/old") == []
+"""
+
+
+@possible
+def test_every_process_inside_sees_what_was_written_and_the_real_files_stay(held, project) -> None:
+    before = contents(project)
+    for code in (WRITES, READS):
+        done = inside(held, project, code)
+        assert done.returncode == 0, done.stderr
+    assert contents(project) == before | {"autotune-jobs/log": b"real"}
+    assert held.scratch.is_dir()
+    held.end()
+    assert not held.scratch.exists()
+
+
+@possible
+@pytest.mark.skipif(
+    os.getuid() != 0 or shutil.which("setpriv") is None, reason="other users have no such rights"
+)
+def test_a_user_without_the_right_to_mount_gets_a_view(project) -> None:
+    code = f"""
+import subprocess, sys
+from pathlib import Path
+from test_file_view import READS, WRITES, contents, inside
+from runtime_rewriter.world.views import HeldView, Protected
+project = Path({str(project)!r})
+held = HeldView(Protected.of([project]))
+before = contents(project)
+for code in (WRITES, READS):
+    done = inside(held, project, code)
+    assert done.returncode == 0, done.stderr
+assert contents(project) == before
+assert held.scratch.exists()
+held.end()
+assert not held.scratch.exists()
+"""
+    words = [*WITHOUT_MOUNT_RIGHTS, sys.executable, "-c", code]
+    path = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        words, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@possible
+def test_a_view_whose_holder_was_killed_is_not_entered_and_the_next_one_removes_its_copies(
+    held, project
+) -> None:
+    os.kill(held.view.holder, signal.SIGKILL)
+    refused = inside(held, project, "open('best.pt', 'w')")
+    assert "the view of the script's files cannot be entered" in refused.stderr
+    assert (project / "best.pt").read_bytes() == b"weights of weeks"
+    assert held.scratch.exists()
+    HeldView(Protected.of([project])).end()
+    assert not held.scratch.exists()
+
+
+@possible
+def test_a_view_of_another_namespace_is_not_entered(held, project) -> None:
+    held.view = replace(held.view, holder=os.getpid())  # as if its id belonged to another process
+    refused = inside(held, project, "open('best.pt', 'w')")
+    assert "its holder has ended" in refused.stderr
+
+
+def test_the_root_folder_cannot_be_covered_so_the_job_is_refused(
+    capsys, monkeypatch, tmp_path, project
+) -> None:
+    script = project / "train.py"
+    script.touch()
+    monkeypatch.chdir("/")
+    words = ["tune", "--directory", str(tmp_path / "jobs"), "--", "torchrun"]
+    assert main([*words, "--nproc-per-node", "2", str(script)]) == 2
+    error = capsys.readouterr().err
+    assert "trials must not change the files in /, but this machine" in error
+    assert "--writes-are-fine" in error and "troubleshooting.md#no-view" in error
+    assert not (tmp_path / "jobs").exists()
+
+
+def settings_of(project: Path, **fields: object) -> Settings:
+    script = ScriptCommand(str(project / "train.py"), (), False, 2)
+    return Settings(job_spec(**fields), script)
+
+
+def no_view(_: Protected) -> str:
+    return "overlay at /home/u: Operation not permitted"
+
+
+def test_without_a_view_a_user_is_asked_once_and_a_script_is_refused(project) -> None:
+    workspace, settings = Workspace(project / "autotune-jobs"), settings_of(project)
+    questions: list[str] = []
+
+    def yes(question: str) -> bool:
+        questions.append(question)
+        return True
+
+    agreed = with_agreed_writes(settings, workspace, yes, no_view)
+    assert agreed.spec.writes_are_fine and agreed.spec.files == "real files (writes_are_fine)"
+    assert str(project) in questions[0] and "Operation not permitted" in questions[0]
+    assert with_agreed_writes(agreed, workspace, None, no_view) == agreed
+    for ask in (None, lambda _: False):
+        with pytest.raises(InvalidInput, match=r"Operation not permitted.*--writes-are-fine"):
+            with_agreed_writes(settings, workspace, ask, no_view)
+    assert with_agreed_writes(settings, workspace, None, lambda _: "") == settings
+
+
+def test_the_working_folder_the_scripts_and_named_ones_are_protected(
+    project, tmp_path, monkeypatch
+) -> None:
+    elsewhere, link = tmp_path / "elsewhere", tmp_path / "link"
+    for folder in (elsewhere, link):
+        folder.mkdir()
+    (link / "train.py").symlink_to(project / "train.py")
+    monkeypatch.chdir(project / "runs")
+    settings = settings_of(link, protect=(str(elsewhere),))
+    jobs = Workspace(project / "autotune-jobs")
+    protected = protected_folders(settings.spec, settings.script, jobs, "job")
+    assert protected == Protected(
+        tuple(map(str, (elsewhere, link, project))),
+        (str(jobs.directory), str(jobs.directory / "job")),
+    )
+    fine = replace(settings.spec, writes_are_fine=True)
+    assert protected_folders(fine, settings.script, jobs) is None
+
+
+def test_paths_of_a_job_file_are_relative_to_it_and_must_be_folders(project, monkeypatch) -> None:
+    (project / "train.py").touch()
+    job = project / "job.yaml"
+    job.write_text("command: torchrun --nproc-per-node 2 train.py\nprotect: [runs]\n")
+    monkeypatch.chdir(project)
+    assert read_settings([], {}, job, None).spec.protect == (str(project / "runs"),)
+    with pytest.raises(InvalidInput, match="--protect needs folders that exist, but 'no' is none"):
+        read_settings([], {"protect": ("no",)}, job, None)
+
+
+def test_a_reason_is_given_for_a_folder_that_cannot_be_covered() -> None:
+    with pytest.raises(LaunchError, match="proc"):
+        HeldView(Protected.of([Path("/proc")]))
