@@ -104,7 +104,8 @@ class ProfileAnswer(_Message):
     """Answers `StartProfile`. `workload` is None if no steps were profiled.
 
     `cores`: usable CPU cores of the host. `cross_step_refused`: why the script cannot synchronize
-    across steps; empty if it can. `current_messages`: buckets of the current setup; 0: not known.
+    across steps; empty if it can. `current_buckets`: variables of each bucket of the current setup,
+    in its order; empty: not known.
     """
 
     workload: Workload | None
@@ -112,7 +113,7 @@ class ProfileAnswer(_Message):
     software: dict[str, str]
     cores: int
     cross_step_refused: str
-    current_messages: int = 0
+    current_buckets: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ def _execute(
             0.0,
             profile.software,
             profile.cross_step_refused,
-            profile.current_messages,
+            profile.current_buckets,
         )
     if isinstance(instruction, Propose):
         return proposer.propose(history, instruction.round, instruction.count)

@@ -59,11 +59,17 @@ class Lowering:
         `symmetric`: one of the equal workers and the ports that decide are in the graph; otherwise
         all are. Raises `InvalidInput` below one step, or for a plan of another model or world size.
         """
+        return self.graph_with_messages(plan, steps, symmetric)[0]
+
+    def graph_with_messages(
+        self, plan: Plan, steps: int, symmetric: bool = True
+    ) -> tuple[Dfg, list[MessageOps]]:
+        """`graph`, and the ops of each message in every step."""
         if steps < 1:
             raise InvalidInput(f"a graph needs at least 1 step, but {steps} are asked for")
         graph = _PlanGraph(self, plan, symmetric, coarse=False)
         graph.add_steps(steps)
-        return graph.build()
+        return graph.build(), graph.message_ops
 
     def period(self, plan: Plan, symmetric: bool = True) -> Dfg:
         """From the start of a backward pass to the next one; its makespan is the steady step time.
@@ -77,7 +83,7 @@ class Lowering:
         """`period`, and the ops of each message."""
         graph = _PlanGraph(self, plan, symmetric, coarse=True)
         graph.add_period(NONE, last=False)
-        return graph.build(), graph.message_ops
+        return graph.build(), graph.message_ops[0]
 
     def step_s(self, plan: Plan) -> float:
         """Predicted seconds per step in the steady state."""
@@ -134,9 +140,7 @@ def _broadcast_s(workload: Workload, timing: Timing) -> float:
 
 
 class _PlanGraph:
-    """The graph of one plan. `message_ops`: those of the last added period."""
-
-    message_ops: MessageOps
+    """The graph of one plan. `message_ops`: those of each period."""
 
     def __init__(self, lowering: Lowering, plan: Plan, symmetric: bool, coarse: bool) -> None:
         cluster = lowering.cluster
@@ -148,6 +152,7 @@ class _PlanGraph:
             )
         self.plan = plan
         self.to = DfgBuilder()
+        self.message_ops: list[MessageOps] = []
         self.workload = lowering.workload
         self.slices = SliceTable.of(plan, lowering.workload)
         batches = lowering.messages.batches(plan.messages, plan.ring_order)
@@ -203,8 +208,8 @@ class _PlanGraph:
     def add_period(self, start: int, last: bool) -> int:
         """From one backward pass to the next, or to the last update; its last op."""
         issued = np.stack([worker.backward(start) for worker in self.workers])
-        self.message_ops = self.network.emit(self.to, issued)
-        arrivals = self.message_ops.ends
+        self.message_ops.append(self.network.emit(self.to, issued))
+        arrivals = self.message_ops[-1].ends
         if not self.plan.cross_step or last:
             arrived = self._join("arrived", arrivals.tolist())
             ends = [worker.update(arrived) for worker in self.workers]

@@ -1,4 +1,4 @@
-"""A timeline as inline SVG: a row per queue, colored by the kind of op; bounded in size.
+"""Timelines as inline SVG: rows of bars, colored by the kind of op; bounded in size.
 
 | symbol | meaning |
 |---|---|
@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -24,9 +24,12 @@ from autotune.dfg.utilisation import busy_share
 from autotune.units import format_seconds
 
 WIDE, LEFT, ROW, TOP, BOTTOM = 1060, 210, 20, 8, 26
+COLUMNS = WIDE - LEFT
 MOST_ROWS = 32
 """Number of queues shown, the busiest ones."""
 LABEL = 30
+CHARACTER = 7
+"""Width in pixels of a character in a bar."""
 
 COLORS = {
     Kind.FORWARD: "s0",
@@ -56,35 +59,60 @@ LEGEND = (
 
 
 @dataclass(frozen=True)
-class _Run:
-    """Columns `first` to `last` (inclusive) of a row, mostly of one color."""
+class Bar:
+    """`left` and `width` in pixels of the plot. `title` appears on hovering, `text` if it fits."""
 
-    first: int
-    last: int
+    left: float
+    width: float
     style: str
+    title: str = ""
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    bars: Sequence[Bar]
+
+
+@dataclass(frozen=True)
+class Window:
+    """The times from `begin_s` to `end_s` of a timeline, on an axis of `axis_s` seconds."""
+
+    begin_s: float
+    end_s: float
+    axis_s: float
+
+    def pixels(self, time_s: float) -> float:
+        """The place of a time on the plot; times outside are at an end of the window."""
+        inside_s = min(max(time_s, self.begin_s), self.end_s) - self.begin_s
+        return COLUMNS * inside_s / self.axis_s
 
 
 def gantt_chart(timeline: Timeline, path: CriticalPath) -> Markup | None:
     """Draw the critical path and the busiest queues. None if nothing has a duration."""
-    end_s = timeline.makespan_s
-    if end_s <= 0:
+    if timeline.makespan_s <= 0:
         return None
-    columns = WIDE - LEFT
-    rows = [("critical path", _runs(timeline, path.ops, columns))]
-    shown = _shown_queues(timeline)
+    window = Window(0.0, timeline.makespan_s, timeline.makespan_s)
+    rows = [Row("critical path", kind_bars(timeline, path.ops, window))]
     rows += [
-        (timeline.dfg.names.queues[queue], _runs(timeline, _ops_of(timeline, queue), columns))
-        for queue in shown
+        Row(timeline.dfg.names.queues[queue], kind_bars(timeline, ops_of(timeline, queue), window))
+        for queue in _shown_queues(timeline)
     ]
+    return drawing(rows, window, "timeline")
+
+
+def drawing(
+    rows: Sequence[Row], window: Window, label: str, ends_s: Sequence[float] = ()
+) -> Markup:
+    """The rows above an axis of time that begins at 0. `ends_s`: times marked across all rows."""
     height = TOP + ROW * len(rows) + BOTTOM
-    marks = [
-        mark
-        for place, (name, runs) in enumerate(rows)
-        for mark in _row(TOP + place * ROW, name, runs)
-    ]
-    marks += _axis(end_s, columns, height)
-    return Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="timeline">{}</svg>').format(
-        WIDE, height, Markup("").join(marks)
+    marks = [mark for place, row in enumerate(rows) for mark in _row(TOP + place * ROW, row)]
+    line = Markup('<line class="line guide" x1="{0:.1f}" x2="{0:.1f}" y1="{1}" y2="{2}"></line>')
+    marks += [line.format(LEFT + window.pixels(end_s), TOP, height - BOTTOM) for end_s in ends_s]
+    marks += _axis(window, height)
+    return Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>').format(
+        WIDE, height, label, Markup("").join(marks)
     )
 
 
@@ -94,32 +122,39 @@ def _shown_queues(timeline: Timeline) -> list[int]:
     return sorted(int(queue) for queue in busiest if share[queue] > 0)
 
 
-def _ops_of(timeline: Timeline, queue: int) -> NDArray[np.intp]:
+def ops_of(timeline: Timeline, queue: int) -> NDArray[np.intp]:
     return np.flatnonzero((timeline.dfg.queue == queue) | (timeline.dfg.channel == queue))
 
 
-def _runs(timeline: Timeline, ops: NDArray[np.integer], columns: int) -> list[_Run]:
-    """Color every column by the kind that fills most of it, if it is over a quarter full."""
-    styles = sorted(set(COLORS.values()))
-    filled = np.zeros((columns + 1, len(styles)))
-    scale = columns / timeline.makespan_s
-    for op in ops.tolist():
-        style = COLORS.get(Kind(int(timeline.dfg.kind[op])))
-        if style is not None:
-            _fill(
-                filled[:, styles.index(style)],
-                timeline.start_s[op] * scale,
-                timeline.end_s[op] * scale,
-            )
-    full = filled[:columns].sum(axis=1) > 0.25
-    chosen = np.where(full, filled[:columns].argmax(axis=1), -1).tolist()
-    runs, at = [], 0
+def kind_bars(timeline: Timeline, ops: NDArray[np.integer], window: Window) -> list[Bar]:
+    """Bars of the ops, colored by their kinds."""
+    kinds = ((op, COLORS.get(Kind(int(timeline.dfg.kind[op])))) for op in ops.tolist())
+    return span_bars(
+        ((style, timeline.start_s[op], timeline.end_s[op]) for op, style in kinds if style), window
+    )
+
+
+def span_bars(spans: Iterable[tuple[str, float, float]], window: Window) -> list[Bar]:
+    """Color every column by the style that fills most of it, if it is over a quarter full.
+
+    `spans`: style, begin and end in seconds.
+    """
+    filled: dict[str, FloatArray] = {}
+    for style, begin_s, end_s in spans:
+        columns = filled.setdefault(style, np.zeros(COLUMNS + 1))
+        _fill(columns, window.pixels(begin_s), window.pixels(end_s))
+    if not filled:
+        return []
+    styles = sorted(filled)
+    shares = np.column_stack([filled[style] for style in styles])[:COLUMNS]
+    chosen = np.where(shares.sum(axis=1) > 0.25, shares.argmax(axis=1), -1).tolist()
+    bars, at = [], 0
     for style_number, group in groupby(chosen):
         length = sum(1 for _ in group)
         if style_number >= 0:
-            runs.append(_Run(at, at + length - 1, styles[style_number]))
+            bars.append(Bar(at, length, styles[style_number]))
         at += length
-    return runs
+    return bars
 
 
 def _fill(row: FloatArray, start: float, end: float) -> None:
@@ -133,29 +168,33 @@ def _fill(row: FloatArray, start: float, end: float) -> None:
     row[last] += end - last
 
 
-def _row(top: int, name: str, runs: Sequence[_Run]) -> list[Markup]:
+def _row(top: int, row: Row) -> list[Markup]:
+    name = row.name
     short = name if len(name) <= LABEL else f"{name[: LABEL - 1]}…"
     text = Markup('<text class="label" x="{}" y="{}" text-anchor="end">{}<title>{}</title></text>')
-    marks = [text.format(LEFT - 8, top + ROW - 6, short, name)]
-    bar = Markup('<rect class="bar {}" x="{}" y="{}" width="{}" height="{}"></rect>')
-    marks += [
-        bar.format(run.style, LEFT + run.first, top + 2, run.last - run.first + 1, ROW - 4)
-        for run in runs
-    ]
+    marks = [text.format(LEFT - 8, top + ROW - 6, short, name)] if name else []
+    shape = Markup('<rect class="bar {}" x="{:g}" y="{}" width="{:g}" height="{}">{}</rect>')
+    title = Markup("<title>{}</title>")
+    number = Markup('<text class="inside" x="{:.1f}" y="{}" text-anchor="middle">{}</text>')
+    for bar in row.bars:
+        left, width = round(LEFT + bar.left, 1), round(bar.width, 1)
+        hint = title.format(bar.title) if bar.title else ""
+        marks.append(shape.format(bar.style, left, top + 2, width, ROW - 4, hint))
+        if bar.text and width > CHARACTER * (len(bar.text) + 1):
+            marks.append(number.format(left + width / 2, top + ROW - 6, bar.text))
     return marks
 
 
-def _axis(end_s: float, columns: int, height: int) -> list[Markup]:
+def _axis(window: Window, height: int) -> list[Markup]:
     marks = []
     for part in range(5):
-        x = LEFT + columns * part / 4
+        x = LEFT + COLUMNS * part / 4
         line = Markup('<line class="grid" x1="{}" x2="{}" y1="{}" y2="{}"></line>').format(
             x, x, TOP, height - BOTTOM
         )
         anchor = "end" if part == 4 else "start" if part == 0 else "middle"
         text = Markup('<text class="label" x="{}" y="{}" text-anchor="{}">{}</text>')
-        marks += [
-            line,
-            text.format(x, height - 8, anchor, format_seconds(end_s * part / 4) if part else "0"),
-        ]
+        time_s = window.axis_s * part / 4
+        label = format_seconds(time_s) if part else "0"
+        marks += [line, text.format(x, height - 8, anchor, label)]
     return marks

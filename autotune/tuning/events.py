@@ -44,7 +44,8 @@ class Profiled:
     """The workload of one replica and the costs of the links, measured on the running script.
 
     `cross_step_refused`: why this script cannot synchronize across steps; empty if it can.
-    `current_messages`: buckets of the current setup; 0: not known.
+    `current_buckets`: variables of each bucket of the current setup, in its order; empty: not
+    known.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -54,7 +55,7 @@ class Profiled:
     elapsed_s: float
     software: dict[str, str]
     cross_step_refused: str = ""
-    current_messages: int = 0
+    current_buckets: tuple[tuple[str, ...], ...] = ()
 
     @property
     def limits(self) -> str:
@@ -135,6 +136,7 @@ def event_from_data(data: dict[str, Any], where: str = "event") -> Event:
     """The inverse of `event_to_data`; raises `InvalidInput`."""
     fields = dict(data)
     kind = fields.pop("kind", None)
+    fields.pop("current_messages", None)  # profiles of a short time stored only the number
     if kind not in _KINDS:
         raise InvalidInput(f"{where}: kind must be one of {', '.join(_KINDS)}, but is {kind!r}")
     return parse(_KINDS[kind], fields, where)

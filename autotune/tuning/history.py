@@ -69,7 +69,7 @@ class History:
         planned = self.planned(strategy_id)
         if planned is None or self.profiled is None:
             return ""
-        return plan_text(planned.plan, self.profiled.current_messages)
+        return plan_text(planned.plan, len(self.profiled.current_buckets))
 
     def planned(self, strategy_id: str) -> PlannedStrategy | None:
         """A proposed strategy with its plan; None for the current setup.

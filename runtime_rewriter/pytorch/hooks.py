@@ -148,6 +148,10 @@ class GradientSynchronizer:
         plan."""
         return None if self._backend is None else self._backend.own_buckets()
 
+    def rebuilt_buckets(self, ready: Sequence[str]) -> Buckets | None:
+        """The same after the next rebuild, if gradients become ready in this order."""
+        return None if self._backend is None else self._backend.rebuilt_buckets(ready)
+
     @property
     def bucket_view(self) -> bool | None:
         """Whether gradients are views of the buckets of the module's own reducer, under any plan.

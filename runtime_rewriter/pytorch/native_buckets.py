@@ -11,7 +11,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
@@ -143,6 +143,9 @@ class Backend(Protocol):
         """The buckets that the module's own synchronization sends now; None if it has no
         buckets."""
 
+    def rebuilt_buckets(self, ready: Sequence[str]) -> Buckets | None:
+        """The same after the next rebuild, if gradients become ready in this order."""
+
     @property
     def bucket_view(self) -> bool | None:
         """Whether gradients are views of the buckets of the module's own reducer; None without
@@ -185,6 +188,9 @@ class ModuleBackend:
         self._planned_reducer = None
 
     def own_buckets(self) -> Buckets | None:
+        return None
+
+    def rebuilt_buckets(self, ready: Sequence[str]) -> Buckets | None:
         return None
 
     @property
@@ -270,6 +276,27 @@ class DdpBackend:
                 return None
             buckets.append(known)
         return tuple(buckets)
+
+    def rebuilt_buckets(self, ready: Sequence[str]) -> Buckets | None:
+        """Nothing changes if the reducer has rebuilt them, or finds unused parameters."""
+        ddp, known = self._ddp, self.own_buckets()
+        keeps = ddp.find_unused_parameters and not ddp.static_graph
+        if known is None or keeps or ddp._has_rebuilt_buckets:
+            return known
+        named = dict(ddp.module.named_parameters())
+        sent = {name for bucket in known for name in bucket}
+        order = [name for name in ready if name in sent]
+        if len(order) != len(sent):
+            return None
+        first = dist._DEFAULT_FIRST_BUCKET_BYTES
+        if not getattr(ddp, "bucket_bytes_cap_default", True):
+            first = ddp.bucket_bytes_cap
+        limits = list(getattr(ddp, "bucket_bytes_cap_list", ())) or [first, ddp.bucket_bytes_cap]
+        tensors, everything = [named[name] for name in order], list(range(len(order)))
+        assigned, _ = _compute_bucket_assignment_by_size(
+            tensors, limits, [False] * len(order), everything
+        )
+        return tuple(tuple(order[index] for index in bucket) for bucket in assigned)
 
     @property
     def bucket_view(self) -> bool | None:

@@ -14,7 +14,8 @@ class Profile:
 
     `cores`: CPU cores of rank 0's host. `hosts`: name and number of ranks of every host, in rank
     order. `cross_step_refused`: why the script cannot synchronize across steps, as far as its steps
-    show; empty if it can. `current_messages`: buckets of the current setup; 0: not known.
+    show; empty if it can. `current_buckets`: variables of each bucket of the current setup, in its
+    order; empty: not known.
     """
 
     workload: Workload
@@ -23,7 +24,7 @@ class Profile:
     cores: int
     cross_step_refused: str
     hosts: tuple[tuple[str, int], ...]
-    current_messages: int = 0
+    current_buckets: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True)

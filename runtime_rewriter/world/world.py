@@ -137,7 +137,7 @@ class World:
             # one rank that cannot cross the step is enough
             next(filter(None, (answer.cross_step_refused for answer in answers)), ""),
             self._script.hosts,
-            first.current_messages,
+            first.current_buckets,
         )
         if self._emulated:
             self.emulate(workload)

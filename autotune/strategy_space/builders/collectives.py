@@ -59,6 +59,16 @@ def ddp_default(
     )
 
 
+def bucketed(workload: Workload, buckets: Sequence[Sequence[str]]) -> Strategy:
+    """All-reduce of the variables of each bucket together, in the order of the buckets."""
+    choices = {}
+    for number, names in enumerate(buckets):
+        group = number if len(names) > 1 else None
+        shard = Shard(Synchronizer.ALL_REDUCE, group=group, priority=number)
+        choices |= {name: VariableStrategy(name, (shard,)) for name in names}
+    return Strategy(tuple(choices[variable.name] for variable in workload.variables))
+
+
 def reduce_scatter_all_gather(
     workload: Workload,
     bucket_bytes: int = DDP_BUCKET_BYTES,

@@ -1,0 +1,44 @@
+"""Steady steps of a plan: they take as long as the predicted step, and show what runs into which."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_lowered_graph import CPU, FOUR, GPU, probed
+
+from autotune.lowering.lower import Lowering
+from autotune.lowering.steady import steady_steps
+from autotune.strategy_space.builders.collectives import bucketed, per_variable
+from autotune.strategy_space.plan import plan
+from autotune.workload import Workload
+
+
+@pytest.mark.parametrize("workload", [GPU, CPU])
+@pytest.mark.parametrize("cross_step", [False, True])
+def test_they_take_the_predicted_step_time(workload: Workload, cross_step: bool) -> None:
+    enacted = plan(replace(per_variable(workload), cross_step=cross_step), workload, 4)
+    lowering = Lowering(workload, FOUR)
+    steps = steady_steps(lowering, enacted, 2)
+    assert steps.step_s == pytest.approx(lowering.step_s(enacted), rel=1e-9)
+    assert steps.computation_s == pytest.approx(workload.compute_s, rel=1e-9)
+    assert steps.exposed_s == pytest.approx(steps.step_s - workload.compute_s)
+    assert np.all(steps.began_s <= steps.arrived_s)
+
+
+def test_only_messages_across_the_step_arrive_in_the_next_one() -> None:
+    lowering = Lowering(GPU, probed("all_reduce", alpha_s=0.02))
+    late = []
+    for cross_step in (False, True):
+        enacted = plan(replace(per_variable(GPU), cross_step=cross_step), GPU, 4)
+        steps = steady_steps(lowering, enacted, 1)
+        late.append(bool((steps.arrived_s[1] > steps.end_s).any()))
+    assert late == [False, True]
+
+
+def test_buckets_are_sent_as_the_current_setup_sends_them() -> None:
+    names = [variable.name for variable in GPU.variables]
+    enacted = plan(bucketed(GPU, (names[3:], names[:3])), GPU, 4)
+    sent = [[part.variable for part in message.slices] for message in enacted.messages]
+    assert sent == [names[3:], names[:3]]
