@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
 import numpy as np
 
 from autotune.arrays import FloatArray
+from autotune.canonical import LATER
 from autotune.errors import InvalidInput
 
 CURRENT_SETUP = "current-setup"
@@ -196,12 +197,16 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Decision:
-    """The export. `strategy_id` is `CURRENT_SETUP` unless the tuned one is significantly faster."""
+    """The export. `strategy_id` is `CURRENT_SETUP` unless the tuned one is significantly faster.
+
+    `explanation`: prediction and measurement of the best candidate, and why they differ.
+    """
 
     strategy_id: str
     reason: str
     comparison: Comparison | None
     best_candidate_id: str | None
+    explanation: str = field(default="", metadata=LATER)
 
 
 @dataclass(frozen=True)

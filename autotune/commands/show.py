@@ -63,7 +63,8 @@ def _job(workspace: Workspace, store: Store, job_id: str) -> tuple[dict[str, Any
     if data["carrier"]:
         summary += f"; {data['carrier']}"
     head = f"{job_id} ({data['status']}): {summary}"
-    return data, f"{table}{limits}{head}\nreport: {data['report']}"
+    why = f"why: {decision.explanation}\n" if decision and decision.explanation else ""
+    return data, f"{table}{limits}{head}\n{why}report: {data['report']}"
 
 
 def _row(

@@ -23,6 +23,7 @@ from autotune.errors import InvalidInput
 from autotune.features.compute_cost import message_cpu_s, overlap_step_s, paper_step_s, taken_share
 from autotune.features.flat import flatten
 from autotune.features.raw import shard_rows
+from autotune.records import Accelerators
 from autotune.strategy_space.plan import Plan, PlannedStrategy
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
@@ -135,6 +136,14 @@ class Extractor:
     def replayed(self, features: StrategyFeatures, plan: Plan) -> StrategyFeatures:
         """Return the features with `replayed_step_s`."""
         return replace(features, replayed_step_s=self.steps.step_s(plan))
+
+
+def job_extractor(workload: Workload, cluster: Cluster, accelerators: Accelerators) -> Extractor:
+    """The extractor that predicts the trials of a job."""
+    from autotune.lowering.costs import EMULATED_COSTS
+
+    emulated = accelerators is Accelerators.EMULATED
+    return Extractor(workload, cluster, EMULATED_COSTS if emulated else None)
 
 
 def extract(planned: PlannedStrategy, workload: Workload, cluster: Cluster) -> StrategyFeatures:

@@ -70,8 +70,10 @@ def decision_text(
     if decision.strategy_id != CURRENT_SETUP:
         headline = f"exported {decision.strategy_id}{f' ({winner})' if winner else ''}: "
     command = " ".join(spec.command)
+    why = [f"  why      {decision.explanation}"] if decision.explanation else []
     lines = [
         f"{headline}{decision.reason}{taken_under(spec.conditions)}",
+        *why,
         f"  export   {results.export}",
         f"  report   {results.report}",
         f"  trials   mlflow ui --backend-store-uri {uri}",

@@ -23,6 +23,7 @@ from autotune.sampler.proposer import Proposer
 from autotune.simulators.registry import SIMULATORS
 from autotune.storage.store import Store
 from autotune.tracking.tracker import ITEM_S, Tracker
+from autotune.tuning.explanation import Explainer, explained
 from autotune.tuning.job import JobSpec
 from runtime_rewriter.world.command import read_command
 
@@ -134,11 +135,13 @@ def run_job(
     except LaunchError:
         tracker.flush()
         raise
+    history = store.history(job.id)
+    decision = explained(decision, Explainer(history, spec.conditions))
     # Every result is written before the job is closed, so --resume repairs a kill in between.
     results = write_results(workspace, store, job.id, decision)
-    tracker.keep(proposer.finish(store.history(job.id)), [results.export, results.report])
+    tracker.keep(proposer.finish(history), [results.export, results.report])
     store.finish(job.id, decision)
-    winner = store.history(job.id).in_words(decision.strategy_id)
+    winner = history.in_words(decision.strategy_id)
     return FinishedJob(decision, results, tracker.uri, tracker.flush(), winner)
 
 

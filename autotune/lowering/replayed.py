@@ -19,6 +19,7 @@ from autotune.dfg.replay import Timeline, replay
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.lower import Lowering
 from autotune.lowering.network import MessageOps
+from autotune.lowering.steady import SteadySteps, steady_steps
 from autotune.strategy_space.plan import Message, Plan
 from autotune.workload import Workload
 
@@ -71,6 +72,10 @@ class LoweredSteps:
         self._remembered.move_to_end(key)
         step_s, self.ops = self._remembered[key]
         return step_s
+
+    def steady(self, plan: Plan, count: int) -> SteadySteps:
+        """`count` steps in the steady state, for people."""
+        return steady_steps(self._lowering, plan, count)
 
     def timeline(self, plan: Plan) -> Timeline:
         self.replayed += 1

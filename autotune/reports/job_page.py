@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from autotune.records import CURRENT_SETUP, Accelerators, Decision, Failed, Measured, Network, Role
+from autotune.reports.before_after import before_and_after, predictions
 from autotune.reports.charts import SERIES, prediction_chart, quality_chart, rankers, search_chart
 from autotune.reports.pages import write_page
 from autotune.strategy_space.backend import backend_of
@@ -25,6 +26,7 @@ from autotune.strategy_space.describe import (
 )
 from autotune.strategy_space.plan import PlannedStrategy, plan
 from autotune.tuning.events import Profiled, TrialFinished
+from autotune.tuning.explanation import Explainer
 from autotune.tuning.history import History
 from autotune.tuning.job import NO_LIMIT_S, NO_LIMIT_TRIALS, JobSpec
 from autotune.units import format_seconds
@@ -50,7 +52,9 @@ def _context(
 ) -> dict[str, Any]:
     profiled = history.profiled
     shown = _shown_strategy(history, decision)
+    sides = _sides(history, decision)
     return {
+        **_explained(spec, history, decision, sides),
         "spec": spec,
         "budget": _budget(spec),
         "history": history,
@@ -59,7 +63,7 @@ def _context(
         "under": history.conditions(spec.conditions).label,
         "headline": _headline(history, decision),
         "decision": decision,
-        "sides": _sides(history, decision),
+        "sides": sides,
         "command": _command(spec, export_path) if decision and export_path else None,
         "export_path": export_path,
         "search_chart": search_chart(history),
@@ -71,6 +75,22 @@ def _context(
         "disturbed": _disturbed(history),
         "trials": [_trial_row(trial, history) for trial in history.trials],
         "open_rows": OPEN_ROWS,
+    }
+
+
+def _explained(
+    spec: JobSpec, history: History, decision: Decision | None, sides: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """What only the report of a decided job has: replaying takes long."""
+    if decision is None or history.profiled is None:
+        return {"timelines": None, "predictions": [], "missed": 0}
+    explainer = Explainer(history, spec.conditions)
+    measured_s = {side["name"]: side["median_s"] for side in sides}
+    rows, missed = predictions(history, decision, explainer)
+    return {
+        "timelines": before_and_after(history, decision, explainer, measured_s),
+        "predictions": rows,
+        "missed": missed,
     }
 
 
@@ -228,5 +248,6 @@ def _trial_row(trial: TrialFinished, history: History) -> dict[str, Any]:
         "interval": trial.interval,
         "speedup": speedup,
         "status": status,
+        "overrun": outcome.overrun if isinstance(outcome, Measured) else None,
         "elapsed_s": trial.elapsed_s,
     }

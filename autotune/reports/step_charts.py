@@ -24,12 +24,13 @@ from autotune.strategy_space.describe import SHOWN
 from autotune.strategy_space.plan import Message, Plan
 from autotune.units import format_bytes, format_seconds
 
-EXPOSED = "exposed"
+EXPOSED, LATE = "exposed", COLORS[Kind.OTHER]
 STEP_LEGEND = (
     ("forward", COLORS[Kind.FORWARD]),
     ("backward", COLORS[Kind.BACKWARD]),
     ("update", COLORS[Kind.UPDATE]),
     ("message", COLORS[Kind.SEND]),
+    ("message that runs into the next step", LATE),
     ("packing and unpacking", COLORS[Kind.PACK]),
     ("exposed: nothing computes", EXPOSED),
 )
@@ -40,7 +41,6 @@ MOST_LINKS = 2
 NARROWEST, GAP = 1.5, 1.0
 """Width in pixels of the narrowest bar, and of the gap behind a message."""
 MORE = "; and those behind it"
-_WHEN = ("of the step before", "of these steps")
 
 
 def step_chart(steps: SteadySteps, plan: Plan, axis_s: float) -> Markup:
@@ -59,7 +59,7 @@ def step_chart(steps: SteadySteps, plan: Plan, axis_s: float) -> Markup:
     ]
     rows.append(Row("exposed", span_bars(_exposed(steps), window)))
     ends_s = [steps.begin_s + number * steps.step_s for number in range(1, steps.count + 1)]
-    return drawing(rows, window, f"{steps.count} replayed steps", ends_s)
+    return drawing(rows, window, "replayed steps", ends_s)
 
 
 def _busiest_links(timeline: Timeline) -> list[int]:
@@ -99,12 +99,15 @@ def _message_rows(steps: SteadySteps, plan: Plan, window: Window) -> list[Row]:
             rows.append([])
             ends_s.append(0.0)
         ends_s[free] = end_s
-        left, right = window.pixels(begin_s), window.pixels(end_s)
-        span = f"{format_seconds(end_s - begin_s)} long"
-        title = (
-            f"message {number + 1} {_WHEN[min(step, 1)]}: {_words(plan.messages[number])}, {span}"
-        )
-        _add(rows[free], Bar(left, right - left, COLORS[Kind.SEND], title, str(number + 1)))
+        step_end_s = steps.begin_s + step * steps.step_s
+        for style, from_s, to_s in (
+            (COLORS[Kind.SEND], begin_s, min(end_s, step_end_s)),
+            (LATE, max(begin_s, step_end_s), end_s),
+        ):
+            left, width = window.pixels(from_s), window.pixels(to_s) - window.pixels(from_s)
+            if width > 0:
+                words = _words(plan.messages[number], number, end_s - begin_s)
+                _add(rows[free], Bar(left, width, style, words, str(number + 1)))
     names = ["messages"] + [""] * (len(rows) - 1)
     if left_out:
         names[-1] = f"and {left_out} more at the same time"
@@ -123,15 +126,18 @@ def _add(bars: list[Bar], bar: Bar) -> None:
     """Add a bar, or make one bar of it and the last one if both are too narrow to tell apart."""
     bar = replace(bar, width=max(bar.width - GAP, NARROWEST))
     last = bars[-1] if bars else None
-    if last is None or bar.left >= last.left + last.width:
+    if last is None or bar.left >= last.left + last.width or bar.style != last.style:
         bars.append(bar)
     elif bar.left + bar.width > last.left + last.width:
         title = last.title if last.title.endswith(MORE) else f"{last.title}{MORE}"
         bars[-1] = replace(last, width=bar.left + bar.width - last.left, title=title, text="")
 
 
-def _words(message: Message) -> str:
+def _words(message: Message, number: int, taken_s: float) -> str:
     names = dict.fromkeys(part.variable for part in message.slices)
     listed = ", ".join(list(names)[:SHOWN])
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{message.synchronizer.value}, {format_bytes(message.grad_bytes)} of {listed}{more}"
+    return (
+        f"message {number + 1}: {message.synchronizer.value}, {format_bytes(message.grad_bytes)} "
+        f"of {listed}{more}; {format_seconds(taken_s)}"
+    )

@@ -107,10 +107,10 @@ def drawing(
 ) -> Markup:
     """The rows above an axis of time that begins at 0. `ends_s`: times marked across all rows."""
     height = TOP + ROW * len(rows) + BOTTOM
-    marks = [mark for place, row in enumerate(rows) for mark in _row(TOP + place * ROW, row)]
+    marks = _axis(window, height)
+    marks += [mark for place, row in enumerate(rows) for mark in _row(TOP + place * ROW, row)]
     line = Markup('<line class="line guide" x1="{0:.1f}" x2="{0:.1f}" y1="{1}" y2="{2}"></line>')
     marks += [line.format(LEFT + window.pixels(end_s), TOP, height - BOTTOM) for end_s in ends_s]
-    marks += _axis(window, height)
     return Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>').format(
         WIDE, height, label, Markup("").join(marks)
     )

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autotune.arrays import FloatArray, IntArray
-from autotune.features.extract import Extractor, StrategyFeatures
-from autotune.lowering.costs import EMULATED_COSTS
-from autotune.records import Accelerators, RankingQuality
+from autotune.features.extract import Extractor, StrategyFeatures, job_extractor
+from autotune.records import RankingQuality
 from autotune.rng import generator
 from autotune.simulators.evaluation import REPLAY, UNLEARNED, choose_ranker, evaluate, k_fold
 from autotune.simulators.interface import Example, Simulator
@@ -182,8 +181,7 @@ class Scorer:
         workload, cluster = profiled.workload, profiled.cluster
         extractor = self._kept
         if extractor is None or (extractor.workload, extractor.cluster) != (workload, cluster):
-            emulated = self._spec.conditions.accelerators is Accelerators.EMULATED
-            extractor = Extractor(workload, cluster, EMULATED_COSTS if emulated else None)
+            extractor = job_extractor(workload, cluster, self._spec.conditions.accelerators)
         self._kept = extractor
         return extractor
 

@@ -11,8 +11,9 @@ import numpy as np
 
 from autotune.arrays import BoolArray, FloatArray, IntArray
 from autotune.records import CURRENT_SETUP, Conditions, Failed, Measured, Role
+from autotune.strategy_space.builders.collectives import bucketed
 from autotune.strategy_space.describe import plan_text
-from autotune.strategy_space.plan import PlannedStrategy
+from autotune.strategy_space.plan import Plan, PlannedStrategy, plan
 from autotune.tuning.candidates import CandidateColumns, ReferenceColumns, medians
 from autotune.tuning.events import Event, Profiled, Proposal, Proposed, TrialFinished
 from autotune.tuning.statistics import neighbour_noise, reference_tolerance
@@ -87,6 +88,16 @@ class History:
                 self.profiled.cluster.world_size,
             )
         return self._planned[strategy_id]
+
+    @cached_property
+    def current_plan(self) -> Plan | None:
+        """The messages of the current setup; None if its buckets are not known."""
+        if self.profiled is None or not self.profiled.current_buckets:
+            return None
+        workload, buckets = self.profiled.workload, self.profiled.current_buckets
+        if sorted(name for bucket in buckets for name in bucket) != sorted(workload.index):
+            return None
+        return plan(bucketed(workload, buckets), workload, self.profiled.cluster.world_size)
 
     def keep_plan(self, planned: PlannedStrategy) -> None:
         """Let later `planned` calls of this job return this plan."""
@@ -264,6 +275,15 @@ class History:
     def failed(self) -> dict[str, TrialFinished]:
         """Strategy id -> its failed trial."""
         return {trial.request.strategy_id: trial for trial in self._failures}
+
+    @cached_property
+    def overruns(self) -> dict[str, float]:
+        """Strategy id -> median overrun of its trials; empty where accelerators are real."""
+        overruns: dict[str, list[float]] = {}
+        for trial in self.trials:
+            if isinstance(trial.outcome, Measured) and trial.outcome.overrun is not None:
+                overruns.setdefault(trial.request.strategy_id, []).append(trial.outcome.overrun)
+        return {strategy_id: float(np.median(values)) for strategy_id, values in overruns.items()}
 
     @cached_property
     def reference_s(self) -> float | None:

@@ -26,6 +26,15 @@ def test_only_an_exported_strategy_is_to_be_used() -> None:
     assert "use it" not in decision_text(stays, RESULTS, "sqlite:///x", 0, SPEC)
 
 
+def test_the_explanation_has_its_own_line() -> None:
+    why = "predicted 1 ms, measured 2 ms (+100.0%: not explained)"
+    decision = Decision("strategy-1", "faster", None, "strategy-1", why)
+    lines = decision_text(decision, RESULTS, "sqlite:///x", 0, SPEC).splitlines()
+    assert f"  why      {why}" in lines
+    silent = Decision("strategy-1", "faster", None, "strategy-1")
+    assert "why" not in decision_text(silent, RESULTS, "sqlite:///x", 0, SPEC)
+
+
 def test_the_headline_names_the_export_or_only_the_reason() -> None:
     reason = "faster than the current setup"
     exported = Decision("strategy-1", reason, None, "strategy-1")

@@ -12,13 +12,22 @@ from synthetic_job import WORKLOAD, SyntheticWorld, drive, job_spec, strategy
 
 from autotune.cluster import Bend, CollectiveFit
 from autotune.errors import InvalidInput
-from autotune.records import CURRENT_SETUP, Failed, FailureKind
-from autotune.reports.job_page import write_report
+from autotune.records import (
+    CURRENT_SETUP,
+    Accelerators,
+    Conditions,
+    Failed,
+    FailureKind,
+    Measured,
+    Network,
+)
+from autotune.reports.job_page import _sides, write_report
 from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.plan import plan
 from autotune.tuning.events import Profiled, Proposed, TrialFinished
 from autotune.tuning.history import History
 from autotune.tuning.tuner import Finish
+from autotune.units import format_seconds
 
 EVIL = '<script>alert("x")</script>'
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -248,6 +257,61 @@ def test_the_plots_stay_inside_their_frame_and_mark_every_trial(job, tmp_path):
     trials = [trial for trial in history.trials if trial not in history.ab_trials]
     assert len(dots) + search.count('class="line failed"') == len(trials)
     assert all(0 <= x <= 1060 and 0 <= y <= 300 for x, y in dots)
+
+
+def test_both_sides_have_their_steps_on_one_axis_next_to_the_measured_times(job, tmp_path):
+    spec, history, decision = job
+    text = rendered(tmp_path, spec, history, decision)
+    assert "messages of the current setup are not known" in text
+    assert text.count('aria-label="replayed steps"') == 1
+    buckets = (("head.weight", "head.bias"), ("body.weight", "body.bias", "stem.weight"))
+    profiled = history.events[0]
+    slow = profiled.cluster.with_fits((CollectiveFit("all_reduce", 2, 0.02, 1e-9, 0, 1024, 2**24),))
+    profiled = replace(profiled, current_buckets=buckets, cluster=slow)
+    history = History((profiled, *history.events[1:]), spec.deviation)
+    text = rendered(tmp_path, spec, history, decision)
+    section = text[text.index("Before and after") : text.index("Predictions and reasons")]
+    charts = [part.split("</svg>")[0] for part in section.split("<svg")[1:]]
+    assert len(charts) == 2 and "messages of the current setup are not known" not in section
+    ends = [re.findall(r">([^<>]+)</text>", chart.split("<rect")[0])[-1] for chart in charts]
+    replayed = re.findall(r"replayed ([\d.]+) ms:", section)
+    longer = f"{max(replayed, key=float)} ms"
+    assert len(set(replayed)) == 2 and ends == [longer, longer], "one axis of time"
+    assert "message 2: all_reduce" in charts[0] and "message 3" not in charts[0]
+    current_s = next(side["median_s"] for side in _sides(history, decision)[1:])
+    assert f"Measured {format_seconds(current_s)} per step; replayed" in section
+    for left, width in re.findall(
+        r'<rect class="bar [a-z0-9]+" x="([\d.]+)"[^>]* width="([\d.]+)"', section
+    ):
+        assert float(left) >= 210 and float(left) + float(width) <= 1061
+    assert "predictions, not recordings" in section
+
+
+def test_an_open_job_replays_nothing(job, tmp_path):
+    spec, history, _ = job
+    text = rendered(tmp_path, spec, history, None)
+    assert "Before and after" not in text and "Predictions and reasons" not in text
+
+
+def test_the_reasons_and_the_overrun_are_listed(tmp_path):
+    conditions = Conditions(Network.EMULATED, Accelerators.EMULATED)
+    spec = replace(job_spec(), conditions=conditions)
+    history, end = drive(spec, WORLD)
+    late = tuple(
+        replace(event, outcome=replace(event.outcome, overrun=0.03 + 0.001 * event.request.number))
+        if isinstance(event, TrialFinished) and isinstance(event.outcome, Measured)
+        else event
+        for event in history.events
+    )
+    history = History(late, spec.deviation)
+    text = rendered(tmp_path, spec, history, end.decision)
+    rows = Page(text).rows
+    assert "overrun" in next(row for row in rows if "95 % interval" in row)
+    trial = next(row for row in rows if row[:2] == ["0", "reference"])
+    assert "3.0 %" in trial
+    assert f"{max(history.overruns.values()):.1%}".replace("%", " %") in text
+    explained = [row for row in rows if len(row) == 8 and row[4].startswith(("+", "-"))]
+    assert explained and all(row[7] for row in explained)
 
 
 def test_an_unwritable_path_is_refused(job):

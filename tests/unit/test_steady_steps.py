@@ -1,4 +1,4 @@
-"""Steady steps of a plan: they take as long as the predicted step, and show what runs into which."""
+"""Steady steps of a plan: as long as the predicted step, with what runs into the next one."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def ddp_default(
 
 def bucketed(workload: Workload, buckets: Sequence[Sequence[str]]) -> Strategy:
     """All-reduce of the variables of each bucket together, in the order of the buckets."""
-    choices = {}
+    choices: dict[str, VariableStrategy] = {}
     for number, names in enumerate(buckets):
         group = number if len(names) > 1 else None
         shard = Shard(Synchronizer.ALL_REDUCE, group=group, priority=number)
