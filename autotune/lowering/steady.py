@@ -57,9 +57,11 @@ def steady_steps(lowering: Lowering, plan: Plan, count: int) -> SteadySteps:
     dfg, message_ops = lowering.graph_with_messages(plan, count + 2)
     timeline = replay(dfg)
     device = dfg.names.queues.index(DEVICE)
-    updates = np.flatnonzero((dfg.kind == Kind.UPDATE) & (dfg.queue == device))
-    begin_s, end_s = (float(timeline.end_s[updates[step]]) for step in (0, count))
-    computes = np.isin(dfg.kind, COMPUTES) & (dfg.queue == device)
+    computes = np.flatnonzero(np.isin(dfg.kind, COMPUTES) & (dfg.queue == device))
+    updates = dfg.kind[computes] == Kind.UPDATE
+    # Reads of the script may cut an update into parts.
+    last_parts = computes[updates & ~np.append(updates[1:], False)]
+    begin_s, end_s = (float(timeline.end_s[last_parts[step]]) for step in (0, count))
     started_s, ended_s = (
         np.clip(times_s[computes], begin_s, end_s) for times_s in (timeline.start_s, timeline.end_s)
     )

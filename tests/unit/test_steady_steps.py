@@ -15,7 +15,10 @@ from autotune.strategy_space.plan import plan
 from autotune.workload import Workload
 
 
-@pytest.mark.parametrize("workload", [GPU, CPU])
+READS = replace(GPU, variables=tuple(replace(each, script_read_s=0.001) for each in GPU.variables))
+
+
+@pytest.mark.parametrize("workload", [GPU, CPU, READS])
 @pytest.mark.parametrize("cross_step", [False, True])
 def test_they_take_the_predicted_step_time(workload: Workload, cross_step: bool) -> None:
     enacted = plan(replace(per_variable(workload), cross_step=cross_step), workload, 4)
