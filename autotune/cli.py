@@ -1,20 +1,24 @@
 """The `autotune` command: reads argv, runs one command, prints its result or its error.
 
-Exit status: 0 done, 1 the job failed, 2 the input was wrong, 130 interrupted. `autotune tune
---resume` continues an interrupted job.
+Exit status: 0 done, 1 the job failed, 2 the input was wrong, 130 interrupted, 141 the reader of the
+output closed it (as `head` does). `autotune tune --resume` continues an interrupted job.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Collection, Sequence
 from importlib import import_module
 
 from autotune import __version__
+from autotune.commands.render.printing import accept_any_character, discard, printable
 from autotune.errors import AutotuneError, InvalidInput
 
+OUTPUT_CLOSED = 128 + signal.SIGPIPE
+"""The status that a shell reports for a program that writes to a closed pipe."""
 COMMANDS = {
     "tune": "tune a training script: autotune tune [options] -- torchrun ... train.py args",
     "init": "create a folder with an example script, cluster files and a job file",
@@ -38,7 +42,23 @@ is loaded, so `autotune --help` stays instant.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the console script; return the exit status."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    accept_any_character()
+    try:
+        try:
+            return _run(list(sys.argv[1:] if arguments is None else arguments))
+        finally:  # argparse ends by SystemExit after it printed a help text
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        discard(sys.stdout)
+        return OUTPUT_CLOSED
+    except OSError as error:
+        discard(sys.stdout)
+        print(f"autotune: cannot print the result: {error.strerror or error}", file=sys.stderr)
+        return 1
+
+
+def _run(words: Sequence[str]) -> int:
     own_words, command = split_words(words)
     options = argument_parser(own_words[:1]).parse_args(own_words)
     options.command = command
@@ -50,7 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(options, error, 1)
     except KeyboardInterrupt:
         return _fail(options, AutotuneError(options.interrupted), 130)
-    print(json.dumps(data, indent=2) if options.json else text)
+    except OSError as error:
+        return _fail(options, AutotuneError(_refused_by_the_system(error)), 1)
+    print(json.dumps(data, indent=2) if options.json else printable(text))
     return int(data.get("exit_status", 0))
 
 
@@ -95,5 +117,11 @@ def _fail(options: argparse.Namespace, error: AutotuneError, status: int) -> int
         if error.help_page:
             data["help"] = error.help_page
         print(json.dumps(data, indent=2))
-    print(f"autotune: {error}", file=sys.stderr)
+    print(f"autotune: {printable(str(error))}", file=sys.stderr)
     return status
+
+
+def _refused_by_the_system(error: OSError) -> str:
+    """A full disk, a folder without permission or too long a name, wherever it was met."""
+    where = f"{error.filename}: " if error.filename is not None else ""
+    return f"{where}{error.strerror or error}; check paths, permissions and free space"

@@ -18,11 +18,28 @@ import numpy as np
 from autotune.arrays import FloatArray
 from autotune.canonical import content_id, to_data
 from autotune.errors import InvalidInput
+from autotune.limits import (
+    MAX_BYTES,
+    MAX_RANKS,
+    MIN_BYTES_PER_S,
+    check_range,
+    check_rate,
+    check_seconds,
+)
 from autotune.parsing import parse, refuse_newer
 
+MAX_NAMED = 20
+"""Hosts that an error message names."""
 MAX_FITS = 512
 """A probe has fewer than 100 combinations of collective, group and load."""
 MAX_BENDS = 8
+MAX_ERROR = 1e6
+"""Largest relative error or spread of a fit: times a million apart fit no line."""
+FITTED = (
+    *("all_reduce", "reduce_scatter_all_gather", "push_pull", "reduce", "broadcast"),
+    *("reduce_scatter", "all_gather", "all_to_all", "gather", "scatter"),
+)
+"""Operations that a probe times (`runtime_rewriter/probe/operations.py`)."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +63,14 @@ class Host:
     cores: int = 0
 
     def __post_init__(self) -> None:
-        if self.devices < 1:
-            raise InvalidInput(
-                f"host {self.name!r} needs at least 1 device, but has {self.devices}"
-            )
-        if self.link_bytes_per_s <= 0 or self.inner_bytes_per_s <= 0:
-            raise InvalidInput(f"host {self.name!r} needs bandwidths above 0")
-        if self.latency_s < 0 or self.inner_latency_s < 0:
-            raise InvalidInput(f"host {self.name!r} needs latencies of at least 0")
+        of = f"of host {self.name!r}"
+        check_range(self.devices, 1, MAX_RANKS, f"devices {of}")
+        check_range(self.cores, 0, MAX_RANKS, f"cores {of}")
+        check_range(self.memory_bytes, 0, MAX_BYTES, f"memory {of} (bytes)")
+        check_rate(self.link_bytes_per_s, f"bandwidth {of}")
+        check_rate(self.inner_bytes_per_s, f"inner bandwidth {of}")
+        check_seconds(self.latency_s, f"latency {of}")
+        check_seconds(self.inner_latency_s, f"inner latency {of}")
 
 
 @dataclass(frozen=True)
@@ -67,11 +84,9 @@ class PairLink:
     latency_s: float
 
     def __post_init__(self) -> None:
-        if self.link_bytes_per_s <= 0 or self.latency_s < 0:
-            raise InvalidInput(
-                f"link {self.between[0]!r} - {self.between[1]!r} needs a bandwidth above 0 "
-                "and a latency of at least 0"
-            )
+        of = f"of link {self.between[0]!r} - {self.between[1]!r}"
+        check_rate(self.link_bytes_per_s, f"bandwidth {of}")
+        check_seconds(self.latency_s, f"latency {of}")
 
 
 class Where(StrEnum):
@@ -127,14 +142,22 @@ class CollectiveFit:
     sizes: int = 0
 
     def __post_init__(self) -> None:
-        lines = (self.alpha_s, self.beta_s_per_byte, self.cpu_alpha_s, self.cpu_beta_s_per_byte)
-        costs = (*lines, *(bend.s_per_byte for bend in self.bends))
-        errors = (self.relative_error, self.spread, self.large_error or 0.0)
-        if not all(0 <= figure < math.inf for figure in (*costs, *errors)):
+        if self.primitive not in FITTED:
             raise InvalidInput(
-                f"the fit of {self.primitive!r} needs finite costs and errors of at least 0, "
-                f"but has {costs} and {errors}"
+                f"a fit must be of one of {', '.join(FITTED)}, but is of {self.primitive!r}"
             )
+        check_range(self.group_size, 1, MAX_RANKS, f"group_size of the fit of {self.primitive!r}")
+        what = f"largest_bytes of the fit of {self.primitive!r}"
+        check_range(self.smallest_bytes, 0, self.largest_bytes, f"smallest_bytes, up to {what},")
+        check_range(self.largest_bytes, 0, MAX_BYTES, what)
+        of = f"of the fit of {self.primitive!r}"
+        for what in ("alpha_s", "cpu_alpha_s"):
+            check_seconds(getattr(self, what), f"{what} {of}")
+        bends_s = (bend.s_per_byte for bend in self.bends)
+        for cost_s in (self.beta_s_per_byte, self.cpu_beta_s_per_byte, *bends_s):
+            check_range(cost_s, 0, 1 / MIN_BYTES_PER_S, f"costs {of} (seconds per byte)")
+        for error in (self.relative_error, self.spread, self.large_error or 0.0):
+            check_range(error, 0, MAX_ERROR, f"errors {of}")
         sizes = (0.0, *(bend.until_bytes for bend in self.bends), math.inf)
         if len(self.bends) > MAX_BENDS or not all(a < b for a, b in pairwise(sizes)):
             rule = f"needs at most {MAX_BENDS} bends at ascending finite sizes above 0"
@@ -184,13 +207,11 @@ class LinkFit:
     probes: int = 1
 
     def __post_init__(self) -> None:
-        figures = (self.latency_s, self.relative_error, self.spread)
-        finite = all(0 <= figure < math.inf for figure in figures)
-        if not (finite and 0 < self.bytes_per_s < math.inf):
-            raise InvalidInput(
-                f"the link of {self.host!r} needs a finite bandwidth above 0, "
-                "and a latency and errors of at least 0"
-            )
+        of = f"of the link of {self.host!r}"
+        check_rate(self.bytes_per_s, f"bandwidth {of}")
+        check_seconds(self.latency_s, f"latency {of}")
+        for what in ("relative_error", "spread"):
+            check_range(getattr(self, what), 0, MAX_ERROR, f"{what} {of}")
 
 
 @dataclass(frozen=True)
@@ -220,16 +241,17 @@ class Cluster:
         names = [host.name for host in self.hosts]
         if not names:
             raise InvalidInput(f"cluster {self.name!r} needs at least one host")
-        if len(set(names)) != len(names):
-            raise InvalidInput(f"host names must be unique, but are {', '.join(names)}")
+        known = set(names)
+        hosts = ", ".join(names[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")
+        if len(known) != len(names):
+            raise InvalidInput(f"host names must be unique, but are {hosts}")
+        check_range(self.world_size, 1, MAX_RANKS, f"devices of cluster {self.name!r}")
         for link in self.pair_links:
             for end in link.between:
-                if end not in names:
-                    hosts = ", ".join(names)
+                if end not in known:
                     raise InvalidInput(f"a link names host {end!r}, but the hosts are {hosts}")
         for fit in self.link_fits:
-            if fit.host not in names:
-                hosts = ", ".join(names)
+            if fit.host not in known:
                 raise InvalidInput(
                     f"a fitted link names host {fit.host!r}, but the hosts are {hosts}"
                 )

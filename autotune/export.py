@@ -19,6 +19,7 @@ from autotune.canonical import canonical_json, to_data
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput, ModelMismatch
 from autotune.files import write_whole
+from autotune.limits import MAX_COUNT, MAX_RANKS, check_range, check_seconds
 from autotune.parsing import parse, read_json, refuse_newer
 from autotune.records import REAL_CONDITIONS, Comparison, Conditions
 from autotune.strategy_space import plan as planning
@@ -42,6 +43,11 @@ class Timing:
     low_s: float
     high_s: float
     blocks: int
+
+    def __post_init__(self) -> None:
+        for what in ("median_s", "low_s", "high_s"):
+            check_seconds(getattr(self, what), f"{what} of the closing comparison")
+        check_range(self.blocks, 0, MAX_COUNT, "blocks of the closing comparison")
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,10 @@ class Export:
     software: dict[str, str]
     conditions: Conditions = REAL_CONDITIONS
     schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        check_range(self.world_size, 1, MAX_RANKS, f"world_size of job {self.job_id!r}")
+        check_seconds(self.predicted_s, f"predicted_s of job {self.job_id!r}")
 
     def plan(self) -> Plan | None:
         """Rebuild the plan that was measured; None for the current setup.

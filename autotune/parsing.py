@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 MAX_YAML_BYTES = 2**20
 """YAML is written by hand; a probed cluster of 1000 hosts has 0.4 MB."""
-MAX_INTEGER_DIGITS = 20
-"""Digits of the largest 64-bit integer. Python refuses to print one of more than 4300 digits."""
+MAX_INTEGER_CHARACTERS = 20
+"""Of a 64-bit integer with its sign. Python refuses to print one of more than 4300 digits."""
 MAX_SHOWN = 80
 """Characters of a wrong value that an error message quotes."""
 
@@ -41,7 +41,7 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(text: str, where: str) -> Any:
-    """Parse JSON with finite numbers, integers of 64 bits and no key twice in one object.
+    """Parse JSON with finite numbers, signed integers of 64 bits, and each key once in an object.
 
     NaN and infinity (also as 1e999) have no canonical JSON.
     """
@@ -52,12 +52,12 @@ def parse_json(text: str, where: str) -> Any:
         return value
 
     def integer(number: str) -> int:
-        if len(number) > MAX_INTEGER_DIGITS:
+        if len(number) > MAX_INTEGER_CHARACTERS or not -(2**63) <= (value := int(number)) < 2**63:
             raise InvalidInput(
-                f"{where} must hold integers of at most {MAX_INTEGER_DIGITS} characters, "
-                f"but one has {len(number)}: {number[:40]}..."
+                f"{where} must hold integers of 64 bits, but one of {len(number)} characters is "
+                f"{number[:40]}"
             )
-        return int(number)
+        return value
 
     def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)

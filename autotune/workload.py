@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +19,15 @@ from typing import Any
 
 from autotune.canonical import LATER, content_id, to_data
 from autotune.errors import InvalidInput
+from autotune.limits import (
+    MAX_BYTES,
+    MAX_COUNT,
+    MAX_DIMENSIONS,
+    MAX_ELEMENTS,
+    MAX_VARIABLES,
+    check_range,
+    check_seconds,
+)
 from autotune.parsing import parse, refuse_newer
 
 DTYPE_BYTES = {
@@ -52,6 +62,19 @@ class Variable:
     script_read_s: float | None = field(default=None, metadata=LATER)
 
     def __post_init__(self) -> None:
+        if len(self.shape) > MAX_DIMENSIONS:
+            raise InvalidInput(
+                f"shape of {self.name!r} may have at most {MAX_DIMENSIONS} dimensions, "
+                f"but has {len(self.shape)}"
+            )
+        if min(self.shape, default=0) < 0 or max(self.shape, default=0) > MAX_ELEMENTS:
+            raise InvalidInput(
+                f"shape of {self.name!r} must have extents from 0 to {MAX_ELEMENTS}, "
+                f"but is {self.shape}"
+            )
+        check_range(self.elements, 0, MAX_ELEMENTS, f"elements of {self.name!r}")
+        check_seconds(self.ready_s, f"ready_s of {self.name!r}")
+        check_seconds(self.needed_s, f"needed_s of {self.name!r}")
         touched = self.touched_rows
         if touched is not None and not (self.sparse and 0 <= touched <= self.rows):
             raise InvalidInput(
@@ -67,10 +90,6 @@ class Variable:
             raise InvalidInput(
                 f"dtype of {self.name!r} must be one of {', '.join(DTYPE_BYTES)}, "
                 f"but is {self.dtype!r}"
-            )
-        if any(extent < 0 for extent in self.shape):
-            raise InvalidInput(
-                f"shape of {self.name!r} must have no negative extent, but is {self.shape}"
             )
 
     @cached_property
@@ -134,8 +153,9 @@ class Workload:
                 "does the model have parameters that require a gradient?"
             )
         names = [variable.name for variable in self.variables]
+        check_range(len(names), 1, MAX_VARIABLES, f"variables of {self.model!r}")
         if len(set(names)) != len(names):
-            twice = sorted({name for name in names if names.count(name) > 1})
+            twice = sorted(name for name, times in Counter(names).items() if times > 1)
             raise InvalidInput(
                 f"variable names must be unique, but {', '.join(twice[:3])} occur more than once"
             )
@@ -143,11 +163,14 @@ class Workload:
             raise InvalidInput(
                 f"workload source must be 'measured' or 'assumed', but is {self.source!r}"
             )
-        if self.buffers < 0 or min(self.buffer_bytes, default=0) < 0:
-            raise InvalidInput(
-                "buffers and their bytes must be at least 0, "
-                f"but are {self.buffers} and {self.buffer_bytes}"
-            )
+        elements = sum(variable.elements for variable in self.variables)
+        check_range(elements, 0, MAX_ELEMENTS, f"elements of {self.model!r}")
+        for what in ("forward_s", "backward_s", "update_s"):
+            check_seconds(getattr(self, what), f"{what} of {self.model!r}")
+        check_range(self.threads, 0, MAX_COUNT, f"threads of {self.model!r}")
+        check_range(self.buffers, 0, MAX_COUNT, f"buffers of {self.model!r}")
+        for size in (min(self.buffer_bytes, default=0), sum(self.buffer_bytes)):
+            check_range(size, 0, MAX_BYTES, f"buffer_bytes of {self.model!r}")
         count = len(self.variables)
         for edge in self.edges:
             if not 0 <= edge[0] < edge[1] < count:

@@ -19,6 +19,7 @@ from autotune.cluster import Cluster, CollectiveFit
 from autotune.cluster_file import cluster_yaml
 from autotune.commands.arguments import add_directory, add_ray, add_settings, given_settings
 from autotune.commands.render.tables import table_text
+from autotune.commands.render.terminal import Terminal
 from autotune.files import write_whole
 from autotune.jobs.places import Ranks, Where
 from autotune.jobs.probe import SCRIPT, measured_cluster, probe_request, run_probe
@@ -70,7 +71,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     logs = Workspace.create(options.directory).job("probe") / folder / "logs"
     script = ScriptCommand(SCRIPT, (), True, request.workers)
     ranks = Ranks(script, request.workers, logs, step_timeout_s, start_timeout_s)
-    console = Console(stderr=True)
+    console = Terminal()
     with terminable(), console.status("starting the ranks", spinner="dots") as status:
         under = escape(taken_under(conditions))
         console.print(
@@ -118,7 +119,7 @@ def _tables(cluster: Cluster) -> str:
         links = Table(*LINK_COLUMNS, box=SIMPLE)
         for link in cluster.link_fits:
             links.add_row(
-                escape(link.host),
+                link.host,
                 "inside" if link.inside else "own",
                 format_rate(link.bytes_per_s),
                 format_seconds(link.latency_s),

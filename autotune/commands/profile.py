@@ -8,7 +8,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
 from autotune.canonical import to_data
@@ -167,7 +166,7 @@ def _text(job: RecordedJob, output: Path, peak_bytes: int | None) -> str:
 def _ops(job: RecordedJob) -> str:
     table = Table("operator (rank 0)", "own time per step", "calls per step")
     for op in job.ranks[0].times.top_ops:
-        table.add_row(escape(op.name), format_seconds(op.self_s), f"{op.calls:.1f}")
+        table.add_row(op.name, format_seconds(op.self_s), f"{op.calls:.1f}")
     return table_text(table) if job.ranks[0].times.top_ops else ""
 
 
@@ -178,12 +177,7 @@ def _collectives(rows: tuple[CollectiveRow, ...]) -> str:
     for row in rows[:SHOWN_ROWS]:
         times = (format_seconds(value) for value in (row.lasts_s, row.waits_s, row.queue_s))
         table.add_row(
-            row.op,
-            escape(row.label),
-            str(row.size_bytes),
-            str(row.ranks),
-            f"{row.per_step:.1f}",
-            *times,
+            row.op, row.label, str(row.size_bytes), str(row.ranks), f"{row.per_step:.1f}", *times
         )
     more = f"and {len(rows) - SHOWN_ROWS} more in {JOB_FILE}\n" if len(rows) > SHOWN_ROWS else ""
     return (table_text(table) if rows else "no collectives\n") + more

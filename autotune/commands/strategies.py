@@ -6,7 +6,6 @@ import argparse
 import json
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Column, Table
 
 from autotune.canonical import to_data
@@ -74,7 +73,7 @@ def _all(model: Workload, cluster: Cluster) -> tuple[dict[str, Any], str]:
             format_bytes(largest),
             format_seconds(sync_s),
         )
-        table.add_row(name, *cells, "yes" if refused is None else escape(f"no: {refused}"))
+        table.add_row(name, *cells, "yes" if refused is None else f"no: {refused}")
         rows[name] = {
             "messages": len(enacted.messages),
             "wire_bytes": enacted.wire_bytes,
@@ -113,7 +112,7 @@ def _one(name: str, model: Workload, cluster: Cluster) -> tuple[dict[str, Any], 
         variable = row.variable
         shape = "x".join(map(str, variable.shape)) + (" sparse" if variable.sparse else "")
         cells = (row.synchronizers, row.partition, row.compressors, row.servers, row.messages)
-        table.add_row(escape(variable.name), shape, format_bytes(variable.grad_bytes), *cells)
+        table.add_row(variable.name, shape, format_bytes(variable.grad_bytes), *cells)
     data = {
         "model": model.model,
         "cluster": cluster.name,

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
 from autotune.canonical import to_data
@@ -87,7 +86,7 @@ def check(options: argparse.Namespace) -> Result:
     table = Table("capability", "needed", "for", "present")
     for item in able.tried:
         cells = (item.name, "yes" if item.needed else "no", item.gives, item.reason or "yes")
-        table.add_row(*(escape(cell) for cell in cells))
+        table.add_row(*cells)
     data = {
         "possible": able.possible,
         "message": able.message,
@@ -206,7 +205,7 @@ def _text(item: bed.BedStatus) -> str:
             str(len(processes)),
             host.namespace,
         )
-        table.add_row(*(escape(cell) for cell in cells))
+        table.add_row(*cells)
     return "\n".join(lines) + "\n" + table_text(table)
 
 

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.prompt import Confirm
 
@@ -21,6 +20,7 @@ from autotune.commands.arguments import (
     given_settings,
 )
 from autotune.commands.render.progress import ConsoleProgress
+from autotune.commands.render.terminal import Terminal
 from autotune.jobs.driver import Observer
 from autotune.jobs.files import Ask, with_agreed_writes
 from autotune.jobs.places import Where, refuse_impossible
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     else:
         refuse_settings(_given_options(options))
         workspace = Workspace.existing(options.directory)
-    console = Console(stderr=True)
+    console = Terminal()
     with Store.open(workspace.store_path) as store, terminable() as interruption:
         if options.resume is None:
             job = create_job(workspace, store, settings, options.job)

@@ -11,6 +11,7 @@ from typing import Any
 from autotune.canonical import to_data
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
+from autotune.limits import MAX_COUNT, MAX_RANKS, MAX_SECONDS
 from autotune.parsing import parse, read_yaml
 from autotune.records import REAL_CONDITIONS, Accelerators, Conditions
 from autotune.simulators.registry import SIMULATORS
@@ -36,7 +37,7 @@ class Similarity(StrEnum):
     HIDDEN = "hidden"  # cosine of the simulator's hidden state; needs a trained simulator
 
 
-NO_LIMIT_TRIALS, NO_LIMIT_S = 1_000_000, 30 * 24 * 3600.0
+NO_LIMIT_TRIALS, NO_LIMIT_S = MAX_COUNT, MAX_SECONDS
 """The budget that was not given, if the other one was."""
 DEFAULT_SIMULATORS = ("linear", "rnn", "gat")
 
@@ -158,7 +159,7 @@ class JobSpec:
         "trials between them as disturbed. The limit tightens once the noise is known",
         above=0,
     )
-    max_repeats: int = setting(1, "trials", "maximum repeats of a disturbed trial")
+    max_repeats: int = setting(1, "trials", "maximum repeats of a disturbed trial", at_least=0)
     finalists: int = setting(
         3, "closing comparison", "strategies measured again before the comparison", at_least=1
     )
@@ -198,10 +199,9 @@ class JobSpec:
         shown="20s",
         time=True,
         at_least=0,
-        below=math.inf,
         remark="the fits of the cluster file are used",
     )
-    seed: int = setting(0, "search", "seed of every random choice")
+    seed: int = setting(0, "search", "seed of every random choice", at_most=2**63 - 1)
     conditions: Conditions = REAL_CONDITIONS
     given_profile: Workload | None = None
 
@@ -258,6 +258,7 @@ _EARLY_SETTINGS = (
         Kind.WHOLE,
         field="workers",
         at_least=1,
+        at_most=MAX_RANKS,
     ),
     Setting("cluster", "job", "cluster file", "this machine"),
     Setting(

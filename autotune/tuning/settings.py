@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from autotune.errors import InvalidInput
+from autotune.limits import MAX_COUNT, MAX_SECONDS
 from autotune.units import parse_seconds
 
 T = TypeVar("T")
@@ -30,6 +31,10 @@ class Kind(StrEnum):
     PATH = "path"
 
 
+_MOST: dict[Kind, dict[str, float]] = {
+    Kind.WHOLE: {"at_most": MAX_COUNT},
+    Kind.TIME: {"at_most": MAX_SECONDS},
+}
 _KINDS: dict[Any, Kind] = {bool: Kind.SWITCH, int: Kind.WHOLE, float: Kind.NUMBER}
 
 
@@ -50,6 +55,7 @@ class Setting:
     metavar: str = ""
     field: str = ""
     at_least: float = -math.inf
+    at_most: float = math.inf
     above: float = -math.inf
     below: float | None = None
     remark: str = ""
@@ -66,6 +72,8 @@ class Setting:
             rules.append(f"at least {self.at_least:g}")
         if self.above > -math.inf:
             rules.append(f"above {self.above:g}")
+        if self.at_most < math.inf:
+            rules.append(f"at most {self.at_most:.12g}")
         if self.below is not None and self.below < math.inf:
             rules.append(f"below {self.below:g}")
         return " and ".join(rules)
@@ -74,7 +82,8 @@ class Setting:
         """Raise `InvalidInput` if a value of the `JobSpec` field is out of bounds."""
         if not self.rule:
             return
-        inside = value >= self.at_least and (self.above == -math.inf or value > self.above)
+        inside = self.at_least <= value <= self.at_most
+        inside = inside and (self.above == -math.inf or value > self.above)
         if not inside or not (self.below is None or value < self.below):
             remark = f" ({self.remark})" if self.remark else ""
             raise InvalidInput(f"{self.name} must be {self.rule}{remark}, but is {value}")
@@ -112,6 +121,7 @@ def setting(
 ) -> T:
     """Define a `JobSpec` field that is a setting. `name` and `shown` default to the field's own."""
     kind = Kind.TIME if time else _KINDS.get(type(default), Kind.PATHS if paths else Kind.NAMES)
+    bounds = {**_MOST.get(kind, {}), **bounds}
     choices = type(default) if isinstance(default, StrEnum) else None
     if choices is not None:
         kind = Kind.CHOICE

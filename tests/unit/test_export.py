@@ -109,7 +109,7 @@ def test_a_strategy_that_this_version_plans_otherwise_is_refused():
         ({"schema": 7}, "reads export schema 1, but the file has 7; update autotune"),
         ({"surprise": 1}, "unknown field 'surprise'"),
         ({"variables": []}, "needs at least one variable"),
-        ({"world_size": 0}, "placement of .* must be a rank below the world size 0"),
+        ({"world_size": 0}, "world_size of job .* must be from 1 to 131072, but is 0"),
     ],
 )
 def test_a_file_that_breaks_a_rule_names_it_even_if_edits_are_allowed(written, change, message):

@@ -70,8 +70,11 @@ def test_odd_yaml_is_refused_with_its_line(text, message):
     ("text", "message"),
     [
         ('{"a": {"b": 1, "b": 2}}', "f must name a key once in an object, but has 'b' more than"),
-        ('{"a": ' + "9" * 5000 + "}", "f must hold integers of at most 20 .* one has 5000: 999"),
-        ("-" + "9" * 20, "f must hold integers of at most 20 characters, but one has 21"),
+        (
+            '{"a": ' + "9" * 5000 + "}",
+            "f must hold integers of 64 bits, but one of 5000 characters is 9999",
+        ),
+        ("9" * 19 + "9", "f must hold integers of 64 bits, but one of 20 characters is 999"),
         ("1e999", "f must hold finite numbers, but has 1e999"),
         ("NaN", "f must hold finite numbers, but has NaN"),
         ("[" * 100_000, "f must be JSON, but is not"),
@@ -85,7 +88,7 @@ def test_odd_json_is_refused(text, message):
 
 
 def test_64_bit_integers_are_read_exactly():
-    assert parse_json("[18446744073709551615, -9223372036854775808]", "f") == [2**64 - 1, -(2**63)]
+    assert parse_json("[9223372036854775807, -9223372036854775808]", "f") == [2**63 - 1, -(2**63)]
 
 
 def test_a_wrong_value_is_quoted_in_part_also_if_it_is_huge():

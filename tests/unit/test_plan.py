@@ -220,7 +220,7 @@ def variable_data(*shape: int, dtype: str = "float32") -> list[dict[str, Any]]:
             {"variables": variable_data(2, dtype="int8")},
             "dtype of 'w' must be one of float64, .* but is 'int8'",
         ),
-        ({"variables": variable_data(-2)}, r"no negative extent, but is \(-2,\)"),
+        ({"variables": variable_data(-2)}, r"extents from 0 to 70368744177664, but is \(-2,\)"),
     ],
 )
 def test_a_workload_names_the_rule_that_its_data_breaks(change, message):

@@ -14,7 +14,6 @@ from autotune.strategy_space.builders.collectives import bucketed, per_variable
 from autotune.strategy_space.plan import plan
 from autotune.workload import Workload
 
-
 READS = replace(GPU, variables=tuple(replace(each, script_read_s=0.001) for each in GPU.variables))
 
 

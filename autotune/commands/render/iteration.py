@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
 from autotune.commands.render.tables import table_text
@@ -23,7 +22,7 @@ def iteration_table(summary: IterationSummary) -> str:
     table.columns[1].justify = table.columns[2].justify = "right"
     for name, seconds, remark in _rows(summary):
         share = f"{100 * seconds / summary.iteration_s:.1f} %" if summary.iteration_s > 0 else ""
-        table.add_row(name, format_seconds(seconds), share, escape(remark))
+        table.add_row(name, format_seconds(seconds), share, remark)
     queue, busy = summary.bottleneck_queue, 100 * summary.bottleneck_share
     bottleneck = f"bottleneck: {queue}, busy for {busy:.1f} % of the iteration" if queue else ""
     layers = sorted(summary.critical_path.by_layer.items(), key=lambda item: (-item[1], item[0]))

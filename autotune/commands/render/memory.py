@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
 from autotune.commands.render.tables import table_text
@@ -95,7 +94,7 @@ def memory_table(shown: ShownMemory | None) -> str:
     for row in _rows(shown.estimate):
         table.add_row(*row)
     return table_text(table) + "".join(
-        f"{escape(line)}\n" for line in (f"at its peak: {shown.during}", *_passes(shown))
+        f"{line}\n" for line in (f"at its peak: {shown.during}", *_passes(shown))
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
 from autotune.canonical import to_data
@@ -194,6 +193,6 @@ class OptimizedResult:
         messages = self._messages()
         for cells, names in messages[:SHOWN_MESSAGES]:
             more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
-            table.add_row(*cells, escape(", ".join(names[:SHOWN_NAMES]) + more))
+            table.add_row(*cells, ", ".join(names[:SHOWN_NAMES]) + more)
         left = len(messages) - SHOWN_MESSAGES
         return table_text(table) + (f"and {left} more messages\n" if left > 0 else "")

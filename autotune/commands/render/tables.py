@@ -22,7 +22,7 @@ def plain_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def table_text(table: RenderableType, width: int = WIDTH) -> str:
-    """Ends with a line break."""
+    """The table as text that ends with a line break. Cells are shown as they are, [x] included."""
     buffer = StringIO()
-    Console(file=buffer, width=width).print(table)
+    Console(file=buffer, width=width, markup=False, emoji=False).print(table)
     return buffer.getvalue()
