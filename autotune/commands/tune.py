@@ -119,9 +119,7 @@ def _question() -> Ask | None:
     """A question on stderr, if there is a terminal to answer it."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return None
-    return lambda question: Confirm.ask(
-        escape(question), console=Console(stderr=True), default=False
-    )
+    return lambda question: Confirm.ask(escape(question), console=Terminal(), default=False)
 
 
 def _given_options(options: argparse.Namespace) -> list[str]:

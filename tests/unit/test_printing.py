@@ -76,7 +76,7 @@ def test_progress_shows_names_with_escapes_and_tables_show_brackets(monkeypatch)
         ["show", "--json"],
         ["show", "job"],
         ["show", "absent", "--json"],
-        ["strategies", "vgg16", "--cluster", "A2"],
+        ["strategies", "vgg16", "A2"],
     ],
 )
 def test_a_reader_that_leaves_ends_a_command_silently(jobs, capsys, monkeypatch, words):
@@ -93,8 +93,8 @@ def test_a_reader_that_leaves_ends_a_command_silently(jobs, capsys, monkeypatch,
     assert "Traceback" not in (error := capsys.readouterr().err) and "Broken pipe" not in error
 
 
-def test_the_process_ends_with_the_status_of_a_closed_pipe_and_says_nothing():
-    command = [sys.executable, "-m", "autotune", "--help"]
+def test_the_process_ends_with_the_status_of_a_closed_pipe_and_says_nothing(jobs):
+    command = [sys.executable, "-m", "autotune", "show", "--directory", str(jobs)]
     with closed_pipe() as stream:
         ended = subprocess.run(command, stdout=stream, stderr=subprocess.PIPE, check=False)
     assert (ended.returncode, ended.stderr) == (141, b"")
