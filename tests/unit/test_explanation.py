@@ -34,8 +34,8 @@ def job(
 ) -> History:
     """Strategies 0 to 3. Of strategy 0 the figures are these multiples of its replay.
 
-    The others are measured as they are predicted, but strategy 1 in `second` times that. `current`: the current setup's measured over its
-    replayed step time.
+    The others are measured as predicted, but strategy 1 takes `second` times that. `current`: the
+    current setup's measured over its replayed step time.
     """
     first = History((Profiled(WORKLOAD, SPEC.cluster, 1.0, {}, "", BUCKETS),), SPEC.deviation)
     conditions = REAL if overrun is None else EMULATED
