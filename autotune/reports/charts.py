@@ -12,7 +12,8 @@ from itertools import pairwise
 
 from markupsafe import Markup
 
-from autotune.records import CURRENT_SETUP, Measured, Role
+from autotune.records import CURRENT_SETUP, Failed, Measured, Role
+from autotune.reports.dots import FEWEST_PLACES, RADIUS, Dot, axis_range, drawn, merged, places
 from autotune.tuning.events import Proposed, TrialFinished
 from autotune.tuning.history import History
 from autotune.units import format_seconds
@@ -70,41 +71,50 @@ def _whole_text(value: float) -> str:
 def search_chart(history: History) -> Markup | None:
     """Step time over trials: candidates, references and failures, and the best so far as a line."""
     trials = [trial for trial in history.trials if trial.request.role is not Role.AB]
-    seconds = [_shown_s(history, trial) for trial in trials if isinstance(trial.outcome, Measured)]
-    if not seconds:
+    shown_s = {
+        trial.request.number: _shown_s(history, trial)
+        for trial in trials
+        if isinstance(trial.outcome, Measured)
+    }
+    if not shown_s:
         return None
+    # References differ from candidates, so they would widen the fences; all of them are shown.
+    references = [shown_s[number] for number, _ in history.references]
+    numbers = [trial.request.number for trial in history.candidates]
+    candidates = [shown_s[number] for number in numbers if number in shown_s]
     x = _scale([float(trial.request.number) for trial in trials], LEFT, WIDE - RIGHT, 0.02)
-    y = _scale(_without_outliers(seconds), HEIGHT - BOTTOM, TOP + 12)
-    marks, best_line, best_s = [], [], math.inf
+    y = _scale(axis_range(candidates, references), HEIGHT - BOTTOM, TOP + 12)
+    failed = [trial for trial in trials if isinstance(trial.outcome, Failed)]
+    marks = [_failure(trial, x) for trial in failed]
+    dots, best_line, best_s = [], [], math.inf
     for trial in trials:
-        number, outcome = trial.request.number, trial.outcome
-        name = trial.request.strategy_id
-        if name == CURRENT_SETUP:
-            name = "current setup"
-        if not isinstance(outcome, Measured):
-            title = f"trial {number}: {name} failed ({outcome.kind.value})"
-            marks.append(_cross(x(number), TOP + 6, title))
+        number = trial.request.number
+        if number not in shown_s:
             continue
-        style, note = "candidate", ""
-        if trial.request.role is Role.REFERENCE:
-            style = "reference"
-        elif number in history.disturbed:
-            style, note = "disturbed", ", disturbed"
-        shown_s = _shown_s(history, trial)
-        height = min(max(y(shown_s), TOP), HEIGHT - BOTTOM)
-        title = f"trial {number}: {name}, {format_seconds(outcome.median_s)} as measured{note}"
-        marks.append(_dot(x(number), height, style, title))
+        style = _style(history, trial)
+        beyond = not y.low <= shown_s[number] <= y.high
+        height = TOP + RADIUS if shown_s[number] > y.high else HEIGHT - BOTTOM
+        dots.append(
+            Dot(
+                x(number),
+                height if beyond else y(shown_s[number]),
+                style,
+                _trial_title(trial, style),
+                beyond,
+            )
+        )
         if style == "candidate":
-            best_s = min(best_s, shown_s)
-        if best_s < math.inf:
+            best_s = min(best_s, shown_s[number])
+        if y.low <= best_s <= y.high:
             best_line.append((x(number), y(best_s)))
     steps = [
         point for before, after in pairwise(best_line) for point in (before, (after[0], before[1]))
     ]
     body = [_path(steps + best_line[-1:], "best")] if steps else []
+    body += [*map(drawn, merged(dots)), *marks, *_beyond_label(dots, WIDE, TOP + 16)]
     title = "Step time of every trial of the search and the best so far"
     x_axis = _Axis(x, "trial", _whole_text, 8, whole=True)
-    return _frame(x_axis, _Axis(y, "step time", format_seconds), [*body, *marks], title, WIDE)
+    return _frame(x_axis, _Axis(y, "step time", format_seconds), body, title, WIDE)
 
 
 def _shown_s(history: History, trial: TrialFinished) -> float:
@@ -114,8 +124,41 @@ def _shown_s(history: History, trial: TrialFinished) -> float:
     return trial.outcome.median_s if is_reference else history.steady_s(trial)
 
 
+def _style(history: History, trial: TrialFinished) -> str:
+    if trial.request.role is Role.REFERENCE:
+        return "reference"
+    return "disturbed" if trial.request.number in history.disturbed else "candidate"
+
+
+def _trial_title(trial: TrialFinished, style: str) -> str:
+    assert isinstance(trial.outcome, Measured)
+    name = "current setup" if style == "reference" else trial.request.strategy_id
+    note = ", disturbed" if style == "disturbed" else ""
+    measured = format_seconds(trial.outcome.median_s)
+    return f"trial {trial.request.number}: {name}, {measured} as measured{note}"
+
+
+def _failure(trial: TrialFinished, x: _Scale) -> Markup:
+    assert isinstance(trial.outcome, Failed)
+    request, kind = trial.request, trial.outcome.kind.value
+    name = "current setup" if request.strategy_id == CURRENT_SETUP else request.strategy_id
+    return _cross(x(request.number), TOP + 6, f"trial {request.number}: {name} failed ({kind})")
+
+
+def _beyond_label(dots: Sequence[Dot], width: int, top: int) -> list[Markup]:
+    """The number of outliers; nothing if there are none."""
+    count = sum(dot.beyond for dot in dots)
+    if not count:
+        return []
+    what = "triangle: a trial" if count == 1 else f"triangles: {count} trials"
+    return [_text(width - RIGHT - 4, top, f"{what} beyond the axes", "end")]
+
+
 def prediction_chart(history: History) -> Markup | None:
-    """Measured over predicted step time of every predicted candidate; the diagonal is equality."""
+    """Measured over predicted step time of every predicted candidate; the diagonal is equality.
+
+    None without predictions, and if dots would cover each other in very few places.
+    """
     pairs = [
         (trial.request.predicted_s, history.steady_s(trial), trial)
         for trial in history.candidates
@@ -124,17 +167,22 @@ def prediction_chart(history: History) -> Markup | None:
     if not pairs:
         return None
     both = [value for predicted_s, measured_s, _ in pairs for value in (predicted_s, measured_s)]
-    x = _scale(both, LEFT, NARROW - RIGHT)
-    y = _scale(both, HEIGHT - BOTTOM, TOP)
-    body = [_path([(x(x.low), y(x.low)), (x(x.high), y(x.high))], "guide")]
+    both_range = axis_range(both)
+    x = _scale(both_range, LEFT, NARROW - RIGHT)
+    y = _scale(both_range, HEIGHT - BOTTOM, TOP)
+    dots = []
     for predicted_s, measured_s, trial in pairs:
-        disturbed = trial.request.number in history.disturbed
         title = (
             f"{trial.request.strategy_id}: predicted {format_seconds(predicted_s)}, "
             f"measured {format_seconds(measured_s)}"
         )
-        style = "disturbed" if disturbed else "candidate"
-        body.append(_dot(x(predicted_s), y(measured_s), style, title))
+        at_x, at_y = (min(max(value, x.low), x.high) for value in (predicted_s, measured_s))
+        beyond = (at_x, at_y) != (predicted_s, measured_s)
+        dots.append(Dot(x(at_x), y(at_y), _style(history, trial), title, beyond))
+    if places(dots) < FEWEST_PLACES:
+        return None
+    body = [_path([(x(x.low), y(x.low)), (x(x.high), y(x.high))], "guide")]
+    body += [*map(drawn, merged(dots)), *_beyond_label(dots, NARROW, HEIGHT - BOTTOM - 8)]
     x_axis, y_axis = _Axis(x, "predicted", format_seconds), _Axis(y, "measured", format_seconds)
     return _frame(x_axis, y_axis, body, "Measured against predicted step time", NARROW)
 
@@ -163,16 +211,12 @@ def quality_chart(rounds: Sequence[Proposed]) -> Markup | None:
         ]
         style = f"s{index % SERIES}"
         body.append(_path([(left, top) for left, top, _ in points], style))
-        body += [_dot(left, top, style, f"{name}: {value:.2f}") for left, top, value in points]
+        body += [
+            drawn(Dot(left, top, style, f"{name}: {value:.2f}")) for left, top, value in points
+        ]
     x_axis = _Axis(x, "round", _whole_text, 8, whole=True)
     y_axis = _Axis(y, "pairs in the right order", lambda value: f"{value:.2g}")
     return _frame(x_axis, y_axis, body, "Ranking quality of every ranker per round", NARROW)
-
-
-def _without_outliers(values: Sequence[float]) -> list[float]:
-    """Clip at three times the median, so that one very slow strategy does not flatten the plot."""
-    middle = sorted(values)[len(values) // 2]
-    return [min(value, 3 * middle) for value in values]
 
 
 def _frame(x: _Axis, y: _Axis, body: Sequence[Markup], title: str, width: int) -> Markup:
@@ -206,12 +250,6 @@ def _path(points: Sequence[tuple[float, float]], style: str) -> Markup:
         f"{'L' if index else 'M'}{left:.1f} {top:.1f}" for index, (left, top) in enumerate(points)
     )
     return Markup('<path class="line {}" d="{}"/>').format(style, commands)
-
-
-def _dot(left: float, top: float, style: str, title: str) -> Markup:
-    return Markup(
-        '<circle class="dot {}" cx="{:.1f}" cy="{:.1f}" r="4"><title>{}</title></circle>'
-    ).format(style, left, top, title)
 
 
 def _cross(left: float, top: float, title: str) -> Markup:

@@ -255,7 +255,8 @@ def test_the_plots_stay_inside_their_frame_and_mark_every_trial(job, tmp_path):
     ]
     _spec, history, _ = job
     trials = [trial for trial in history.trials if trial not in history.ab_trials]
-    assert len(dots) + search.count('class="line failed"') == len(trials)
+    marks = len(dots) + search.count("<polygon") + search.count('class="line failed"')
+    assert marks == len(trials)
     assert all(0 <= x <= 1060 and 0 <= y <= 300 for x, y in dots)
 
 
