@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from runtime_rewriter.pytorch.addresses import address_is_known
 from runtime_rewriter.pytorch.optimizer_guard import attributes_of
 
 _USE_COUNT: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
@@ -58,13 +59,19 @@ NO_COUNT = "this version of torch does not tell which tensors share the memory o
 
 
 def has_alias(tensor: Tensor) -> bool:
-    """Whether another tensor, or a process, may read or write the memory of `tensor`.
+    """Whether another tensor, a process or C code may read or write the memory of `tensor`.
 
     Sparse tensors, whose parts have storages of their own, count as aliased.
     """
     if tensor.layout is not torch.strided:
         return True
-    return _references(tensor) != _sole() or (tensor.device.type == "cpu" and tensor.is_shared())
+    return _references(tensor) != _sole() or _is_known_elsewhere(tensor)
+
+
+def _is_known_elsewhere(tensor: Tensor) -> bool:
+    """Whether another process shares its memory, or the script has asked for its address."""
+    shared = tensor.device.type == "cpu" and tensor.is_shared()
+    return shared or address_is_known(tensor.untyped_storage())
 
 
 def aliased(tensors: Sequence[Tensor]) -> set[int]:
@@ -80,8 +87,11 @@ def aliased(tensors: Sequence[Tensor]) -> set[int]:
         first = tensors[positions[0]]
         owners, references = _references(first)
         ours = (owners - len(positions) + 1, references) == _sole()
-        shared = first.device.type == "cpu" and first.is_shared()
-        if ours and not shared and not _overlap([tensors[position] for position in positions]):
+        if (
+            ours
+            and not _is_known_elsewhere(first)
+            and not _overlap([tensors[position] for position in positions])
+        ):
             found.difference_update(positions)
     return found
 

@@ -29,8 +29,8 @@ from threading import RLock
 from typing import Any, Protocol
 from weakref import WeakSet
 
-import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -39,10 +39,18 @@ from torch.optim.optimizer import (
 )
 
 from autotune.errors import SynchronizationError
+from runtime_rewriter.pytorch.addresses import note_addresses
 from runtime_rewriter.pytorch.aliases import COUNTS_ALIASES, NO_COUNT, aliased, state_is_held
 from runtime_rewriter.pytorch.exchange.device import Device
 from runtime_rewriter.pytorch.optimizer_guard import guard, unguard
-from runtime_rewriter.pytorch.reads import can_watch, is_watched, outside_modes, unwatch, watch
+from runtime_rewriter.pytorch.reads import (
+    can_watch,
+    is_watched,
+    notice_arguments,
+    outside_modes,
+    unwatch,
+    watch,
+)
 from runtime_rewriter.pytorch.script_reads import ScriptReads
 from runtime_rewriter.pytorch.script_steps import ScriptSteps
 from runtime_rewriter.pytorch.unseen_calls import UnseenFunctions, UnseenModules
@@ -416,7 +424,7 @@ class CrossStepUpdates:
             self._withhold(numbers)
 
     def _withhold(self, numbers: Mapping[int, int]) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             for position, parameter in enumerate(self._parameters):
                 if id(parameter) in numbers and parameter.grad is not None:
                     self._withheld[position] = parameter.grad
@@ -429,7 +437,7 @@ class CrossStepUpdates:
             return
         update = DueUpdate.now(optimizer)
         deferred = []
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             held = [n for n in updated if state_is_held(optimizer, self._parameters[n])]
             self.flush_variables(held)
             for position in updated:
@@ -448,7 +456,7 @@ class CrossStepUpdates:
         if optimizer is not self._stepping:
             return
         self._stepping = None
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             for position in self._stashed & self._pending.keys():
                 self._parameters[position].grad = self._pending[position].gradient
             for position, gradient in self._withheld.items():
@@ -495,6 +503,8 @@ def _mark_read(unread: set[int], position: int, _: Tensor) -> None:
 def _register(cross_step: CrossStepUpdates) -> None:
     """Report every step of every optimizer to `cross_step`, by torch's process-wide hooks."""
     _PRESENT.add(cross_step)
+    note_addresses()
+    notice_arguments()
     if not _OWN_HOOKS:
         # Before the interpreter stops the threads of lanes, on which other ranks wait.
         threading._register_atexit(flush_all_synchronizers)  # type: ignore[attr-defined]

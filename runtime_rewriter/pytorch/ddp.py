@@ -25,6 +25,7 @@ from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel.distributed import DistributedDataParallel
 
 from autotune.errors import InvalidInput, InvalidStrategy
+from runtime_rewriter.pytorch.addresses import note_addresses
 from runtime_rewriter.pytorch.attached import attached_to
 from runtime_rewriter.pytorch.byte_scale import is_byte_scale, parts_of, scale_reducer
 from runtime_rewriter.pytorch.cross_step import flush_all_synchronizers
@@ -275,6 +276,7 @@ def replaced_ddp(
             super().__init__(*args, **kwargs)
             session.model_built(self.synchronizer)
 
+    note_addresses()
     Replacement.timeout_s, Replacement.agreement_timeout_s = timeout_s, agreement_timeout_s
     # A saved model must load where nothing is replaced, so the class goes by the name of torch's
     # own.

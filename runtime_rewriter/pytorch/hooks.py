@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
 from torch.utils.hooks import RemovableHandle
 
 from autotune.errors import AutotuneError, InvalidStrategy, SynchronizationError
@@ -416,7 +417,7 @@ class GradientSynchronizer:
     def _come_last(self) -> None:
         """Move our hooks behind those that the script has registered since, which may change
         gradients: DDP, too, takes a gradient after them."""
-        with torch._C.DisableTorchFunctionSubclass():  # it reads no value that is under way
+        with DisableTorchFunctionSubclass():  # it reads no value that is under way
             for parameter, handle in zip(self.parameters, self._handles, strict=False):
                 hooks: Any = parameter._post_accumulate_grad_hooks
                 if len(hooks) > 1 and next(reversed(hooks)) != handle.id:

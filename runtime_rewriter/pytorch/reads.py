@@ -7,8 +7,10 @@ gets its class back. So every use of a value still under way waits for it, and a
 costs nothing. Queries that do not depend on the values (shape, dtype, whether there is a gradient)
 are not reads.
 
-Reads outside torch's Python interface are not detected: extensions that take tensors directly,
-TorchScript, function transforms, compiled graphs (see unseen_calls.py).
+A few functions take tensors without asking their classes, the methods of process groups among them.
+They look for watched tensors among their arguments from `notice_arguments` on. Other reads outside
+torch's Python interface are not detected: extensions that take tensors directly (extensions.py),
+TorchScript, function transforms, compiled graphs (unseen_calls.py).
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -18,12 +20,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing.reduction import ForkingPickler
 from threading import RLock
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._C import DisableTorchFunction
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.multiprocessing.reductions import reduce_tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -98,6 +104,18 @@ _WATCHED_AS: dict[type, Any] = {Parameter: _WatchedParameter, Tensor: _Watched}
 _PLAIN: dict[type, Any] = {watched: plain for plain, watched in _WATCHED_AS.items()}
 
 
+def _shared(tensor: Tensor) -> Any:
+    """What multiprocessing sends of a tensor."""
+    _read(tensor)
+    return reduce_tensor(tensor)
+
+
+for _plain, _watched in _WATCHED_AS.items():
+    for _name in ("__name__", "__qualname__", "__module__"):  # scripts print them
+        setattr(_watched, _name, getattr(_plain, _name))
+    ForkingPickler.register(_watched, _shared)
+
+
 def can_watch(tensor: Tensor) -> bool:
     """Whether it is a plain tensor or parameter; other classes have their own
     `__torch_function__`."""
@@ -140,6 +158,55 @@ def _read(tensor: Tensor) -> None:
             unwatch(tensor)
 
 
+_OF_GROUPS = (
+    "allreduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "reduce",
+    "allgather",
+    "allgather_coalesced",
+    "_allgather_base",
+    "allgather_into_tensor_coalesced",
+    "all_gather_single",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_single",
+    "alltoall",
+    "alltoall_base",
+    "all_to_all_single",
+    "send",
+    "recv",
+    "recv_anysource",
+)
+"""Methods of process groups that take tensors."""
+
+
+def notice_arguments() -> None:
+    """Let functions that ask no classes look for watched arguments, until the process ends."""
+    if getattr(Parameter.__new__, _CALLBACK, False):
+        return
+    places: list[tuple[Any, str]] = [(Parameter, "__new__"), (Tensor, "_make_subclass")]
+    places += [(dist.ProcessGroup, name) for name in _OF_GROUPS]
+    for kind, name in places:
+        own = getattr(kind, name, None)  # older versions have fewer of them
+        if own is not None:
+            noticing = _noticing(own)
+            setattr(kind, name, noticing if kind is dist.ProcessGroup else staticmethod(noticing))
+
+
+def _noticing(own: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for tensor in list(_watched_in((args, tuple(kwargs.values())))):
+            _read(tensor)
+        return own(*args, **kwargs)
+
+    setattr(call, _CALLBACK, True)
+    return call
+
+
 @contextmanager
 def outside_modes() -> Iterator[None]:
     """Run torch's functions without the modes, transforms and traces of the reading code."""
@@ -148,7 +215,7 @@ def outside_modes() -> Iterator[None]:
     bindings._set_tracing_state(None)
     try:
         with (
-            torch._C.DisableTorchFunction(),
+            DisableTorchFunction(),
             _disable_current_modes(),
             temporarily_clear_interpreter_stack(),
             torch.no_grad(),

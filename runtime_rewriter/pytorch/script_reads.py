@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -87,7 +87,7 @@ class ScriptReads:
                 self._read(positions[place])
 
     def _watch(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             for position in self._unread:
                 parameter = self._parameters[position]
                 tensors = [t for t in (parameter, parameter.grad) if t is not None and can_watch(t)]

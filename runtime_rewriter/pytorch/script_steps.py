@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from runtime_rewriter.pytorch.extensions import LoadedExtensions
 from runtime_rewriter.pytorch.reads import can_watch, script_compiles, unwatch, watch
 from runtime_rewriter.pytorch.updates import coupling_reason
 
@@ -32,6 +33,7 @@ class ScriptSteps:
         self._was_read = False
         self._reading_steps = 0
         self._refusal: str | None = None
+        self._extensions = LoadedExtensions()
         self.seen = 0
         """Steps that were examined."""
 
@@ -48,6 +50,9 @@ class ScriptSteps:
         """Why this script's updates cannot be deferred, judged by its steps so far."""
         if self._refusal is None and script_compiles():
             return "the script uses torch.compile, whose graphs read variables unseen"
+        extension = self._extensions.unseen()
+        if self._refusal is None and extension is not None:
+            return f"the extension module {extension} may read variables unseen"
         return self._refusal
 
     def gradients_final(self) -> None:

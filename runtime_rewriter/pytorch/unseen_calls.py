@@ -4,7 +4,8 @@ TorchScript, function transforms (`torch.func`) and the C++ fast path of an eval
 `nn.TransformerEncoder` read parameters without any Python function that could be watched, or
 compute in another way if they are watched; a trace records how they are read. So everything is
 flushed before a scripted function or a transform runs and, outside the model's own forward pass,
-before a scripted module or one with parameters of ours that evaluates or is being traced. Inside
+before a scripted module or one with parameters of ours that evaluates or is being traced. The same
+holds where the script switches `__torch_function__` off. Inside
 the forward pass that learns the reads, the parameters of such a module count as unseen.
 """
 
@@ -12,6 +13,7 @@ the forward pass that learns the reads, the parameters of such a module count as
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -57,8 +59,12 @@ _FUNCTIONS: tuple[tuple[Any, str], ...] = (
     (eager_transforms, "jvp_increment_nesting"),
     (eager_transforms, "_func_increment_nesting"),
     (vmap_transform, "vmap_increment_nesting"),
+    (torch._C, "DisableTorchFunction"),
+    (torch._C, "DisableTorchFunctionSubclass"),
 )
 """What runs before tensors are passed on unseen."""
+_READS_NONE = "torch.autograd.profiler"
+"""The module that calls one of them around every step of an optimizer, and reads no tensor."""
 
 
 class UnseenFunctions:
@@ -91,8 +97,9 @@ class UnseenFunctions:
 
 def _announced(own: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
-        for watching in tuple(UnseenFunctions._watching):
-            watching._on_call()
+        if sys._getframe(1).f_globals.get("__name__") != _READS_NONE:
+            for watching in tuple(UnseenFunctions._watching):
+                watching._on_call()
         return own(*args, **kwargs)
 
     return call

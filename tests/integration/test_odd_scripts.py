@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import gc
+import shutil
+import subprocess
 import warnings
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from odd_scripts import ODD_SCRIPTS, Script
+from odd_scripts import ODD_SCRIPTS
+from odd_scripts.basics import Script
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_plans import mixed
@@ -133,6 +140,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def check(rank: int, names: list[str]) -> dict[str, dict[str, str]]:
+    gc.disable()  # otherwise every plan that crosses the step is loaded with a collection
     warnings.filterwarnings("ignore", "the plan's synchronization ends with each backward pass")
     outcomes: dict[str, dict[str, str]] = {}
     for name in names:
@@ -169,3 +177,23 @@ def test_no_script_sees_or_trains_anything_else() -> None:
         assert results[0][name]["crossing"] == "SAME+", "otherwise nothing was tested"
     for name in ("own_communication_hook", "builtin_communication_hook"):
         assert all(found.startswith("REFUSED") for found in results[0][name].values())
+
+
+def check_with_extension(rank: int, extension: str) -> dict[str, dict[str, str]]:
+    before = check(rank, ["plain_sgd"])["plain_sgd"]
+    ctypes.CDLL(extension)
+    return {"before": before, "after": check(rank, ["plain_sgd"])["plain_sgd"]}
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="builds a module with gcc")
+def test_nothing_crosses_the_step_with_an_extension_that_may_read_tensors(tmp_path: Path) -> None:
+    source, built = tmp_path / "foreign.c", tmp_path / "foreign.so"
+    source.write_text("void *PyInit_foreign(void) { return 0; }\n")
+    libraries = Path(torch.__file__).parent / "lib"
+    link = f"-L{libraries}", "-Wl,--no-as-needed", "-ltorch_python"
+    subprocess.run(["gcc", "-shared", "-fPIC", source, "-o", built, *link], check=True)
+    for outcomes in run_world(check_with_extension, 2, str(built)):
+        assert outcomes["before"]["crossing"] == "SAME+"
+        for way in ("crossing", "crossing in a trial"):
+            assert "the extension module foreign.so may read" in outcomes["after"][way]
+        assert outcomes["after"]["within the step"] == "SAME"

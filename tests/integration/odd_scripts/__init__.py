@@ -1,0 +1,61 @@
+"""Training scripts that do what a late update could be seen by, one short function for each.
+
+A script builds its model by `run.wrap`, trains it, and shows what it looks at by `run.see`. It must
+see the same under every plan as under plain DDP.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from odd_scripts import (
+    aliases,
+    basics,
+    copies,
+    foreign,
+    gradients,
+    hooks,
+    optimizers,
+    processes,
+    readers,
+    states,
+    weights,
+)
+from odd_scripts.aliases import alias
+from odd_scripts.basics import Script
+from odd_scripts.states import held, moment_view
+
+_TOPICS = (
+    basics,
+    hooks,
+    states,
+    aliases,
+    readers,
+    weights,
+    gradients,
+    optimizers,
+    processes,
+    copies,
+    foreign,
+)
+
+ODD_SCRIPTS: dict[str, Script] = {
+    **{
+        function.__name__: function
+        for topic in _TOPICS
+        for function in vars(topic).values()
+        if getattr(function, "__module__", None) == topic.__name__
+        and getattr(function, "__annotations__", {}) == {"run": "Run", "return": "None"}
+    },
+    "held state": partial(held, take=lambda optimizer, parameter: optimizer.state),
+    "held state of a parameter": partial(held, take=lambda optimizer, p: optimizer.state[p]),
+    "held moment": partial(held, take=lambda optimizer, p: optimizer.state[p]["exp_avg"]),
+    "held view of a moment": partial(held, take=moment_view),
+    "held state_dict": partial(held, take=lambda optimizer, p: optimizer.state_dict()),
+    "flat view": partial(alias, take=lambda parameter: parameter.detach().view(-1)),
+    "data": partial(alias, take=lambda parameter: parameter.data),
+    "array": partial(alias, take=lambda parameter: parameter.detach().numpy()),
+    "DLPack": partial(alias, take=lambda p: torch.from_dlpack(p.detach())),
+}

@@ -1,0 +1,73 @@
+"""Scripts whose readers call no Python function that could be watched."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from odd_scripts.basics import Net, Run, adam, data, sgd, train
+
+
+def scripted_validation(run: Run) -> None:
+    net = Net()
+    model = run.wrap(net)
+    validate = script(net.b)
+    train(run, model, sgd(model), lambda step: run.see(validate(torch.ones(2, 8))))
+
+
+def script(what: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # still in use
+        return torch.jit.script(what)
+
+
+def total(x: Tensor) -> Tensor:
+    return x.sum()
+
+
+def scripted_function(run: Run) -> None:
+    net = Net()
+    model = run.wrap(net)
+    function = script(total)
+    train(run, model, sgd(model), lambda step: run.see(function(net.a.weight)))
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            self.encoder = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(x[None])
+
+
+def transformer_fast_path(run: Run) -> None:
+    net = Encoder()
+    model = run.wrap(net)
+
+    def validate(step: int) -> None:
+        net.eval()
+        with torch.no_grad():
+            run.see(net(data(run, 100 + step)))
+        net.train()
+
+    train(run, model, adam(model), validate)
+
+
+def traced_validation(run: Run) -> None:
+    net = Net()
+    model = run.wrap(net)
+
+    def validate(step: int) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            traced = torch.jit.trace(net.b, torch.ones(2, 8))
+        run.see(traced(torch.ones(2, 8)))
+
+    train(run, model, sgd(model), validate)
