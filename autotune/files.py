@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -67,6 +67,26 @@ def read_text(path: Path, max_bytes: int = MAX_FILE_BYTES) -> str:
         return read_bytes(path, max_bytes).decode("utf-8")
     except UnicodeDecodeError as error:
         raise InvalidInput(f"{path} must be UTF-8 text, but byte {error.start} is not") from error
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a regular file. Raises `InvalidInput` for a path that cannot be searched."""
+    return _is_kind(path, stat.S_ISREG)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is a folder. Raises `InvalidInput` for a path that cannot be searched."""
+    return _is_kind(path, stat.S_ISDIR)
+
+
+def _is_kind(path: Path, kind: Callable[[int], bool]) -> bool:
+    """`Path.is_file` and the like raise for a folder without search permission."""
+    try:
+        return kind(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:  # also a loop of links; a NUL in the path
+        raise _unreadable(path, error) from error
 
 
 @contextmanager

@@ -45,6 +45,16 @@ def add_ray(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_ranks(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ranks",
+        default="",
+        metavar="RANKS",
+        help="ranks of traces that do not state them: in the order of the files (0,1,2,3), or a "
+        "pattern of their names ('worker{rank}_*.json')",
+    )
+
+
 def add_replay_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeline",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.cluster import Cluster
-from autotune.commands.arguments import add_replay_outputs
+from autotune.commands.arguments import add_ranks, add_replay_outputs
 from autotune.commands.render.iteration import write_timeline
 from autotune.commands.render.memory import ShownMemory
 from autotune.commands.render.optimized import OptimizedResult
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a folder of `autotune profile`, Kineto traces, a workload's JSON, a layer profile, "
         "or a model such as bert-base",
     )
+    add_ranks(parser)
     parser.add_argument(
         "--cluster",
         required=True,
@@ -66,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Search, replay the result, and show the gain over DDP's default buckets."""
-    source, cluster = read_source(options.source), named_cluster(options.cluster)
+    source, cluster = read_source(options.source, options.ranks), named_cluster(options.cluster)
     within = _memory_budget(options, source, cluster)
     best = optimize(
         source.workload,

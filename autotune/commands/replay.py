@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from autotune.cluster import Cluster
-from autotune.commands.arguments import add_replay_outputs
+from autotune.commands.arguments import add_ranks, add_replay_outputs
 from autotune.commands.render.iteration import (
     iteration_data,
     iteration_facts,
@@ -40,7 +40,7 @@ from autotune.units import format_seconds
 if TYPE_CHECKING:
     from autotune.profiling.alignment.result import Alignment
 
-SHOWN_REPAIRS, SHOWN_STEPS = 8, 12
+SHOWN_REPAIRS, SHOWN_STEPS, SHOWN_CATEGORIES = 8, 12, 8
 MOST_RANK_ROWS = 64
 
 
@@ -59,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOSTS",
         help="ranks that share a clock: a name per rank (a,a,b,b) or ranks per host",
     )
+    add_ranks(parser)
     parser.add_argument(
         "--no-align",
         dest="align",
@@ -70,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Read, align and replay the traces; show the chosen step."""
-    job = read_job(options.traces, options.hosts)
+    job = read_job(options.traces, options.hosts, options.ranks)
     aligned = _aligned(job, options.align)
     steps = TracedSteps(job, aligned)
     number = steps.chosen(_step(options.step))
@@ -130,6 +131,7 @@ def _data(shown: _Shown) -> dict[str, Any]:
         "alignment": None if aligned is None else _alignment_data(aligned),
         "execution_traces": [asdict(link) for link in job.links],
         "repairs": [str(repair) for repair in job.repairs],
+        "dropped_events": dict(job.dropped),
         "memory": memory_data(shown.memory),
         **iteration_data(shown.summary),
     }
@@ -179,6 +181,7 @@ def _head(shown: _Shown) -> list[str]:
     lines += [f"  repaired: {repair}" for repair in repairs[:SHOWN_REPAIRS]]
     if len(repairs) > SHOWN_REPAIRS:
         lines.append(f"  and {len(repairs) - SHOWN_REPAIRS} more (all with --json)")
+    lines += _dropped_lines(job)
     lines += [
         f"execution trace of rank {link.rank}: {link.by_id} of {link.collectives} collectives "
         "linked by id"
@@ -196,6 +199,15 @@ def _head(shown: _Shown) -> list[str]:
             "traces, kept as measured (rank with the most)"
         )
     return lines
+
+
+def _dropped_lines(job: TraceJob) -> list[str]:
+    """The categories of events that are not read, in one line."""
+    listed = [f"{category} {count}" for category, count in job.dropped.items()]
+    if not listed:
+        return []
+    more = f" and {len(listed) - SHOWN_CATEGORIES} more" * (len(listed) > SHOWN_CATEGORIES)
+    return [f"  not read, by category: {', '.join(listed[:SHOWN_CATEGORIES])}{more}"]
 
 
 def _clock_lines(aligned: Alignment | None) -> list[str]:
@@ -252,7 +264,7 @@ def _page(shown: _Shown) -> Page:
     )
     listings = memory_listings(shown.memory)
     notes = [job.hosts.text(job.rank_numbers)] if len(job.ranks) > 1 else []
-    notes += repair_lines(job.repairs)[:SHOWN_REPAIRS]
+    notes += [*repair_lines(job.repairs)[:SHOWN_REPAIRS], *map(str.strip, _dropped_lines(job))]
     if aligned is not None:
         listings = (_clocks(job, aligned), *listings)
         notes += aligned.notes

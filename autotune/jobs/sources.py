@@ -8,6 +8,7 @@ from pathlib import Path
 from autotune.cluster import Cluster
 from autotune.cluster_file import read_cluster
 from autotune.errors import InvalidInput
+from autotune.files import is_file, is_folder
 from autotune.optimizer.optimize import ASSUMED_TIMES
 from autotune.parsing import read_json
 from autotune.profiling.formats.layer_profile import read_layer_profile
@@ -59,7 +60,7 @@ def zoo_name(name: str) -> str | None:
 def named_model(name: str) -> Workload:
     if (known := zoo_name(name)) is not None:
         return workload(known)
-    if not Path(name).is_file():
+    if not is_file(Path(name)):
         raise InvalidInput(
             f"the model must be a workload's JSON file or one of {', '.join(MODELS)}, "
             f"but is {name!r}"
@@ -73,30 +74,31 @@ def named_cluster(name: str) -> Cluster:
     limited = name.removesuffix(SINGLE_FLOW)
     if limited in CLUSTERS:
         return single_flow(limited)
-    if not Path(name).is_file():
+    if not is_file(Path(name)):
         raise InvalidInput(
             f"the cluster must be a cluster file or one of {', '.join(CLUSTERS)}, but is {name!r}"
         )
     return read_cluster(Path(name))
 
 
-def read_source(name: str) -> Source:
+def read_source(name: str, ranks: str = "") -> Source:
     """Read a zoo model, a recorded folder, traces, a workload or a layer profile.
 
-    Raises `InvalidInput` if there is none of them, or if its times are missing.
+    `ranks`: those of the traces, as in `read_job`. Raises `InvalidInput` if there is none of them,
+    or if its times are missing.
     """
     path, model = Path(name), zoo_name(name)
     if model is not None:
         graph, row = assumed_ops(model), MODELS[model]
         times = f"{AssumedDevice().text}, for a batch of {row.batch_per_gpu} {row.batch_unit}"
         return Source(graph.workload(), graph, times)
-    if path.name != JOB_FILE and not (path / JOB_FILE).exists() and holds_traces(path):
-        return _traced(path)
+    if path.name != JOB_FILE and not is_file(path / JOB_FILE) and holds_traces(path):
+        return _traced(path, ranks)
     if path.suffix == ".json" and path.name != JOB_FILE:
         return Source(_timed(named_model(name), name))
-    if path.is_dir() or path.name == JOB_FILE:
-        return _recorded(path if path.is_dir() else path.parent)
-    if path.is_file():
+    if is_folder(path) or path.name == JOB_FILE:
+        return _recorded(path if is_folder(path) else path.parent)
+    if is_file(path):
         graph = read_layer_profile(path)
         return Source(graph.workload(), graph)
     raise InvalidInput(
@@ -116,12 +118,12 @@ def _timed(workload: Workload, name: str) -> Workload:
     return workload
 
 
-def _traced(path: Path) -> Source:
+def _traced(path: Path, ranks: str) -> Source:
     """The buckets of a traced data-parallel job."""
     from autotune.profiling.graph.traced_workload import workload_of
     from autotune.profiling.traces.job import read_job
 
-    traced = workload_of(read_job(path), model=path.name.split(".")[0] or "traced")
+    traced = workload_of(read_job(path, ranks=ranks), model=path.name.split(".")[0] or "traced")
     return Source(traced.workload, no_memory="traces hold no lifetimes", notes=traced.notes)
 
 

@@ -23,8 +23,9 @@ from typing import Any
 
 from autotune.canonical import to_data
 from autotune.errors import InvalidInput
+from autotune.files import is_file, is_folder
 from autotune.parsing import parse, read_json, refuse_newer
-from autotune.recordings.recorded_steps import CollectiveRow, StepBreakdown
+from autotune.recordings.recorded_steps import CollectiveRow, StepBreakdown, refuse_negative
 from autotune.strategy_space.plan import Plan
 from autotune.workload import Workload
 
@@ -78,6 +79,11 @@ class RankRecord:
             raise InvalidInput(f"the trace {where} a file of the folder, but is {self.trace!r}")
         if not all(math.isfinite(step_s) and step_s >= 0 for step_s in self.step_s):
             raise InvalidInput(f"the step times {where} finite and at least 0")
+        if not 0 <= self.untimed <= self.collectives:
+            raise InvalidInput(
+                f"the untimed collectives {where} 0 to all {self.collectives}, but are "
+                f"{self.untimed}"
+            )
 
 
 @dataclass(frozen=True)
@@ -113,9 +119,11 @@ class RecordedJob:
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
-        if [record.rank for record in self.ranks] != list(range(self.world_size)):
+        ranks = [record.rank for record in self.ranks]
+        if not ranks or self.world_size != len(ranks) or ranks != list(range(len(ranks))):
             rule = f"one record of each of its {self.world_size} ranks, in their order"
-            raise InvalidInput(f"a recorded job needs {rule}")
+            raise InvalidInput(f"a recorded job needs {rule}, but has {len(ranks)}")
+        refuse_negative("a recorded job", self.steps, self.asked_steps, self.warmup_steps)
         counts = [len(record.step_s) for record in self.ranks]
         if any(count != self.steps for count in counts):
             rule = f"every rank must have {self.steps} recorded steps"
@@ -142,8 +150,8 @@ class RecordedJob:
     def read(folder: Path) -> RecordedJob:
         """Raises `InvalidInput` where the folder has no `job.json` or it breaks a rule."""
         path = folder / JOB_FILE
-        if not path.exists():
-            problem = "holds none" if folder.is_dir() else "does not exist"
+        if not is_file(path):
+            problem = "holds none" if is_folder(folder) else "does not exist"
             raise InvalidInput(
                 f"a folder of `autotune profile` holds a {JOB_FILE}, but {folder} {problem}; check "
                 "the path, or record first"

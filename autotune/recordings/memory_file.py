@@ -12,6 +12,7 @@ from typing import Any
 
 from autotune.canonical import to_data
 from autotune.errors import InvalidInput
+from autotune.files import is_file
 from autotune.parsing import parse, read_json, refuse_newer
 from autotune.recordings.memory_profile import FixedShare, MemoryProfile, Replica
 
@@ -56,7 +57,7 @@ class RecordedMemory:
     def read(folder: Path) -> RecordedMemory | None:
         """None without the file. Raises `InvalidInput` where the file breaks a rule."""
         path = folder / MEMORY_FILE
-        if not path.exists():
+        if not is_file(path):
             return None
         data: Any = read_json(path)
         refuse_newer(data, SCHEMA, "recorded memory", str(path))

@@ -12,6 +12,7 @@ computation.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,10 +23,13 @@ from typing import Any
 import numpy as np
 
 from autotune.arrays import FloatArray
+from autotune.errors import InvalidInput
 
 Event = Mapping[str, Any]
 
 TOP_OPS = 10
+ROUNDING_S = 1e-6
+"""Differences of sums of times, as `exposed_s`, may fall below 0 by this much."""
 _NO_WORK = re.compile(r"c10d::|autograd::engine::|torch::autograd::|record_param_comms|Profiler")
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _STEP = "ProfilerStep#"
@@ -42,6 +46,9 @@ class OpTime:
     name: str
     self_s: float
     calls: float
+
+    def __post_init__(self) -> None:
+        refuse_negative(f"op {self.name[:80]!r}", self.self_s, self.calls)
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,18 @@ class StepBreakdown:
     exposed_s: float = 0.0
     top_ops: tuple[OpTime, ...] = ()
     updated_steps: int = 0
+
+    def __post_init__(self) -> None:
+        passes_s = (self.forward_s, self.backward_s, self.rest_s)
+        work_s = (self.computation_s, self.communication_s, self.exposed_s)
+        refuse_negative("the parts of a step", *passes_s, *work_s, self.updated_steps)
+
+
+def refuse_negative(what: str, *figures: float) -> None:
+    """Raise `InvalidInput` unless all times and counts are finite and at least 0."""
+    wrong = [figure for figure in figures if not -ROUNDING_S <= figure < math.inf]
+    if wrong:
+        raise InvalidInput(f"{what} must have finite figures of at least 0, but one is {wrong[0]}")
 
 
 def step_times(
@@ -217,6 +236,10 @@ class CollectiveRow:
     lasts_s: float
     waits_s: float
     queue_s: float
+
+    def __post_init__(self) -> None:
+        counts = (self.size_bytes, self.ranks, self.per_step)
+        refuse_negative(f"{self.op[:80]!r}", *counts, self.lasts_s, self.waits_s, self.queue_s)
 
 
 def collective_rows(

@@ -274,6 +274,7 @@ READERS = (
         _cluster,
         {"cluster.yaml": formats.yaml_file},
         ("strategies", "vgg16", f"{FOLDER}/cluster.yaml", "--builder", "ddp_default"),
+        weight=0.3,
     ),
     Reader(
         "probed_cluster",
@@ -281,8 +282,9 @@ READERS = (
         _cluster,
         {"cluster.yaml": formats.yaml_file},
         ("strategies", "vgg16", f"{FOLDER}/cluster.yaml", "--builder", "ddp_default"),
+        weight=0.3,
     ),
-    Reader("job_file", samples.job, _job_file, {"job.yaml": formats.yaml_file}),
+    Reader("job_file", samples.job, _job_file, {"job.yaml": formats.yaml_file}, weight=0.3),
     Reader(
         "export",
         lambda: samples.stored("exported.json"),

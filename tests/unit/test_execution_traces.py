@@ -86,7 +86,7 @@ def chakra_form() -> dict[str, Any]:
 )
 def test_every_schema_gives_the_same_collective(form: Any, schema: str) -> None:
     trace = read(form())
-    assert (trace.schema, trace.rank) == (schema, 3)
+    assert (trace.schema, trace.process) == (schema, "" if form is chakra_form else "1")
     assert (trace.node_id[-1], trace.parent[-1], trace.rf_id[-1]) == (5, 2, 31)
     assert trace.thread.tolist() == [1] * trace.nodes and trace.input_bytes[-1] == 1000
     (comm,) = (trace.comms or trace.marks).values()
@@ -124,7 +124,8 @@ def execution(events: list[Event], backwards: bool, names: str = "allreduce") ->
         inputs = {"values": [[tensor], [sequence + 1, False], ["0", "default_pg"], 0, names]}
         node = {"id": 100 + rf_id, "name": "record_param_comms", "ctrl_deps": 2, "inputs": inputs}
         nodes.append({**node, "attrs": attributes(rf_id=rf_id, tid=1)})
-    return {"schema": "1.1.1-chakra.0.0.4", "nodes": nodes[::-1] if backwards else nodes}
+    nodes = nodes[::-1] if backwards else nodes
+    return {"schema": "1.1.1-chakra.0.0.4", "pid": events[0]["pid"], "nodes": nodes}
 
 
 def linked(folder: Path, with_ids: bool, backwards: bool, **words: str) -> TraceJob:
@@ -132,7 +133,7 @@ def linked(folder: Path, with_ids: bool, backwards: bool, **words: str) -> Trace
     job.events = [numbered(events, with_ids) for events in job.events]
     for rank, events in enumerate(job.events):
         data = execution(events, backwards, **words)
-        (folder / f"et_rank{rank}.json").write_text(json.dumps(data))
+        (folder / f"et_{1 - rank}.json").write_text(json.dumps(data))
     return read_job(job.write(folder))
 
 
@@ -163,6 +164,38 @@ def test_nodes_of_other_collectives_are_not_linked_and_reported(
     assert [(link.by_id, link.in_order) for link in job.links] == [(0, 0)] * 2
     assert sum("execution trace not linked" in repair.what for repair in job.repairs) == 2
     assert {one.comm.sequence for one in job.collectives[0]} == {-1} and len(job.joints) == 8
+
+
+def test_the_only_execution_trace_belongs_to_the_only_rank_if_it_states_no_process(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "et.json").write_text(json.dumps(chakra_form()))
+    assert len(read_job(Job(ranks=1).run().write(tmp_path)).links) == 1
+    left_out = read_job(Job(ranks=2).run().write(tmp_path))
+    assert not left_out.links and any("process ids" in one.what for one in left_out.repairs)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "reason"),
+    [
+        ([9, 6, 0, 10**30, 4, "cuda:0"], "node 2: there may be at most .* elements in a tensor"),
+        ([9, 6, 0, 1, 10**6, "cuda:0"], "at most 16 bytes in an element"),
+    ],
+)
+def test_tensors_beyond_any_device_are_refused(tensor: list[Any], reason: str) -> None:
+    data = second_form()
+    data["nodes"][2]["inputs"]["values"][0] = [tensor]
+    with pytest.raises(InvalidInput, match=reason):
+        read(data)
+
+
+def test_groups_beyond_any_job_are_refused_before_they_are_expanded() -> None:
+    data = second_form()
+    for size in (10**9, 100_000):
+        groups = [{"pg_name": str(n), "ranks": [], "group_size": size} for n in range(100)]
+        data["nodes"][1]["inputs"]["values"] = [json.dumps(groups)]
+        with pytest.raises(InvalidInput, match=r"at most \d+ ranks in"):
+            read(data)
 
 
 def test_an_execution_trace_of_an_absent_rank_is_reported(tmp_path: Path) -> None:

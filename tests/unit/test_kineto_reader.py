@@ -5,8 +5,11 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import tarfile
 import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,10 +19,12 @@ import pytest
 from synthetic_traces import Event, Job, span
 
 from autotune.errors import InvalidInput
+from autotune.jobs.sources import read_source
 from autotune.profiling.formats.kineto import read_kineto
 from autotune.profiling.formats.rank_trace import Category, RankTrace, Repair, repair_lines
 from autotune.profiling.graph.traced_steps import TracedSteps
 from autotune.profiling.traces import TraceJob, read_job
+from autotune.profiling.traces.job import assemble
 
 
 def read(data: Any) -> RankTrace:
@@ -92,19 +97,234 @@ def test_arguments_of_wrong_types_are_harmless(args: Any) -> None:
     assert read_events(events).events == 9
 
 
-def test_ranks_come_from_the_traces_then_the_names_then_the_order(tmp_path: Path) -> None:
-    job = Job(ranks=3).run()
-    stated = read_job(job.write(tmp_path))
-    named = read_job(job.write(tmp_path, with_ranks=False))
-    paths = [
-        (tmp_path / f"rank{rank}.json.gz").rename(tmp_path / f"{name}.json.gz")
-        for rank, name in enumerate("cab")
+def unstated(folder: Path, ranks: int = 3) -> list[Path]:
+    """Traces without distributedInfo, named by worker and time as torch's handler does."""
+    Job(ranks=ranks).run().write(folder, with_ranks=False)
+    return [
+        (folder / f"rank{rank}.json.gz").rename(folder / f"worker{rank}_step_9.170{rank}.json.gz")
+        for rank in range(ranks)
     ]
-    ordered = read_job(paths)
-    assert {each.rank_numbers for each in (stated, named, ordered)} == {(0, 1, 2)}
-    assert not repaired(stated, "ranks taken") and repaired(named, "file names")
-    assert repaired(ordered, "order of the files")
-    assert [Path(trace.source).name[0] for trace in ordered.ranks] == ["c", "a", "b"]
+
+
+def test_ranks_come_from_the_traces_or_the_user_and_never_from_file_names(tmp_path: Path) -> None:
+    stated = read_job(Job(ranks=3).run().write(tmp_path))
+    assert stated.rank_numbers == (0, 1, 2) and not repaired(stated, "rank")
+    for path in tmp_path.iterdir():
+        path.unlink()
+    paths = unstated(tmp_path)
+    with pytest.raises(InvalidInput, match=r"must state their ranks .*worker0_step.* --ranks"):
+        read_job(tmp_path)
+    matched = read_job(tmp_path, ranks="worker{rank}_*.json.gz")
+    ordered = read_job([paths[2], paths[0], paths[1]], ranks="2, 0, 1")
+    assert matched.rank_numbers == ordered.rank_numbers == (0, 1, 2)
+    for job in (matched, ordered):
+        names = [Path(trace.source).name for trace in job.ranks]
+        assert names == [path.name for path in paths]
+    alone = read_job(paths[2])
+    assert alone.rank_numbers == (0,) and repaired(alone, "taken as rank 0")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "reason"),
+    [
+        ("0,1", "3 numbers below"),
+        ("0,1,x", "3 numbers below"),
+        (f"0,1,{'9' * 5000}", "3 numbers below"),
+        ("rank{rank}.json.gz", "must fit the pattern"),
+        ("worker{rank}_step_*", None),
+        ("worker*_step_{rank}.*", "both of rank 9"),
+    ],
+)
+def test_ranks_that_do_not_fit_the_files_are_refused(
+    tmp_path: Path, ranks: str, reason: str | None
+) -> None:
+    unstated(tmp_path)
+    if reason is None:
+        assert read_job(tmp_path, ranks=ranks).rank_numbers == (0, 1, 2)
+        return
+    with pytest.raises(InvalidInput, match=reason):
+        read_job(tmp_path, ranks=ranks)
+
+
+def test_separate_runs_of_one_worker_are_no_ranks(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder, offset_s in ((first, 0.0), (second, -60.0)):
+        folder.mkdir()
+        Job(ranks=2, offsets_s=(offset_s,) * 2).run().write(folder)
+    (second / "rank0.json.gz").rename(second / "again.json.gz")
+    with pytest.raises(InvalidInput, match=r"both of rank 0: separate runs of one worker"):
+        read_job([first / "rank0.json.gz", second / "again.json.gz"])
+    with pytest.raises(InvalidInput, match=r"must overlap in time .* begins 60 s after"):
+        read_job([first / "rank0.json.gz", second / "rank1.json.gz"])
+
+
+def test_traces_of_one_host_must_overlap_but_clocks_of_others_may_differ() -> None:
+    jobs = [Job(ranks=2, offsets_s=(0.0, -offset_s)).run() for offset_s in (3.0, 60.0)]
+
+    def traces(job: Job, host: str) -> list[RankTrace]:
+        return [
+            read(
+                {
+                    "distributedInfo": {"rank": rank, "world_size": 2},
+                    "host_name": host,
+                    "traceEvents": events,
+                }
+            )
+            for rank, events in enumerate(job.events)
+        ]
+
+    assert assemble(traces(jobs[0], "")).rank_numbers == (0, 1)
+    for job, host in ((jobs[0], "a"), (jobs[1], "")):
+        with pytest.raises(InvalidInput, match="must overlap in time"):
+            assemble(traces(job, host))
+
+
+WRONG_INFO: list[dict[str, Any]] = [
+    {"rank": 0, "world_size": 10**9},
+    {"rank": 10**9, "world_size": 2},
+    {"rank": 2, "world_size": 2},
+    {"rank": 0, "world_size": 0},
+    {"rank": 0, "world_size": 2, "pg_config": [{"pg_name": "0", "ranks": [0, 10**12]}]},
+]
+
+
+@pytest.mark.parametrize("info", WRONG_INFO)
+def test_ranks_and_worlds_that_no_job_has_are_refused(info: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput, match=r"t\.json.* distributedInfo"):
+        read({"distributedInfo": info, "traceEvents": [add()]})
+
+
+WRONG_COLLECTIVES: list[tuple[dict[str, Any], str]] = [
+    ({"In msg nelems": 10**30}, "elements in a message"),
+    ({"Group size": 10**9, "Global rank start": 0, "Global rank stride": 1}, "ranks in a group"),
+    ({"Group size": 9, "Global rank start": 0, "Global rank stride": 10**9}, "a rank must be"),
+    ({"Group size": 1, "Process Group Ranks": f"[{'9' * 5000}]"}, "a rank must be"),
+]
+
+
+@pytest.mark.parametrize(("args", "reason"), WRONG_COLLECTIVES)
+def test_collectives_that_no_job_has_are_refused_with_their_event(
+    args: dict[str, Any], reason: str
+) -> None:
+    event = add(name="record_param_comms", args={"Collective name": "allreduce", **args})
+    with pytest.raises(InvalidInput, match=rf"t\.json, event 1: .*{reason}"):
+        read_events([add(), event])
+
+
+def test_tensors_of_annotations_are_limited_by_their_product() -> None:
+    for dims in ([10**9] * 1000, [2**23, 2**24]):
+        args = {"Input Dims": [dims], "Input type": ["float"]}
+        event = add(cat="user_annotation", name="gloo:all_reduce", args=args)
+        with pytest.raises(InvalidInput, match="elements in a tensor"):
+            read_events([event])
+
+
+def test_groups_of_many_events_are_limited_together() -> None:
+    args = {"Collective name": "allreduce", "Group size": 100_000, "Global rank stride": 1}
+    one = add(name="record_param_comms")
+    starts = range(0, 30_000, 100)
+    events = [one | {"args": {**args, "Global rank start": start}} for start in starts]
+    assert read_events(events[:5] * 20).events == 100
+    with pytest.raises(InvalidInput, match="ranks in all groups"):
+        read_events(events)
+
+
+@pytest.mark.parametrize("wrong", [{"ts": 1e308}, {"ts": -1e308}, {"dur": 1e300}, {"dur": -1.0}])
+def test_impossible_times_are_unusable(wrong: dict[str, float]) -> None:
+    good = [add(ts=float(n)) for n in range(30)]
+    trace = read_events([*good, add(**wrong)])
+    assert trace.events == 30 and repaired(trace, "events left out")
+    with pytest.raises(InvalidInput, match="may be unusable"):
+        read_events([add(), add(**wrong)])
+
+
+def test_events_of_another_year_are_unusable() -> None:
+    good = [add(ts=1.7e15 + n) for n in range(30)]
+    for events in ([add(ts=0.0), *good], [*good, add(ts=9e15)]):
+        trace = read_events(events)
+        assert trace.events == 30 and repaired(trace, "more than 30 days")
+        assert trace.end_s.max() < 1e-3
+    with pytest.raises(InvalidInput, match="may be unusable"):
+        read_events([add(ts=0.0), *good[:5]])
+
+
+def test_a_trace_names_its_fields_and_its_steps_once() -> None:
+    text = b'{"distributedInfo": {"rank": 0}, "distributedInfo": {"rank": 1}, "traceEvents": []}'
+    with pytest.raises(InvalidInput, match="'distributedInfo' again"):
+        read_kineto(io.BytesIO(text).read, "t.json")
+    steps = [add(cat="user_annotation", name="ProfilerStep#3", ts=10.0 * n) for n in range(2)]
+    with pytest.raises(InvalidInput, match="ProfilerStep#3 2 times"):
+        read_events(steps)
+
+
+def test_empty_profiler_steps_are_no_steps() -> None:
+    step = {"cat": "user_annotation", "dur": 50.0}
+    call = {"cat": "cuda_runtime", "name": "cudaDeviceSynchronize"}
+    events = [add(ts=100.0 * n, name=f"ProfilerStep#{n}", **step) for n in range(4)]
+    events += [add(ts=110.0), add(ts=210.0), add(ts=310.0, **call)]  # the profiler's own call
+    trace = read_events(events)
+    assert [item.number for item in trace.steps] == [1, 2] and repaired(trace, "empty profiler")
+    assert sum(one.count for one in trace.repairs) == 2
+    none = read_events([add(ts=900.0), *events[:4]])
+    assert repaired(none, "no ProfilerStep annotations with work")
+
+
+def test_dropped_events_are_counted_by_category() -> None:
+    kinds = [{"cat": "overhead"}, {"cat": "python_function"}, {"cat": "ac2g", "ph": "s"}]
+    kinds += [{"cat": "overhead"}, {"ph": "i", "cat": None}, {"ph": "M", "cat": "none"}]
+    trace = read_events([add(), *(add(**kind) for kind in kinds)])
+    one_each = dict.fromkeys(("python_function", "ac2g", "without a category"), 1)
+    assert trace.dropped == {"overhead": 2, **one_each}
+    many = read_events([add(), *(add(cat=f"c{n}") for n in range(200))])
+    assert len(many.dropped) == 51 and many.dropped["others"] == 150
+
+
+@pytest.mark.parametrize("name", ["pipe.json", "zero.json", "loop.json"])
+def test_a_path_that_is_no_file_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    if name == "pipe.json":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero" if name == "zero.json" else path)
+    with pytest.raises(InvalidInput, match=r"must be a regular file|cannot read|must exist"):
+        read_job(path)
+    (tmp_path / "traces.tar").symlink_to("/dev/zero")
+    with pytest.raises(InvalidInput, match="must be a regular file"):
+        read_job(tmp_path / "traces.tar")
+
+
+def test_a_folder_without_search_permission_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "closed"
+    folder.mkdir()
+    Job(ranks=1).run().write(folder)
+    with without_privileges(tmp_path):
+        folder.chmod(0o400)
+        try:
+            for path in (folder, folder / "rank0.json.gz"):
+                with pytest.raises(InvalidInput, match="Permission denied"):
+                    read_job(path)
+                with pytest.raises(InvalidInput, match="Permission denied"):
+                    read_source(str(path))
+        finally:
+            folder.chmod(0o700)
+
+
+@contextmanager
+def without_privileges(folder: Path) -> Iterator[None]:
+    """Run as the owner of the folder's files, an ordinary user."""
+    if os.geteuid() != 0:
+        yield
+        return
+    nobody = 65534
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, nobody, nobody)
+    for parent in folder.parents[:3]:
+        parent.chmod(parent.stat().st_mode | 0o011)
+    os.seteuid(nobody)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
 
 
 def test_folders_globs_and_archives_give_the_same_job(tmp_path: Path) -> None:

@@ -76,6 +76,15 @@ def test_the_workload_has_gradients_in_backward_order_and_reads_in_forward_order
     assert (workload.forward_s, workload.backward_s) == pytest.approx((3.5e-3, 7.5e-3))
 
 
+def test_a_row_of_inputs_is_the_loading_of_data_before_the_forward_pass() -> None:
+    rows = [line(1, "Input0", "7.0", "0.5"), line(2, "Input", "2.0", "0.0"), line(3, "Inputs")]
+    graph = parse_layer_profile("\n".join([*rows, line(4, "A", parameters="4")]), "loading")
+    workload = graph.workload()
+    assert [(op.forward_s, op.backward_s) for op in graph.ops[:2]] == [(0.0, 0.0)] * 2
+    assert workload.update_s == pytest.approx(9.5e-3)
+    assert (workload.forward_s, workload.backward_s) == pytest.approx((2e-3, 4e-3))
+
+
 SIZED = line(1, "A", parameters="4")
 
 
@@ -85,9 +94,9 @@ SIZED = line(1, "A", parameters="4")
         ("hello", "line 1: a layer must be"),
         (f"{SIZED}\n{line(1, 'B')}", "line 2: .* names each node once, but node1"),
         (line(1, "A", forward="-1"), "a layer must be"),
-        (line(1, "A", forward="1e999", parameters="4"), "finite numbers"),
+        (line(1, "A", forward="1e999", parameters="4"), "numbers from 0"),
         (line(1, "A", forward="nan"), "a layer must be"),
-        (line(1, "A", activation="[1; x]"), "finite numbers"),
+        (line(1, "A", activation="[1; x]"), "numbers from 0"),
         (line(1, "A", parameters="4.5"), "whole bytes"),
         (f"{SIZED}\n\tnode1 - node2", "an edge must be"),
         (f"{SIZED}\n\tnode1 -- node2", "node2, which has no line"),
@@ -108,7 +117,7 @@ def test_files_are_bounded(tmp_path: Path) -> None:
         file.truncate(MAX_BYTES + 1)  # sparse: it takes no room
     with pytest.raises(InvalidInput, match=f"at most {MAX_BYTES} bytes"):
         read_layer_profile(path)
-    with pytest.raises(InvalidInput, match="can be read"):
+    with pytest.raises(InvalidInput, match="cannot read"):
         read_layer_profile(tmp_path / "none.txt")
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(InvalidInput, match="UTF-8"):
@@ -134,5 +143,7 @@ def test_published_profiles_have_the_parameters_of_their_models(
     assert parameters is None or sum(v.elements for v in workload.variables) == parameters
     assert tensors is None or len(workload.variables) == tensors
     assert workload.source == "measured"
+    loading_s = {"vgg16": 17.972e-3, "resnet50": 18.962e-3, "inception_v3": 21.7e-3, "gnmt": 0.0}
+    assert workload.update_s == pytest.approx(loading_s.get(name, 9.085e-3))
     ready = [v.ready_s or 0.0 for v in workload.variables]
     assert ready == sorted(ready) and ready[-1] <= workload.backward_s * (1 + 1e-9)

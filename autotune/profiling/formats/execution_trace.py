@@ -18,6 +18,7 @@ lack: sequence number, group and sizes.
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,22 +34,34 @@ from autotune.profiling.formats.collective_args import (
     collective_name,
 )
 from autotune.profiling.formats.json_stream import Field, JsonItems, Read
+from autotune.profiling.formats.limits import (
+    MAX_ELEMENTS,
+    MAX_GROUP_RANKS,
+    MAX_RANKS,
+    limited,
+    limited_rank,
+)
 from autotune.profiling.formats.rank_trace import MISSING, Comm
-from autotune.profiling.formats.sources import rank_in_name
 
 MAX_NODES = 20_000_000
+MAX_ELEMENT_BYTES = 16
+"""Of complex128, the largest type of torch."""
+MAX_BYTES = MAX_ELEMENTS * MAX_ELEMENT_BYTES
 
 
 @dataclass(frozen=True, eq=False)
 class ExecutionTrace:
     """N nodes in the order of the file. `parent` (N,) holds ids, as `node_id` and `rf_id` do.
 
+    `process`: the process id, "" where the trace does not state it. It leads to the rank, which an
+    execution trace does not state.
+
     `comms`: index of a `record_param_comms` -> its collective. `marks`: the same for Chakra's nodes
     and the annotations of backends.
     """
 
     source: str
-    rank: int | None
+    process: str
     schema: str
     names: tuple[str, ...]
     name: Int32Array
@@ -74,6 +87,8 @@ def read_execution_trace(read: Read, where: str) -> ExecutionTrace:
         if isinstance(node, Field):
             if node.key in ("schema", "version"):
                 reader.schema = str(node.value)[:40]
+            elif node.key == "pid" and (process := _id(node.value)) != MISSING:
+                reader.process = str(process)
             continue
         number = _id(node.get("id")) if isinstance(node, dict) else MISSING
         if number == MISSING or not isinstance(node.get("name"), str):
@@ -83,13 +98,17 @@ def read_execution_trace(read: Read, where: str) -> ExecutionTrace:
             )
         if items.items > MAX_NODES:
             raise InvalidInput(f"{where} may hold at most {MAX_NODES} nodes, but has more")
-        reader.add(node, number)
+        try:
+            reader.add(node, number)
+        except InvalidInput as error:
+            place = f"{where}, node {items.items - 1}"
+            raise InvalidInput(f"{place}: {error}; is the file damaged?") from error
     return reader.trace()
 
 
 class _ExecutionTraceReader:
     def __init__(self, where: str) -> None:
-        self.where, self.schema = where, ""
+        self.where, self.schema, self.process = where, "", ""
         self.names: dict[str, int] = {}
         self.rows: list[tuple[int, int, int, int, int]] = []
         self.sizes: list[tuple[float, float]] = []
@@ -113,6 +132,8 @@ class _ExecutionTraceReader:
             self.marks[row] = mark
         elif "process_group:init" in name:
             self.groups |= _groups(inputs)
+            total = sum(map(len, self.groups.values()))
+            limited(total, MAX_GROUP_RANKS, "ranks in all groups of a trace")
         parent = node.get("parent", node.get("ctrl_deps", node.get("ctrlDeps")))
         if isinstance(parent, list):
             parent = parent[0] if parent else None
@@ -128,7 +149,7 @@ class _ExecutionTraceReader:
         input_bytes, output_bytes = np.array(self.sizes, dtype=np.float64).T
         return ExecutionTrace(
             source=self.where,
-            rank=rank_in_name(self.where),
+            process=self.process,
             schema=self.schema,
             names=tuple(self.names),
             name=name.astype(np.int32),
@@ -192,15 +213,16 @@ def _tensor_bytes(values: list[Any]) -> float:
     A tensor is [tensor id, storage id, offset, elements, bytes per element, device].
     """
     total, tensors = 0, 0
-    pending = list(values)
+    pending = deque(values)
     while pending and tensors < 10**5:
-        value = pending.pop(0)
+        value = pending.popleft()
         if not isinstance(value, list):
             continue
         is_tensor = len(value) >= 6 and isinstance(value[5], str)
         if is_tensor and all(isinstance(part, int) for part in value[:5]):
             tensors += 1
-            total += max(value[3], 0) * max(value[4], 0)
+            elements = limited(value[3], MAX_ELEMENTS, "elements in a tensor")
+            total += elements * limited(value[4], MAX_ELEMENT_BYTES, "bytes in an element")
         elif value and isinstance(value[0], list):
             pending += value
     return float(total)
@@ -234,7 +256,7 @@ def _sequence(value: Any) -> int:
     if isinstance(value, list) and len(value) == 2 and isinstance(value[1], bool):
         value = value[0]
     is_number = isinstance(value, int) and not isinstance(value, bool)
-    return value if is_number and value >= 0 else MISSING
+    return value if is_number and 0 <= value < 2**53 else MISSING
 
 
 _CHAKRA_KINDS = (
@@ -262,7 +284,8 @@ def _mark(node: dict[str, Any], attributes: dict[str, Any], size_bytes: float) -
         name = _CHAKRA_KINDS[number] if is_number else collective_name(str(kind))
         if name not in COLLECTIVES:
             return None
-        size_bytes = max(float(_id(attributes.get("comm_size"))), size_bytes)
+        stated = limited(_id(attributes.get("comm_size")), MAX_BYTES, "bytes in a message")
+        size_bytes = max(float(stated), size_bytes)
         return Comm(name, size_bytes, group=str(attributes.get("pg_name") or "")[:80])
     name = backend_collective(node["name"])
     return Comm(name, size_bytes) if name else None
@@ -272,10 +295,12 @@ def _groups(values: list[Any]) -> dict[str, tuple[int, ...]]:
     """Process group -> its ranks, from PyTorch's text in `## process_group:init ##`."""
     listed = _parsed(values[0]) if values and isinstance(values[0], str) else None
     groups: dict[str, tuple[int, ...]] = {}
+    total = 0
     for group in listed if isinstance(listed, list) else []:
         ranks = group.get("ranks") if isinstance(group, dict) else None
         if isinstance(ranks, list) and all(isinstance(rank, int) for rank in ranks):
-            size = _id(group.get("group_size"))
-            whole = range(size) if 0 < size <= 10**6 else ()
-            groups[str(group.get("pg_name"))[:80]] = tuple(ranks or whole)
+            size = limited(_id(group.get("group_size")), MAX_RANKS, "ranks in a group")
+            total = limited(total + size, MAX_GROUP_RANKS, "ranks in all groups of a trace")
+            whole = tuple(map(limited_rank, ranks)) or tuple(range(size))
+            groups[str(group.get("pg_name"))[:80]] = whole
     return groups

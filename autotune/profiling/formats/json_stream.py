@@ -88,11 +88,18 @@ class JsonItems:
         if self._peek() == "}":
             self._at += 1
             return
+        seen: set[str] = set()
         while True:
             key = self._value("a key")
             if not isinstance(key, str):
                 shown = repr(str(key)[:40])
                 raise InvalidInput(f"{self.where} must have strings as keys, but has {shown}")
+            if key in seen:
+                raise InvalidInput(
+                    f"{self.where} must name a field once, but has {key[:40]!r} again; is it more "
+                    "than one file?"
+                )
+            seen.add(key)
             self._expect(":")
             if key == self.array_key:
                 self._expect("[")

@@ -8,6 +8,9 @@ Times are milliseconds of one iteration, sizes are bytes. A layer with several o
 `activation_size=[a; b]`. A line with a tab is an edge. The parameters of a layer are one number of
 bytes. If the layer's text names shapes of exactly these bytes in float32, they become its variables
 (Linear, Conv2d, BatchNorm2d, LayerNorm, Embedding); otherwise it has one flat variable.
+
+A row `Input` is the loading of the data: PipeDream's profiler reports there how long an iteration
+waited for its batch. That is no part of the forward pass, but of the time before it.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autotune.errors import InvalidInput
+from autotune.files import read_text
 from autotune.profiling.op_graph import Op, OpGraph
 from autotune.workload import Variable
 
@@ -27,6 +31,8 @@ MAX_BYTES = 16 * 2**20
 MAX_OPS = 100_000
 MAX_SHAPE = 2**40
 """Limit on the elements of one variable."""
+MAX_FIGURE = 2.0**53
+"""Limit on times in ms and sizes in bytes; whole numbers are exact up to here."""
 
 _FLOAT_BYTES = 4
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?"
@@ -40,6 +46,7 @@ _LAYER_FORM = (
     "nodeN -- TEXT -- forward_compute_time=MS, backward_compute_time=MS, activation_size=BYTES, "
     "parameter_size=BYTES"
 )
+_INPUT = re.compile(r"Input[0-9]*")
 _EDGE = re.compile(r"\tnode(?P<before>[0-9]{1,9}) -- node(?P<after>[0-9]{1,9})")
 
 
@@ -51,27 +58,19 @@ class _Layer:
     activation_bytes: float
     parameter_bytes: int
 
+    @property
+    def loading_ms(self) -> float:
+        """Time for the data, which is in the rows of inputs."""
+        loads = _INPUT.fullmatch(self.text) is not None
+        return self.forward_ms + self.backward_ms if loads else 0.0
+
 
 def read_layer_profile(path: Path, model: str | None = None) -> OpGraph:
     """The op graph of a profile; `model` defaults to the file's name.
 
     Raises `InvalidInput` with file and line.
     """
-    try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        rule = "a layer profile must be a file that can be read"
-        raise InvalidInput(f"{rule}, but {path}: {error.strerror}") from error
-    if len(raw) > MAX_BYTES:
-        raise InvalidInput(
-            f"a layer profile may have at most {MAX_BYTES} bytes, but {path} has more"
-        )
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        place = f"{path} is not (byte {error.start})"
-        raise InvalidInput(f"a layer profile must be UTF-8 text, but {place}") from error
+    text = read_text(path, MAX_BYTES)
     return parse_layer_profile(text, model or path.stem, str(path))
 
 
@@ -101,7 +100,8 @@ def parse_layer_profile(text: str, model: str, where: str = "profile") -> OpGrap
     place_of = {node: place for place, node in enumerate(order)}
     ops = tuple(_op(node, layers[node]) for node in order)
     op_edges = tuple(sorted((place_of[a], place_of[b]) for a, b in edges))
-    return OpGraph(model, ops, op_edges, source="measured")
+    loading_s = math.fsum(layer.loading_ms for layer in layers.values()) * 1e-3
+    return OpGraph(model, ops, op_edges, update_s=loading_s, source="measured")
 
 
 def _edge(line: str, place: str) -> tuple[int, int]:
@@ -133,8 +133,8 @@ def _layer(line: str, place: str) -> tuple[int, _Layer]:
 
 
 def _finite(text: str, place: str) -> float:
-    if re.fullmatch(_NUMBER, text) is None or not math.isfinite(float(text)):
-        rule = "times and sizes must be finite numbers of at least 0"
+    if re.fullmatch(_NUMBER, text) is None or not float(text) <= MAX_FIGURE:
+        rule = f"times and sizes must be numbers from 0 to 2^53 ({MAX_FIGURE:.0f})"
         raise InvalidInput(f"{place}: {rule}, but one is {text[:40]!r}")
     return float(text)
 
@@ -169,8 +169,8 @@ def _op(node: int, layer: _Layer) -> Op:
     return Op(
         name,
         code=layer.text,
-        forward_s=layer.forward_ms * 1e-3,
-        backward_s=layer.backward_ms * 1e-3,
+        forward_s=0.0 if layer.loading_ms else layer.forward_ms * 1e-3,
+        backward_s=0.0 if layer.loading_ms else layer.backward_ms * 1e-3,
         activation_bytes=layer.activation_bytes,
         variables=tuple(Variable(f"{name}.{kind}.{part}", shape) for part, shape in shapes),
     )

@@ -9,12 +9,12 @@ from typing import Any
 
 from autotune.errors import InvalidInput
 
-MAX_RANKS = 1_000_000
-"""Ranks of a job. The largest published jobs have about 100 000 (arXiv 2510.20171, NCCLX)."""
-MAX_GROUP_RANKS = 8_000_000
+MAX_RANKS = 2**17
+"""Ranks of a job. The largest training runs published have about 100,000 accelerators."""
+MAX_GROUP_RANKS = 4_000_000
 """Ranks of all process groups of a trace together: a few groups of the largest jobs."""
-MAX_ELEMENTS = 2**40
-"""Elements of one tensor: 4 TB in float32, which no device holds."""
+MAX_ELEMENTS = 2**46
+"""Elements of one tensor: 70 times 10^12. Their bytes are exact as a float."""
 MAX_TIME_US = 2**63 / 1000
 """Distance from 1970 of a time stamp: Kineto counts nanoseconds in 64 bits (the year 2262)."""
 MAX_SPAN_US = 30 * 86_400 * 1e6

@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import gzip
 import io
-import re
+import os
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from autotune.errors import InvalidInput
+from autotune.files import is_file, is_folder, open_regular
 from autotune.profiling.formats.json_stream import Read
 
 MAX_BYTES = 16 * 2**30
@@ -30,15 +31,13 @@ MAX_RATIO = 300
 Traces shrink 10 to 60 times, a file designed to fill the memory 1000 times."""
 FREE_BYTES = 64 * 2**20
 MAX_FILES = 20_000
+MAX_VISITED = 200_000
+"""Files and folders that are visited below one folder of traces."""
 _SNIFFED_BYTES = 2**16
 
+_CUT_OFF = (EOFError, gzip.BadGzipFile, zlib.error, tarfile.TarError)
 _ENDINGS = (".json", ".json.gz", ".pt.trace.json.gz")
 _ARCHIVES = (".tar", ".tar.gz", ".tgz")
-
-_RANK_IN_NAME = re.compile(
-    r"(?:^|[^a-z])(?:rank|worker|trainer|gpu|r)[_.\-]?(\d{1,6})(?!\d)", re.IGNORECASE
-)
-_LAST_NUMBER = re.compile(r"(\d{1,6})(?:\.[a-z.]*)?$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -72,21 +71,15 @@ def find_sources(paths: str | Path | Sequence[str | Path]) -> Iterator[TraceSour
 def holds_traces(path: Path) -> bool:
     """Whether the path is a folder, a packed file, or a file that begins as a Kineto trace does.
 
-    `find_sources` checks the contents of folders and packed files.
+    `find_sources` checks the contents of folders and packed files. Raises `InvalidInput` for a
+    path that may not be searched.
     """
-    if path.is_dir() or not path.is_file():
-        return path.is_dir()
+    if is_folder(path) or not is_file(path):
+        return is_folder(path)
     if path.name.lower().endswith((*_ARCHIVES, ".gz")):
         return True
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return b'"traceEvents"' in file.read(_SNIFFED_BYTES)
-
-
-def rank_in_name(source: str) -> int | None:
-    """The rank in a name such as `rank3.json.gz`, `traces.tar:worker3_step_12.json`."""
-    name = source.replace(":", "/").rpartition("/")[2]
-    match = _RANK_IN_NAME.search(name) or _LAST_NUMBER.search(name.partition(".")[0])
-    return int(match.group(1)) if match else None
 
 
 def _expanded(paths: Sequence[str | Path]) -> Iterator[Path]:
@@ -94,12 +87,10 @@ def _expanded(paths: Sequence[str | Path]) -> Iterator[Path]:
     for given in paths:
         path = Path(given)
         rule = "a trace must exist"
-        if path.is_dir():
+        if is_folder(path):
             rule = "a folder of traces must hold .json, .json.gz or .tar.gz files"
-            endings = (*_ENDINGS, *_ARCHIVES)
-            inside = (file for file in path.rglob("*") if file.name.lower().endswith(endings))
-            files = sorted(file for file in inside if file.is_file())
-        elif path.exists():
+            files = sorted(_inside(path))
+        elif is_file(path) or path.exists():
             files = [path]
         else:
             matches = glob.glob(str(given), recursive=True)  # noqa: PTH207 - may be absolute
@@ -113,23 +104,43 @@ def _expanded(paths: Sequence[str | Path]) -> Iterator[Path]:
         yield from files
 
 
+def _inside(folder: Path) -> Iterator[Path]:
+    """The trace files below a folder."""
+
+    def refuse(error: OSError) -> None:
+        raise _unreadable(Path(error.filename or folder), error) from error
+
+    visited = 0
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        visited += len(folders) + len(names)
+        if visited > MAX_VISITED:
+            limit = f"at most {MAX_VISITED} files and folders"
+            raise InvalidInput(f"a folder of traces may hold {limit}, but {folder} has more")
+        for name in names:
+            path = Path(parent, name)
+            if name.lower().endswith((*_ENDINGS, *_ARCHIVES)) and is_file(path):
+                yield path
+
+
 @contextmanager
 def _open_file(path: Path) -> Iterator[Read]:
     try:
-        with path.open("rb") as raw:
+        with open_regular(path) as raw:
             yield _unpacked(raw, str(path))
     except OSError as error:
-        reason = error.strerror or error
-        raise InvalidInput(
-            f"cannot read {path}: {reason}; check the path and its permissions"
-        ) from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> InvalidInput:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return InvalidInput(f"cannot read {path}: {reason}; check the path and its permissions")
 
 
 def _unpacked(raw: IO[bytes], where: str) -> Read:
     """A bounded `read`. The first bytes decide whether the file is packed; its name may lie."""
     counted = _CountedStream(raw)
     buffered = io.BufferedReader(counted)
-    packed = buffered.peek(2)[:2] == b"\x1f\x8b"
+    packed = _peeked(buffered, where) == b"\x1f\x8b"
     stream: IO[bytes] = gzip.GzipFile(fileobj=buffered) if packed else buffered  # type: ignore[assignment]
     total = 0
 
@@ -137,10 +148,9 @@ def _unpacked(raw: IO[bytes], where: str) -> Read:
         nonlocal total
         try:
             data = stream.read(count)
-        except (EOFError, gzip.BadGzipFile, zlib.error, tarfile.TarError) as error:
-            raise InvalidInput(
-                f"{where} must be a complete gzip file, but is not: {error}"
-            ) from error
+        except _CUT_OFF as error:
+            kind = "a complete gzip file" if packed else "complete"
+            raise InvalidInput(f"{where} must be {kind}, but is not: {error}") from error
         total += len(data)
         if total > MAX_BYTES:
             limit = f"at most {MAX_BYTES} bytes when unpacked"
@@ -151,6 +161,13 @@ def _unpacked(raw: IO[bytes], where: str) -> Read:
         return data
 
     return read
+
+
+def _peeked(buffered: io.BufferedReader[_CountedStream], where: str) -> bytes:
+    try:
+        return buffered.peek(2)[:2]
+    except _CUT_OFF as error:
+        raise InvalidInput(f"{where} must be complete, but is not: {error}") from error
 
 
 class _CountedStream(io.RawIOBase):
@@ -176,7 +193,7 @@ def _members(path: Path) -> Iterator[TraceSource]:
     A member is opened once, in its turn.
     """
     try:
-        with path.open("rb") as raw:
+        with open_regular(path) as raw:
             stream = _ReadableStream(_unpacked(raw, str(path)))
             with tarfile.open(fileobj=stream, mode="r|") as archive:  # type: ignore[call-overload]
                 empty = True
@@ -194,12 +211,15 @@ def _members(path: Path) -> Iterator[TraceSource]:
     except tarfile.TarError as error:
         raise InvalidInput(f"{path} must be a tar archive, but is not: {error}") from error
     except OSError as error:
-        raise InvalidInput(f"cannot read {path}: {error.strerror or error}") from error
+        raise _unreadable(path, error) from error
 
 
 @contextmanager
 def _open_member(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> Iterator[Read]:
-    stream = archive.extractfile(member)
+    try:
+        stream = archive.extractfile(member)
+    except (tarfile.TarError, KeyError) as error:
+        raise InvalidInput(f"{path}:{member.name} must be complete, but is not: {error}") from error
     if stream is None:
         raise InvalidInput(f"{path}:{member.name} must be a plain file")
     yield _unpacked(stream, f"{path}:{member.name}")

@@ -6,11 +6,13 @@ From `ProfilerStep#n`, else from an annotation that repeats, else the whole trac
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
+from autotune.errors import InvalidInput
 from autotune.profiling.formats.rank_trace import Category, RankTrace, Repair, TracedStep
 
 _STEP = re.compile(r"ProfilerStep#(\d{1,15})$")
@@ -20,19 +22,26 @@ FEWEST = 2
 
 
 def find_steps(trace: RankTrace) -> RankTrace:
-    """Return the trace with its steps, and with a repair where they had to be inferred."""
-    steps = _annotated(trace)
+    """Return the trace with its steps, and with repairs for steps that are empty or inferred.
+
+    Raises `InvalidInput` if two steps have one number.
+    """
+    annotated = _annotated(trace)
+    steps = _with_work(trace, annotated)
+    repairs = list(trace.repairs)
+    if len(steps) < len(annotated):
+        repairs.append(Repair("empty profiler step, left out", len(annotated) - len(steps)))
     if steps:
-        return replace(trace, steps=tuple(steps))
+        return replace(trace, steps=tuple(steps), repairs=tuple(repairs))
     steps, name = _inferred(trace)
-    missing = "no ProfilerStep annotations"
+    missing = "no ProfilerStep annotations" + " with work" * bool(annotated)
     if steps:
         repair = Repair(f"{missing}; {len(steps)} steps inferred from {name!r}")
     else:
         steps = [TracedStep(0, 0.0, float(trace.end_s.max()), "whole trace")]
         cause = "nothing that repeats once per step"
         repair = Repair(f"{missing} and {cause}; the whole trace is taken as one step")
-    return replace(trace, steps=tuple(steps), repairs=(*trace.repairs, repair))
+    return replace(trace, steps=tuple(steps), repairs=(*repairs, repair))
 
 
 def _annotated(trace: RankTrace) -> list[TracedStep]:
@@ -48,11 +57,30 @@ def _annotated(trace: RankTrace) -> list[TracedStep]:
             end_s = float(trace.start_s[event] + trace.duration_s[event])
             marks.append((start_s, end_s, int(match.group(1))))
     marks.sort()
+    numbers = Counter(number for _, _, number in marks)
+    if numbers and (most := numbers.most_common(1)[0])[1] > 1:
+        raise InvalidInput(
+            f"{trace.source} must name each step once, but has ProfilerStep#{most[0]} {most[1]} "
+            "times; are these several runs in one file?"
+        )
     ends_s = [start_s for start_s, _, _ in marks[1:]] + [end_s for _, end_s, _ in marks[-1:]]
     return [
         TracedStep(number, start_s, end_s)
         for (start_s, _, number), end_s in zip(marks, ends_s, strict=True)
     ]
+
+
+def _with_work(trace: RankTrace, steps: list[TracedStep]) -> list[TracedStep]:
+    """The steps in which the host begins an op, or a driver call where a trace has no ops.
+
+    The profiler opens a step after the script's last one. It ends with the recording, and holds
+    the profiler's own driver calls and kernels of the steps before.
+    """
+    is_op = trace.category == Category.HOST_OP
+    work_s = trace.start_s[is_op if is_op.any() else trace.category == Category.RUNTIME]
+    first = np.searchsorted(work_s, [step.start_s for step in steps])
+    last = np.searchsorted(work_s, [step.end_s for step in steps])
+    return [step for step, works in zip(steps, (last > first).tolist(), strict=True) if works]
 
 
 def _inferred(trace: RankTrace) -> tuple[list[TracedStep], str]:

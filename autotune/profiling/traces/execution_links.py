@@ -1,8 +1,9 @@
 """Completes the collectives of Kineto traces from execution traces: sequence, group and size.
 
 Kineto writes the record-function id of a host op, and the execution trace that of its node. So each
-collective leads to its node through the op that issued it. Traces until 2023 lack these ids. Their
-collectives are linked in order, only where names and sizes of the whole sequence agree.
+collective leads to its node through the op that issued it. The process id leads from an execution
+trace to its rank. Traces until 2023 lack the ids of functions. Their collectives are linked in
+order, only where names and sizes of the whole sequence agree.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ def enriched(
     execution: Sequence[ExecutionTrace],
 ) -> tuple[tuple[tuple[TracedCollective, ...], ...], tuple[ExecutionLink, ...], list[Repair]]:
     """Return the collectives of every rank completed, the links, and what could not be linked."""
-    by_rank = {trace.rank: trace for trace in execution}
+    partners, left_out = _by_process(traces, execution)
     completed: list[tuple[TracedCollective, ...]] = []
     links: list[ExecutionLink] = []
     repairs: list[Repair] = []
-    for trace, traced in zip(traces, collectives, strict=True):
-        other = by_rank.pop(trace.rank, None)
+    for place, (trace, traced) in enumerate(zip(traces, collectives, strict=True)):
+        other = partners.get(place)
         if other is None:
             completed.append(tuple(traced))
             continue
@@ -53,10 +54,35 @@ def enriched(
         links.append(ExecutionLink(rank, other.schema, other.nodes, by_id, in_order, len(traced)))
         if problem := _problem(links[-1]):
             repairs.append(Repair(problem, rank=trace.rank))
-    for other in by_rank.values():
+    for other in left_out:
         what = f"{other.source} is the execution trace of no rank here; left out"
-        repairs.append(Repair(what))
+        repairs.append(Repair(f"{what} (ranks are recognized by their process ids)"))
     return tuple(completed), tuple(links), repairs
+
+
+def _by_process(
+    traces: Sequence[RankTrace], execution: Sequence[ExecutionTrace]
+) -> tuple[dict[int, ExecutionTrace], list[ExecutionTrace]]:
+    """Place of a rank -> its execution trace, and those that belong to no rank.
+
+    An execution trace states its process, which is that of one Kineto trace. One of each belong
+    together where the process is not stated.
+    """
+    if len(traces) == len(execution) == 1 and not execution[0].process:
+        return {0: execution[0]}, []
+    partners: dict[int, ExecutionTrace] = {}
+    left_out = []
+    processes = [
+        {lane.process for lane in trace.lanes if not lane.device} if execution else set()
+        for trace in traces
+    ]
+    for other in execution:
+        places = [place for place, own in enumerate(processes) if other.process in own]
+        if len(places) == 1 and places[0] not in partners:
+            partners[places[0]] = other
+        else:
+            left_out.append(other)
+    return partners, left_out
 
 
 def _problem(link: ExecutionLink) -> str:

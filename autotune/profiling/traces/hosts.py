@@ -63,7 +63,11 @@ def find_hosts(
         return Hosts(_given(given, len(traces)), "given")
     listed = (details or {}).get("ranks")
     records = listed if isinstance(listed, list) else []
-    host_of = {one.get("rank"): one.get("host") for one in records if isinstance(one, dict)}
+    host_of = {
+        one["rank"]: one.get("host")
+        for one in records
+        if isinstance(one, dict) and isinstance(one.get("rank"), int)
+    }
     candidates = (
         Hosts(tuple(str(host_of.get(trace.rank) or "")[:200] for trace in traces), "job file"),
         Hosts(tuple(trace.host for trace in traces), "traces"),

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from autotune.arrays import FloatArray
 from autotune.errors import InvalidInput
+from autotune.files import MAX_FILE_BYTES
+from autotune.parsing import parse_json
 from autotune.profiling.formats.execution_trace import ExecutionTrace, read_execution_trace
 from autotune.profiling.formats.json_stream import Read
 from autotune.profiling.formats.kineto import read_kineto
 from autotune.profiling.formats.rank_trace import RankTrace, Repair, listed_numbers
-from autotune.profiling.formats.sources import find_sources, rank_in_name
+from autotune.profiling.formats.sources import find_sources
 from autotune.profiling.traces.collectives import TracedCollective, rank_collectives
 from autotune.profiling.traces.execution_links import ExecutionLink, enriched
 from autotune.profiling.traces.hosts import Hosts, find_hosts
 from autotune.profiling.traces.matching import Joint, match_collectives
+from autotune.profiling.traces.ranks import ranked
 from autotune.recordings.job_file import JOB_FILE
 from autotune.recordings.memory_file import MEMORY_FILE
 
@@ -57,6 +60,14 @@ class TraceJob:
             place if trace.rank is None else trace.rank for place, trace in enumerate(self.ranks)
         )
 
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """Category of events that are not read -> how many all ranks have, most first."""
+        total: Counter[str] = Counter()
+        for trace in self.ranks:
+            total.update(trace.dropped)
+        return dict(total.most_common())
+
     @cached_property
     def joint_of(self) -> list[dict[int, int]]:
         """(R,) index of a collective in the rank's list -> number of its joint."""
@@ -83,11 +94,13 @@ class TraceJob:
         )
 
 
-def read_job(paths: str | Path | Sequence[str | Path], hosts: str = "") -> TraceJob:
+def read_job(
+    paths: str | Path | Sequence[str | Path], hosts: str = "", ranks: str = ""
+) -> TraceJob:
     """Read every trace in `paths` as one job: files, folders, globs, tar archives.
 
-    `hosts` is passed to `find_hosts`. Raises `InvalidInput` for a file that is not a trace, and
-    for files that cannot be the ranks of one job.
+    `hosts` is passed to `find_hosts`, `ranks` to `ranked`. Raises `InvalidInput` for a file that is
+    not a trace, and for files that cannot be the ranks of one job.
     """
     traces: list[RankTrace] = []
     execution: list[ExecutionTrace] = []
@@ -114,7 +127,8 @@ def read_job(paths: str | Path | Sequence[str | Path], hosts: str = "") -> Trace
         others = "only execution traces were given" if execution else f"there is only a {JOB_FILE}"
         raise InvalidInput(f"a job needs at least one Kineto trace, but {others}")
     listed = [paths] if isinstance(paths, str | Path) else paths
-    return assemble(traces, execution, details, ", ".join(str(path) for path in listed), hosts)
+    source_names = ", ".join(str(path) for path in listed)
+    return assemble(traces, execution, details, source_names, hosts, ranks)
 
 
 def assemble(
@@ -123,9 +137,10 @@ def assemble(
     details: dict[str, Any] | None = None,
     source: str = "",
     hosts: str = "",
+    given_ranks: str = "",
 ) -> TraceJob:
     """Assemble a job from traces that were already read. Raises `InvalidInput`."""
-    traces, repairs = _ranked(traces)
+    traces, repairs = ranked(traces, given_ranks)
     found_hosts = find_hosts(traces, details, hosts)
     ranks = [trace.rank or 0 for trace in traces]
     world_size = max(
@@ -185,54 +200,18 @@ def _sniffed(read: Read) -> tuple[bytes, Read]:
 
 
 def _job_file(read: Read, where: str) -> dict[str, Any]:
-    text = b"".join(iter(lambda: read(2**20), b""))
+    text = bytearray()
+    while data := read(2**20):
+        text += data
+        if len(text) > MAX_FILE_BYTES:
+            raise InvalidInput(f"{where} may hold at most {MAX_FILE_BYTES} bytes, but has more")
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{where} must be JSON, but is not: {error}") from error
-    if not isinstance(data, dict):
-        raise InvalidInput(f"{where} must hold a JSON object, but holds {str(data)[:40]}")
-    return data
-
-
-def _ranked(traces: Sequence[RankTrace]) -> tuple[list[RankTrace], list[Repair]]:
-    """Give every trace a rank and sort by it.
-
-    Ranks come from the traces, else from the file names, else from the order of the files.
-    """
-    traces, repairs = _without_copies(traces)
-    stated = [trace.rank for trace in traces]
-    named = [rank_in_name(trace.source) for trace in traces]
-    if None not in stated and len(set(stated)) == len(stated):
-        ranks = stated
-    elif None not in named and len(set(named)) == len(named):
-        ranks = named
-        wrong = sum(rank not in (None, name) for rank, name in zip(stated, named, strict=True))
-        reason = f"{wrong} traces state another one" if wrong else "the traces do not state them"
-        repairs.append(Repair(f"ranks taken from the file names, since {reason}", len(traces)))
-    else:
-        ranks = list(range(len(traces)))
-        missing = "neither traces nor names state them"
-        reason = missing if None in stated else "two traces state the same one"
-        repairs.append(
-            Repair(f"ranks taken from the order of the files, since {reason}", len(traces))
-        )
-    ranked = [replace(trace, rank=rank) for trace, rank in zip(traces, ranks, strict=True)]
-    return sorted(ranked, key=lambda trace: trace.rank or 0), repairs
-
-
-def _without_copies(traces: Sequence[RankTrace]) -> tuple[list[RankTrace], list[Repair]]:
-    """Keep each trace once: every host's folder has its ranks' traces, and rank 0's folder has all.
-
-    A copy has another folder, but the same name, rank, beginning and number of events.
-    """
-    first_of: dict[tuple[object, ...], RankTrace] = {}
-    for trace in traces:
-        name = PurePosixPath(trace.source.replace(":", "/")).name
-        first_of.setdefault((name, trace.rank, trace.origin_ns, trace.events), trace)
-    copies = len(traces) - len(first_of)
-    repair = Repair("a trace that was given more than once is read once", copies)
-    return list(first_of.values()), [repair] if copies else []
+        content = parse_json(text.decode(), where)
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{where} must be UTF-8 text, but byte {error.start} is not") from error
+    if not isinstance(content, dict):
+        raise InvalidInput(f"{where} must hold a JSON object, but holds {str(content)[:40]}")
+    return content
 
 
 def _common_steps(traces: Sequence[RankTrace]) -> tuple[int, ...]:

@@ -74,7 +74,7 @@ def match_collectives(
         first_place, first_index = min(members.items())
         first = lists[first_place][first_index]
         step, comm = step_numbers[first_place][first.step], first.comm
-        group = comm.group_ranks or tuple(range(world_size))
+        group = comm.group_ranks or tuple(place_of)
         missing = sorted(r for r in group if r in place_of and place_of[r] not in members)
         if missing and key[0] not in ("point to point", "transaction"):
             what = f"{comm.name} of group {comm.group or 'unknown'} in step {step}"
@@ -85,7 +85,7 @@ def match_collectives(
         family = f"{comm.name}/{comm.group or 'all'}/{comm.size_bytes:.0f}B/{families[same]}"
         families[same] += 1
         comms = {place: lists[place][index].comm for place, index in members.items()}
-        root, expected = place_of.get(comm.root, MISSING), len(group)
+        root, expected = place_of.get(comm.root, MISSING), len(comm.group_ranks)
         if key[0] == "point to point":
             senders = [place for place, member in comms.items() if member.name == "send"]
             root, expected = (senders[0] if senders else MISSING), 2
@@ -99,7 +99,7 @@ def match_collectives(
                 members=tuple(sorted(members.items())),
                 mutual=comm.name in MUTUAL or comm.name == "message",
                 root=root,
-                complete=len(members) == expected,
+                complete=len(members) == (expected or world_size),
             )
         )
     return joints, _repairs(alone)
