@@ -52,8 +52,12 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
             raise InvalidInput(f"{path} may hold at most {max_bytes} bytes, but has {size}")
-        try:
-            data = file.read(max_bytes + 1)
+        data = b""
+        try:  # `read` allocates what it is asked for, so ask for what there is
+            while part := file.read(min(max(size, 2**16), max_bytes) + 1):
+                data += part
+                if len(data) > max_bytes:
+                    break
         except OSError as error:
             raise _unreadable(path, error) from error
     if len(data) > max_bytes:

@@ -199,6 +199,6 @@ def _decode(line: str, union: Any, where: str) -> Any:
     types = {kind.__name__: kind for kind in get_args(union)}
     data = parse_json(line, where)
     name = data.pop("type", None) if isinstance(data, dict) else None
-    if name not in types:
+    if not isinstance(name, str) or name not in types:
         raise InvalidInput(f"{where} must have a type of {', '.join(types)}, but has {name!r}")
     return parse(types[name], data, f"{where} ({name})")

@@ -97,7 +97,8 @@ def _recorded_memory(folder: Path) -> object:
     from autotune.recordings.memory_file import RecordedMemory
 
     job, memory = RecordedJob.read(folder), RecordedMemory.read(folder)
-    assert job.workload is not None and memory is not None
+    if job.workload is None or memory is None:
+        return None
     return highest_peak(memory, memory.profile, job.workload, job.plan, Cluster.local(2))
 
 

@@ -108,8 +108,9 @@ READ: dict[str, Change] = {
 def written(folder: Path, job: Job) -> list[str]:
     folder.mkdir(exist_ok=True)
     paths = [folder / f"rank{rank}.json" for rank in range(len(job.events))]
-    for path, events in zip(paths, job.events, strict=True):
-        path.write_text(json.dumps({"traceEvents": events}))
+    for rank, (path, events) in enumerate(zip(paths, job.events, strict=True)):
+        info = {"rank": rank, "world_size": len(job.events)}
+        path.write_text(json.dumps({"distributedInfo": info, "traceEvents": events}))
     return [str(path) for path in paths]
 
 

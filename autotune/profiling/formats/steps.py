@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from autotune.errors import InvalidInput
-from autotune.profiling.formats.rank_trace import Category, RankTrace, Repair, TracedStep
+from autotune.profiling.formats.rank_trace import MISSING, Category, RankTrace, Repair, TracedStep
 
 _STEP = re.compile(r"ProfilerStep#(\d{1,15})$")
 _REPEATED = ("Optimizer.step#", "Optimizer.zero_grad#", "DistributedDataParallel.forward")
@@ -71,13 +71,14 @@ def _annotated(trace: RankTrace) -> list[TracedStep]:
 
 
 def _with_work(trace: RankTrace, steps: list[TracedStep]) -> list[TracedStep]:
-    """The steps in which the host begins an op, or a driver call where a trace has no ops.
+    """The steps in which the host begins an op or a collective; a driver call, without any op.
 
     The profiler opens a step after the script's last one. It ends with the recording, and holds
     the profiler's own driver calls and kernels of the steps before.
     """
-    is_op = trace.category == Category.HOST_OP
-    work_s = trace.start_s[is_op if is_op.any() else trace.category == Category.RUNTIME]
+    is_collective = (trace.category == Category.HOST_MARK) & (trace.comm != MISSING)
+    is_work = (trace.category == Category.HOST_OP) | is_collective
+    work_s = trace.start_s[is_work if is_work.any() else trace.category == Category.RUNTIME]
     first = np.searchsorted(work_s, [step.start_s for step in steps])
     last = np.searchsorted(work_s, [step.end_s for step in steps])
     return [step for step, works in zip(steps, (last > first).tolist(), strict=True) if works]
