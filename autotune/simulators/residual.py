@@ -16,12 +16,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 from torch import Tensor, nn
 
 from autotune.arrays import FloatArray
 from autotune.costs.sync_cost import GLOBAL_FEATURES
 from autotune.errors import InvalidInput
+from autotune.files import read_bytes
 from autotune.features.extract import StrategyFeatures
 from autotune.features.raw import RAW_FEATURES
 from autotune.parsing import parse, read_json
@@ -38,6 +39,8 @@ _WEIGHTS = "weights.safetensors"
 _DESCRIPTION = "simulator.json"
 _MOMENTS = ("shard_mean", "shard_std", "global_mean", "global_std")
 SCHEMA = 2  # the residual is on top of the replay
+MAX_WEIGHTS_BYTES = 64 * 2**20
+"""The largest network (rnn) has 0.26 MB."""
 _SMALLEST_SLOPE = 1e-3  # for scores that disagree with the times: monotone, nearly flat
 
 
@@ -65,6 +68,13 @@ class _Description:
     slope: float
     intercept: float
     schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        if not (self.slope > 0 and self.base_scale > 0 and self.replayed_per_analytic > 0):
+            raise InvalidInput(
+                "slope, base_scale and replayed_per_analytic must be above 0, but are "
+                f"{self.slope}, {self.base_scale} and {self.replayed_per_analytic}"
+            )
 
 
 @dataclass(frozen=True)
@@ -182,13 +192,15 @@ class ResidualSimulator:
         with torch.random.fork_rng(devices=[]):
             network = self.architecture.build(self.architecture.sizes)
         try:
-            tensors = load_file(path / _WEIGHTS)
+            tensors = load(read_bytes(path / _WEIGHTS, MAX_WEIGHTS_BYTES))
             weights = {
                 name.removeprefix("network."): tensor
                 for name, tensor in tensors.items()
                 if name.startswith("network.")
             }
             network.load_state_dict(weights)
+            if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
+                raise ValueError("a weight is not finite")
             moments = {name: tensors[f"scaling.{name}"] for name in _MOMENTS}
             scaling = Scaling(
                 **moments,
@@ -196,7 +208,7 @@ class ResidualSimulator:
                 base_scale=stored.base_scale,
                 replayed_per_analytic=stored.replayed_per_analytic,
             )
-        except (OSError, SafetensorError, RuntimeError, KeyError) as error:
+        except (SafetensorError, RuntimeError, KeyError, ValueError) as error:
             raise InvalidInput(
                 f"{path / _WEIGHTS} must hold the weights that {_DESCRIPTION} describes, "
                 f"but does not: {error}"
