@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from autotune.arrays import FloatArray
 from autotune.costs.sync_cost import GLOBAL_FEATURES
 from autotune.errors import InvalidInput
-from autotune.files import read_bytes
 from autotune.features.extract import StrategyFeatures
 from autotune.features.raw import RAW_FEATURES
+from autotune.files import read_bytes
 from autotune.parsing import parse, read_json
 from autotune.simulators.batch import FeatureBatch, Scaling, chunks, collate
 from autotune.simulators.interface import Example, FitReport

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from autotune.profiling.formats.limits import MAX_ELEMENTS, MAX_RANKS, limited, limited_rank
+from autotune.limits import MAX_ELEMENTS, MAX_RANKS
+from autotune.profiling.formats.limits import limited, limited_rank
 from autotune.profiling.formats.rank_trace import MISSING, Category, Comm
 
 MESSAGE = "autotune.message#"

@@ -27,6 +27,7 @@ import numpy as np
 
 from autotune.arrays import FloatArray, Int32Array, IntArray
 from autotune.errors import InvalidInput
+from autotune.limits import MAX_ELEMENTS, MAX_RANKS
 from autotune.profiling.formats.collective_args import (
     COLLECTIVES,
     PARAM_COMMS,
@@ -34,13 +35,7 @@ from autotune.profiling.formats.collective_args import (
     collective_name,
 )
 from autotune.profiling.formats.json_stream import Field, JsonItems, Read
-from autotune.profiling.formats.limits import (
-    MAX_ELEMENTS,
-    MAX_GROUP_RANKS,
-    MAX_RANKS,
-    limited,
-    limited_rank,
-)
+from autotune.profiling.formats.limits import MAX_GROUP_RANKS, limited, limited_rank
 from autotune.profiling.formats.rank_trace import MISSING, Comm
 
 MAX_NODES = 20_000_000

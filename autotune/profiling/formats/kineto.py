@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.errors import InvalidInput
+from autotune.limits import MAX_RANKS
 from autotune.profiling.formats.collective_args import backend_collective, comm_of
 from autotune.profiling.formats.json_stream import Field, JsonItems, Read
 from autotune.profiling.formats.limits import (
     MAX_GROUP_RANKS,
-    MAX_RANKS,
     MAX_SPAN_US,
     MAX_TIME_US,
     limited,

@@ -8,13 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from autotune.errors import InvalidInput
+from autotune.limits import MAX_RANKS
 
-MAX_RANKS = 2**17
-"""Ranks of a job. The largest training runs published have about 100,000 accelerators."""
 MAX_GROUP_RANKS = 4_000_000
 """Ranks of all process groups of a trace together: a few groups of the largest jobs."""
-MAX_ELEMENTS = 2**46
-"""Elements of one tensor: 70 times 10^12. Their bytes are exact as a float."""
 MAX_TIME_US = 2**63 / 1000
 """Distance from 1970 of a time stamp: Kineto counts nanoseconds in 64 bits (the year 2262)."""
 MAX_SPAN_US = 30 * 86_400 * 1e6

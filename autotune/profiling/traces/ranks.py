@@ -13,7 +13,8 @@ from itertools import pairwise
 from pathlib import PurePosixPath
 
 from autotune.errors import InvalidInput
-from autotune.profiling.formats.limits import MAX_RANKS, limited_rank
+from autotune.limits import MAX_RANKS
+from autotune.profiling.formats.limits import limited_rank
 from autotune.profiling.formats.rank_trace import RankTrace, Repair
 from autotune.units import format_seconds
 
