@@ -19,6 +19,8 @@ from autotune.workload import Workload
 
 HEARTBEAT_S = 1.0
 """A training process reports its progress at most this often."""
+KEEPS_TRAINING = "AUTOTUNE_KEEPS_TRAINING"
+"""Environment variable of ranks whose training goes on after the trials: "1"."""
 
 
 class _Message:
@@ -75,6 +77,16 @@ class ContinueTrial(_Message):
 
 
 @dataclass(frozen=True)
+class TrainOn(_Message):
+    """Load `plan` (None: the script's current setup), and train until the script ends by itself.
+
+    The rank takes no further instruction.
+    """
+
+    plan: Plan | None
+
+
+@dataclass(frozen=True)
 class EndScript(_Message):
     """End the script at this step boundary."""
 
@@ -89,7 +101,9 @@ class Ready(_Message):
 
 @dataclass(frozen=True)
 class Heartbeat(_Message):
-    """The rank still makes steps."""
+    """The rank still makes steps; `steps`: since its start."""
+
+    steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -161,7 +175,7 @@ class ScriptFinished(_Message):
 
 
 RankInstruction = (
-    StartProfile | StartProbe | StartEmulation | StartTrial | ContinueTrial | EndScript
+    StartProfile | StartProbe | StartEmulation | StartTrial | ContinueTrial | TrainOn | EndScript
 )
 RankEvent = (
     Ready

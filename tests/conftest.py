@@ -94,8 +94,10 @@ def make_world(tmp_path: Path) -> Iterator[Callable[..., World]]:
 
     worlds: list[World] = []
 
-    def make(*words: str, script: Path = SMALL, **options: Any) -> World:
-        worlds.append(local_world(script, words, tmp_path, **options))
+    def make(
+        *words: str, script: Path = SMALL, directory: Path = tmp_path, **options: Any
+    ) -> World:
+        worlds.append(local_world(script, words, directory, **options))
         return worlds[-1]
 
     yield make

@@ -72,7 +72,8 @@ def add_settings(parser: argparse.ArgumentParser, names: Collection[str] | None 
         if names is None or setting.name in names:
             if setting.group not in groups:
                 groups[setting.group] = parser.add_argument_group(setting.group)
-            groups[setting.group].add_argument(setting.option, **_option(setting))
+            options = filter(None, (setting.short_option, setting.option))
+            groups[setting.group].add_argument(*options, dest=setting.name, **_option(setting))
 
 
 def _option(setting: Setting) -> dict[str, Any]:

@@ -21,7 +21,8 @@ simulators: [linear, gat]
 ```
 
 Only `command` is required. Every other key is also an option of `autotune tune`, with dashes
-instead of underscores: `budget_time` is `--budget-time`. An option overrides the file. Paths in the
+instead of underscores: `budget_time` is `--budget-time` (and `continue_training` is also
+`--continue`). An option overrides the file. Paths in the
 file are relative to the file. A resumed job keeps the settings it was started with.
 
 Times have a unit (`50us`, `30s`, `5min`, `1.5h`); a plain number is in seconds. On the command

@@ -22,15 +22,24 @@ from autotune.commands.arguments import (
 from autotune.commands.render.progress import ConsoleProgress
 from autotune.commands.render.terminal import Terminal
 from autotune.jobs.driver import Observer
-from autotune.jobs.files import Ask, with_agreed_writes
+from autotune.jobs.files import Ask, refuse_lost_checkpoints, with_agreed_writes
 from autotune.jobs.places import Where, refuse_impossible
 from autotune.jobs.results import decision_text, taken_under, training_text
 from autotune.jobs.settings import read_ports, read_settings, refuse_settings
-from autotune.jobs.signals import terminable
-from autotune.jobs.tune import create_job, locked, open_tracker, resume_job, run_job
+from autotune.jobs.signals import Interruption, terminable
+from autotune.jobs.tune import (
+    FinishedJob,
+    Job,
+    create_job,
+    locked,
+    open_tracker,
+    resume_job,
+    run_job,
+)
 from autotune.jobs.workspace import Workspace
 from autotune.storage.store import Store
 from autotune.tuning.job import SETTINGS
+from runtime_rewriter.world.results import Trained
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,6 +77,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
             options.command, given_settings(options), options.job_file, options.address
         )
         refuse_impossible(settings.spec.cluster, settings.spec.conditions)
+        refuse_lost_checkpoints(settings.spec, where)
         if options.address is None:  # other hosts make their views themselves
             settings = with_agreed_writes(settings, Workspace(options.directory), _question())
         workspace = Workspace.create(options.directory)
@@ -80,6 +90,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
             job = create_job(workspace, store, settings, options.job)
         else:
             job = resume_job(workspace, store, options.resume, options.address)
+            refuse_lost_checkpoints(job.spec, where)
         with locked(store, job):
             words = escape(" ".join(job.spec.command))
             under = escape(taken_under(job.spec.conditions))
@@ -97,8 +108,10 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
             )
             with ConsoleProgress(job.spec, console) as progress:
                 observers: list[Observer] = [progress, tracker, interruption]
+                training = _KeptTraining(job, options, progress, interruption)
                 done = run_job(
-                    workspace, store, job, where, tracker, observers, progress.waiting, began_s
+                    *(workspace, store, job, where, tracker, observers, progress.waiting, began_s),
+                    training,
                 )
     data = {
         "job": job.id,
@@ -109,10 +122,47 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         "tracking_uri": done.uri,
         "unsent_tracking_items": done.unsent,
         "files": job.spec.files,
-        "exit_status": 0,
+        "training": to_data(done.trained) if done.trained else None,
+        "exit_status": _exit_status(done.trained),
     }
-    text = decision_text(done.decision, done.results, done.uri, done.unsent, job.spec, done.winner)
-    return data, text
+    return data, _text(job, done)
+
+
+def _text(job: Job, done: FinishedJob) -> str:
+    return decision_text(
+        *(done.decision, done.results, done.uri, done.unsent, job.spec, done.winner, done.trained)
+    )
+
+
+def _exit_status(trained: Trained | None) -> int:
+    """The script's own if its training was kept; a signal's as in a shell."""
+    status = trained.exit_status if trained else 0
+    return status if status >= 0 else 128 - status
+
+
+class _KeptTraining:
+    """Prints the decision and the further training, and obeys signals."""
+
+    def __init__(
+        self,
+        job: Job,
+        options: argparse.Namespace,
+        progress: ConsoleProgress,
+        interruption: Interruption,
+    ) -> None:
+        self._job, self._options = job, options
+        self._progress, self._interruption = progress, interruption
+
+    def decided(self, job: FinishedJob) -> None:
+        self._options.interrupted = (
+            "the training was interrupted; the job has ended with its results, and "
+            f"{job.results.export} starts the training with them: `autotune run`"
+        )
+        self._progress.decided(_text(self._job, job))
+
+    def trained(self, steps: int) -> None:
+        self._interruption.obey()
+        self._progress.trained(steps)
 
 
 def _question() -> Ask | None:

@@ -14,6 +14,7 @@ from autotune.cluster import Cluster, Host
 from autotune.errors import LaunchError
 from autotune.profiling.fits.probe_fits import collective_fits
 from autotune.records import (
+    CURRENT_SETUP,
     Accelerators,
     Conditions,
     Decision,
@@ -38,13 +39,14 @@ from autotune.tuning.tuner import (
     next_instruction,
 )
 from autotune.workload import Workload
-from runtime_rewriter.world.results import Profile
+from runtime_rewriter.world.results import Profile, TrainingEnded
 
 
 class TrialWorld(Protocol):
     """The running training. It returns failures of a trial.
 
-    It raises `LaunchError` if the script no longer starts.
+    It raises `LaunchError` if the script no longer starts, and `TrainingEnded` if a kept training
+    has come to its own end.
     """
 
     def model_id(self) -> str: ...
@@ -74,13 +76,26 @@ def drive(
 
     `began_s`: when its time began on the monotonic clock; None: now.
 
-    The caller closes the job when its results are written. Raises `LaunchError` if the script
-    cannot be tuned.
+    If a kept training ends by itself before, the current setup stays. The caller closes the job
+    when its results are written. Raises `LaunchError` if the script cannot be tuned.
     """
-    history = carry_out(job_id, spec, store, world, proposer, observers, next_instruction, began_s)
+    try:
+        history = carry_out(
+            job_id, spec, store, world, proposer, observers, next_instruction, began_s
+        )
+    except TrainingEnded as ended:
+        return _undecided(ended, store.history(job_id))
     last = next_instruction(spec, history)
     assert isinstance(last, Finish)
     return last.decision
+
+
+def _undecided(ended: TrainingEnded, history: History) -> Decision:
+    if history.profiled is None:
+        raise LaunchError(
+            f"{ended}, before it was profiled: nothing was tuned, and the training is not repeated"
+        ) from ended
+    return Decision(CURRENT_SETUP, f"{ended}, before the search was decided", None, None)
 
 
 def carry_out(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from autotune.errors import InvalidInput
+from autotune.jobs.places import Where
 from autotune.jobs.settings import Settings
 from autotune.jobs.workspace import Workspace
 from autotune.tuning.job import JobSpec
@@ -24,13 +25,22 @@ def protected_folders(
 
     The directory of jobs stays real.
     """
-    if spec.writes_are_fine:
+    if spec.writes_are_fine or spec.continue_training:
         return None
     folders = [Path.cwd(), *map(Path, spec.protect)]
     if not script.is_module:
         target = Path(script.target)
         folders += [target.parent, target.resolve().parent]
     return Protected.of(folders, (workspace.directory, workspace.directory / job_id))
+
+
+def refuse_lost_checkpoints(spec: JobSpec, where: Where) -> None:
+    """Raise `InvalidInput` if a kept training would write into copies of its folder."""
+    if spec.continue_training and where.address is not None and not where.shared_directory:
+        raise InvalidInput(
+            "--continue keeps the training's checkpoints, but with --address the script runs in a "
+            "copy of its folder on every host; add --shared-directory if the folder exists there"
+        )
 
 
 def with_agreed_writes(

@@ -50,7 +50,7 @@ class Ranks:
 
     `given_profile` holds the durations that emulated accelerators wait for; None: the measured
     ones. Links are probed for at most `probe_s`. The script sees a view of the `protected`
-    folders; None: its writes are real.
+    folders; None: its writes are real. `World` explains `keeps_training`.
     """
 
     command: ScriptCommand
@@ -61,6 +61,7 @@ class Ranks:
     given_profile: Workload | None = None
     probe_s: float = PROBE_S
     protected: Protected | None = None
+    keeps_training: bool = False
 
 
 def refuse_impossible(cluster: Cluster, conditions: Conditions) -> None:
@@ -117,6 +118,7 @@ def placed_world(
             given_profile=ranks.given_profile,
             probe_s=ranks.probe_s,
             protected=ranks.protected,
+            keeps_training=ranks.keeps_training,
         )
         try:
             yield world

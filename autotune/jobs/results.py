@@ -12,6 +12,7 @@ from autotune.reports.job_page import write_report
 from autotune.storage.store import Store
 from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec
+from runtime_rewriter.world.results import Trained
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,11 @@ def taken_under(conditions: Conditions) -> str:
 
 def training_text(spec: JobSpec) -> str:
     """What happens to the training and its files, as the job starts."""
+    if spec.continue_training:
+        return (
+            "the trials are steps of your training, which writes your real files and goes on under "
+            "the best strategy after the decision (--continue)"
+        )
     writes = "what it writes changes your files, and comes from trials (writes_are_fine)"
     if not spec.writes_are_fine:
         protected = ["its own folder", "the working folder", *spec.protect]
@@ -61,10 +67,29 @@ def training_text(spec: JobSpec) -> str:
     )
 
 
+def _training_state(spec: JobSpec, trained: Trained | None) -> str:
+    if not spec.continue_training:
+        return "the script that was tuned has ended; start your training anew"
+    if trained is None:
+        return "goes on under this decision, to its own end"
+    if trained.exit_status:
+        return f"failed after {trained.steps} steps: {trained.reason}"
+    return f"ended by itself after {trained.steps} steps"
+
+
 def decision_text(
-    decision: Decision, results: Results, uri: str, unsent: int, spec: JobSpec, winner: str = ""
+    decision: Decision,
+    results: Results,
+    uri: str,
+    unsent: int,
+    spec: JobSpec,
+    winner: str = "",
+    trained: Trained | None = None,
 ) -> str:
-    """The final output of `autotune tune`. `winner`: the exported strategy in words."""
+    """The final output of `autotune tune`, or its output before a kept training goes on.
+
+    `winner`: the exported strategy in words. `trained`: the end of a kept training.
+    """
     # If the current setup stays, the reason already states it.
     headline = ""
     if decision.strategy_id != CURRENT_SETUP:
@@ -80,7 +105,7 @@ def decision_text(
     ]
     if decision.strategy_id != CURRENT_SETUP:
         lines.append(f"  use it   autotune run --strategy {results.export} -- {command}")
-    lines.append("  training the script that was tuned has ended; start your training anew")
+    lines.append(f"  training {_training_state(spec, trained)}")
     if unsent:
         lines.append(
             f"  {unsent} items could not be sent to {uri} yet; `autotune track` sends them"

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import Protocol
 
 from autotune.errors import InvalidInput, LaunchError
 from autotune.jobs.driver import Observer, drive
@@ -22,10 +23,13 @@ from autotune.records import Decision
 from autotune.sampler.proposer import Proposer
 from autotune.simulators.registry import SIMULATORS
 from autotune.storage.store import Store
+from autotune.strategy_space.plan import PlannedStrategy
 from autotune.tracking.tracker import ITEM_S, Tracker
 from autotune.tuning.explanation import Explainer, explained
 from autotune.tuning.job import JobSpec
 from runtime_rewriter.world.command import read_command
+from runtime_rewriter.world.results import Trained
+from runtime_rewriter.world.world import World
 
 COMMAND_FILE = "command.json"
 """The words of a command with secrets, which every other copy masks; for its owner only."""
@@ -44,13 +48,21 @@ class Job:
 @dataclass(frozen=True)
 class FinishedJob:
     """`unsent` counts the items that MLflow at `uri` has not received yet. `winner`: the exported
-    strategy in words; empty if the current setup stays."""
+    strategy in words; empty if the current setup stays. `trained`: the end of a kept training."""
 
     decision: Decision
     results: Results
     uri: str
     unsent: int
     winner: str
+    trained: Trained | None = None
+
+
+class Spectator(Protocol):
+    """Receives what happens after the decision of a job that keeps its training."""
+
+    def decided(self, job: FinishedJob) -> None: ...
+    def trained(self, steps: int) -> None: ...
 
 
 def create_job(workspace: Workspace, store: Store, settings: Settings, job_id: str | None) -> Job:
@@ -108,8 +120,11 @@ def run_job(
     observers: Sequence[Observer],
     waiting: Callable[[str], None],
     began_s: float,
+    spectator: Spectator,
 ) -> FinishedJob:
     """Run a locked job to its decision and write its results; `waiting` receives progress lines.
+
+    A kept training then goes on under the decision, to its own end.
 
     `began_s`: when the command began, on the monotonic clock; the budget counts from there.
 
@@ -128,15 +143,45 @@ def run_job(
         spec.given_profile,
         spec.probe_s,
         protected_folders(spec, script, workspace, job.id),
+        spec.continue_training,
     )
     try:
         with placed_world(where, spec.cluster, spec.conditions, ranks, waiting) as world:
             decision = drive(job.id, spec, store, world, proposer, observers, began_s)
+            if not spec.continue_training:
+                world.close()
+            finished = _written(workspace, store, job, decision, tracker, proposer)
+            if not spec.continue_training:
+                return finished
+            if world.ended_steps is not None:
+                return replace(finished, trained=Trained(world.ended_steps))
+            spectator.decided(finished)
+            planned = store.history(job.id).planned(decision.strategy_id)
+            return replace(finished, trained=_trained(world, planned, spectator))
     except LaunchError:
         tracker.flush()
         raise
+
+
+def _trained(world: World, planned: PlannedStrategy | None, spectator: Spectator) -> Trained:
+    """Let the training go on to its end."""
+    try:
+        return world.train_on(planned.plan if planned else None, spectator.trained)
+    except KeyboardInterrupt:
+        world.terminate()
+        raise
+
+
+def _written(
+    workspace: Workspace,
+    store: Store,
+    job: Job,
+    decision: Decision,
+    tracker: Tracker,
+    proposer: Proposer,
+) -> FinishedJob:
     history = store.history(job.id)
-    decision = explained(decision, Explainer(history, spec.conditions))
+    decision = explained(decision, Explainer(history, job.spec.conditions))
     # Every result is written before the job is closed, so --resume repairs a kill in between.
     results = write_results(workspace, store, job.id, decision)
     tracker.keep(proposer.finish(history), [results.export, results.report])

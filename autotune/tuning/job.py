@@ -70,6 +70,13 @@ class JobSpec:
     command: tuple[str, ...]
     workers: int
     cluster: Cluster
+    continue_training: bool = setting(
+        False,
+        "files",
+        "keep the training: its steps are the trials, and it goes on under the best strategy after "
+        "the decision. Its files are real",
+        short_option="--continue",
+    )
     writes_are_fine: bool = setting(
         False,
         "files",
@@ -216,6 +223,7 @@ class JobSpec:
         if self.ab_pairs < fewest:
             interval = f"at least {fewest} for an interval of {self.confidence:.0%}"
             raise InvalidInput(f"ab_pairs must be {interval}, but is {self.ab_pairs}")
+        self._refuse_a_changed_training()
         unknown = sorted(set(self.simulators) - set(SIMULATORS))
         if unknown or not self.simulators:
             given = ", ".join(self.simulators) or "none"
@@ -235,9 +243,25 @@ class JobSpec:
                 "are real; add --accelerators emulated"
             )
 
+    def _refuse_a_changed_training(self) -> None:
+        """Refuse what would change the result of a training that is kept."""
+        changes = {
+            "--lossy": self.lossy,
+            "--accelerators emulated": self.conditions.accelerators is Accelerators.EMULATED,
+            "--byte-scale": self.conditions.byte_scale != 1,
+        }
+        if self.continue_training and any(changes.values()):
+            given = ", ".join(name for name, changed in changes.items() if changed)
+            raise InvalidInput(
+                "--continue keeps the training, whose steps must be those of the script alone, but "
+                f"{given} would change them; leave out one or the other"
+            )
+
     @property
     def files(self) -> str:
         """What the writes of trials change, in words."""
+        if self.continue_training:
+            return "real files (continue_training)"
         return "real files (writes_are_fine)" if self.writes_are_fine else "copy-on-write view"
 
     def to_data(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ _KINDS: dict[Any, Kind] = {bool: Kind.SWITCH, int: Kind.WHOLE, float: Kind.NUMBE
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting: option `--NAME` (with dashes), key `NAME` in a job file.
+    """One setting: option `--NAME` (with dashes) or `short_option`, key `NAME` in a job file.
 
     `field` is the `JobSpec` field, empty for a setting that is read before the spec. `default` is
     the text shown to users. `remark` explains a bound in its error message.
@@ -54,6 +54,7 @@ class Setting:
     choices: type[StrEnum] | None = None
     metavar: str = ""
     field: str = ""
+    short_option: str = ""
     at_least: float = -math.inf
     at_most: float = math.inf
     above: float = -math.inf

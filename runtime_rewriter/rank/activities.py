@@ -150,6 +150,16 @@ class ProfileRun:
         )
 
 
+class FurtherTraining:
+    """The rest of the training, under the plan that is loaded."""
+
+    def step_finished(self, step_s: float, clean: bool) -> bool:
+        return False
+
+    def answer(self) -> RankEvent:
+        raise AssertionError("it ends with the script")
+
+
 class EmulationRun:
     """Emulate the accelerators from now on: the first step is recorded, the second one replayed."""
 

@@ -8,7 +8,7 @@
 
 A tuned rank reads these environment variables: AUTOTUNE_ROUND_ROBIN=1 requests round-robin
 scheduling, AUTOTUNE_BYTE_SCALE=K messages with 1/K of their bytes, AUTOTUNE_FILE_VIEW a view of
-files.
+files, AUTOTUNE_KEEPS_TRAINING=1 a training that goes on after the trials.
 """
 
 from __future__ import annotations
@@ -72,18 +72,21 @@ def _own_line(descriptor: int) -> ControlLine:
 
 def _run_tuned(line: ControlLine, words: list[str]) -> int:
     round_robin = _under_round_robin()  # before torch starts its threads: they inherit it
-    from runtime_rewriter.protocol import RankFailed, ScriptFinished, encode
+    from runtime_rewriter.protocol import KEEPS_TRAINING, RankFailed, ScriptFinished, encode
     from runtime_rewriter.rank.activities import NumericsFailure
     from runtime_rewriter.rank.session import TuningSession
 
-    session = TuningSession(line, round_robin, float(os.environ.get(BYTE_SCALE, "1")))
+    kept = os.environ.pop(KEEPS_TRAINING, "") == "1"
+    session = TuningSession(line, round_robin, float(os.environ.get(BYTE_SCALE, "1")), kept)
     failure: RankFailed | None = None
+    status = 1
     try:
         with _steered_by(session):
             _run_script(words)
     except SystemExit as end:
         if end.code not in (None, 0):
             failure = RankFailed(FailureKind.CRASH, f"the script ended with {end.code!r}")
+            status = end.code if isinstance(end.code, int) else 1
     except BaseException as error:  # noqa: BLE001 - every end of the user's script is reported, not swallowed
         numerics = isinstance(error, NumericsFailure)
         kind = FailureKind.NUMERICS if numerics else kind_of_exception(error)
@@ -91,6 +94,8 @@ def _run_tuned(line: ControlLine, words: list[str]) -> int:
         traceback.print_exc()
     with contextlib.suppress(ControlClosed):  # the supervisor may be gone: nobody waits then
         line.send(encode(failure or ScriptFinished(session.steps)))
+    if kept:  # the script's exit handlers run
+        return status if failure else 0
     _exit_now(1 if failure else 0)
 
 

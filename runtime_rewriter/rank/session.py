@@ -28,14 +28,21 @@ from runtime_rewriter.protocol import (
     StartProbe,
     StartProfile,
     StartTrial,
+    TrainOn,
     decode_instruction,
     encode,
 )
 from runtime_rewriter.pytorch.emulation import EmulatedAccelerator
-from runtime_rewriter.pytorch.exchange.ranks import TUNING_TIMEOUTS
+from runtime_rewriter.pytorch.exchange.ranks import TRAINING_TIMEOUTS, TUNING_TIMEOUTS
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.numerics import GradientGate
-from runtime_rewriter.rank.activities import Activity, EmulationRun, ProfileRun, TrialRun
+from runtime_rewriter.rank.activities import (
+    Activity,
+    EmulationRun,
+    FurtherTraining,
+    ProfileRun,
+    TrialRun,
+)
 from runtime_rewriter.rank.without_ddp import StepsWithoutDdp
 from runtime_rewriter.scheduling import usable_cores
 from runtime_rewriter.software import software_versions
@@ -45,14 +52,18 @@ class TuningSession:
     """Listens to the step boundaries of the model that is tuned.
 
     `round_robin`: whether the process runs under round-robin scheduling, for the driver.
-    `byte_scale`: see `GradientSynchronizer.scale_bytes`.
+    `byte_scale`: see `GradientSynchronizer.scale_bytes`. `kept`: the training goes on after the
+    trials.
     """
 
-    timeouts = TUNING_TIMEOUTS
-
     def __init__(
-        self, line: ControlLine, round_robin: bool = False, byte_scale: float = 1.0
+        self,
+        line: ControlLine,
+        round_robin: bool = False,
+        byte_scale: float = 1.0,
+        kept: bool = False,
     ) -> None:
+        self.timeouts = TRAINING_TIMEOUTS if kept else TUNING_TIMEOUTS
         self._line = line
         self._round_robin = round_robin
         self._byte_scale = byte_scale
@@ -89,7 +100,7 @@ class TuningSession:
         elif self._activity.step_finished(now_s - self._step_started_s, clean):
             self._send(self._activity.answer())
         else:
-            self._pulse(Heartbeat(), now_s)
+            self._pulse(Heartbeat(self.steps), now_s)
             self._step_started_s = now_s
             return
         self._activity = self._next_activity()
@@ -129,6 +140,10 @@ class TuningSession:
         if isinstance(instruction, StartEmulation):
             model.load(self._current_plan)
             return EmulationRun(model, instruction.workload)
+        if isinstance(instruction, TrainOn):
+            model.cross_step.gate = None
+            model.load(instruction.plan or self._current_plan)
+            return FurtherTraining()
         assert isinstance(instruction, StartTrial | ContinueTrial)
         gate = crossing = None
         model.cross_step.gate = None

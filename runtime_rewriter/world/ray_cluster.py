@@ -100,6 +100,9 @@ class RemoteWorker:
         polled: Polled = self.call("poll", timeout_s)
         return polled
 
+    def terminate(self) -> None:
+        self.call("terminate")
+
     def stop(self) -> None:
         self.call("stop")
 

@@ -166,6 +166,7 @@ def ray_world(
     given_profile: Workload | None = None,
     probe_s: float = PROBE_S,
     protected: Protected | None = None,
+    keeps_training: bool = False,
 ) -> World:
     """The world of `command` on `workers` ranks of this Ray cluster.
 
@@ -173,7 +174,7 @@ def ray_world(
     node's address, and the first host's ranks come first. Otherwise Ray packs the ranks.
     `conditions` state what is emulated (the caller emulates the network). Emulated accelerators
     wait for the times of `given_profile`. Every start of the script gets a fresh view of the
-    `protected` folders; None: its writes are real.
+    `protected` folders; None: its writes are real. `World` explains `keeps_training`.
     """
     rooms = tuple(
         (ranks, addresses[host] if host < len(addresses) else "")
@@ -206,6 +207,7 @@ def ray_world(
         conditions.accelerators,
         given_profile,
         probe_s,
+        keeps_training,
     )
 
 
@@ -265,7 +267,6 @@ def _environments(
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
-            "AUTOTUNE_TUNING": "1",  # for scripts that should write no checkpoints meanwhile
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # torchrun's own default
         }
         gpus = [gpu for peer in peers for gpu in places[peer].gpus]

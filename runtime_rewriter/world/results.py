@@ -1,4 +1,4 @@
-"""Results of a profile and of a probe, as a world returns them."""
+"""Results of a profile, a probe and a training, as a world returns them."""
 
 from __future__ import annotations
 
@@ -36,3 +36,23 @@ class Probe:
     software: dict[str, str]
     cores: tuple[int, ...]
     hosts: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A training that ended: steps of rank 0, the first exit status that is not 0, and its reason.
+
+    The status is the negative number of a signal that ended the rank.
+    """
+
+    steps: int
+    exit_status: int = 0
+    reason: str = ""
+
+
+class TrainingEnded(Exception):
+    """The script of a kept training came to its own end; it is not started again."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(f"the script ended by itself after {steps} steps")
+        self.steps = steps

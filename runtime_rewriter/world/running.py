@@ -9,24 +9,31 @@ from dataclasses import replace
 
 from autotune.errors import LaunchError
 from autotune.records import Failed, FailureKind
+from autotune.strategy_space.plan import Plan
 from autotune.workload import Workload
-from runtime_rewriter.failures import NO_DDP_FIX
+from runtime_rewriter.failures import NO_DDP_FIX, failure_of_exit, root_cause
 from runtime_rewriter.protocol import (
     HEARTBEAT_S,
+    KEEPS_TRAINING,
     EmulationAnswer,
     EndScript,
+    Heartbeat,
     Probing,
     RankEvent,
+    RankFailed,
     RankInstruction,
     Ready,
+    ScriptFinished,
     StartEmulation,
     StartProbe,
     StartProfile,
+    TrainOn,
     decode_event,
     encode,
 )
 from runtime_rewriter.world.answers import Answer, Answers, ScriptEnded, Silence
 from runtime_rewriter.world.placement import Placement
+from runtime_rewriter.world.results import Trained, TrainingEnded
 from runtime_rewriter.world.worker import ProcessExited, WorkerLost
 
 POLL_S = 2.0
@@ -38,6 +45,11 @@ FAREWELL_POLL_S = 0.5
 STRAGGLER_S = 5.0
 """Time for the other ranks to report after the first one failed."""
 SILENT_HEARTBEATS = 3.0
+EXIT_S = 30.0
+"""Time for a kept training to end after a signal or its own end; torchrun allows as much."""
+DISCARDED = {"AUTOTUNE_TUNING": "1"}
+KEPT = {KEEPS_TRAINING: "1"}
+"""Variables of ranks. Scripts that read the first one may write no checkpoints."""
 
 Report = Callable[[str], None]
 
@@ -45,13 +57,25 @@ Report = Callable[[str], None]
 class RunningScript:
     """`place()` finds room for the workers; it is called again when a worker itself was lost.
 
-    All methods raise `LaunchError` if the script does not start or cannot be tuned.
+    All methods raise `LaunchError` if the script does not start or cannot be tuned. With
+    `keeps_training` it starts once, and they raise `TrainingEnded` after its own end.
     """
 
     def __init__(
-        self, place: Callable[[], Placement], step_timeout_s: float, start_timeout_s: float
+        self,
+        place: Callable[[], Placement],
+        step_timeout_s: float,
+        start_timeout_s: float,
+        keeps_training: bool = False,
     ) -> None:
         self._place = place
+        self._keeps_training = keeps_training
+        self.ended_steps: int | None = None
+        """Steps of the script when it last came to its own end."""
+        self._problem = ""
+        """Why the script does not run."""
+        self._exits: dict[int, int] = {}
+        """Exit statuses by rank, since the last start."""
         # A healthy rank sends a heartbeat, however short its steps are.
         self.step_timeout_s = max(step_timeout_s, SILENT_HEARTBEATS * HEARTBEAT_S)
         self._start_timeout_s = start_timeout_s
@@ -108,8 +132,8 @@ class RunningScript:
             except Silence as silence:
                 outcome = Failed(FailureKind.HANG, str(silence), silence.rank)
             except ScriptEnded as ended:
-                self._stop()
-                if started_fresh:
+                self._script_ended(ended)
+                if started_fresh and not self._keeps_training:
                     raise LaunchError(
                         f"the script ends after {ended.steps} steps, but one trial needs more; "
                         "let it train "
@@ -119,8 +143,18 @@ class RunningScript:
             if not isinstance(outcome, Failed):
                 self._fresh = False
             elif outcome.kind is not FailureKind.REFUSED:
-                self._stop()
+                self._script_failed(outcome)
             return outcome
+
+    def _script_ended(self, ended: ScriptEnded) -> None:
+        self.ended_steps = ended.steps
+        if self._keeps_training:  # its exit handlers may write
+            self._await_exits(EXIT_S)
+        self._stop()
+
+    def _script_failed(self, failure: Failed) -> None:
+        self._problem = f"{failure.kind}: {failure.message}"
+        self._stop()
 
     def resume(
         self, instruction: RankInstruction, answer: type[Answer]
@@ -134,16 +168,56 @@ class RunningScript:
             outcome = self._collect(answer, self.step_timeout_s)
         except Silence as silence:
             outcome = Failed(FailureKind.HANG, str(silence), silence.rank)
-        except ScriptEnded:
-            self._stop()
+        except ScriptEnded as ended:
+            self._script_ended(ended)
             return None
         if isinstance(outcome, Failed):
-            self._stop()
+            self._script_failed(outcome)
         return outcome
+
+    def train_on(self, plan: Plan | None, report: Callable[[int], None]) -> Trained:
+        """Train under `plan` until the script ends by itself, or a rank fails."""
+        self.ensure_running()
+        self._send(TrainOn(plan))
+        steps, failures = 0, dict[int, Failed]()
+        while len(self._exits) < len(self.placement.workers) and not any(self._exits.values()):
+            for rank, events in enumerate(self._poll(POLL_S)):
+                for event in events:
+                    if isinstance(event, RankFailed):
+                        failures[rank] = Failed(event.kind, event.message, rank)
+                    elif isinstance(event, ProcessExited) and event.code and rank not in failures:
+                        failures[rank] = failure_of_exit(event.code, rank, event.log_tail)
+                    elif rank == 0 and isinstance(event, Heartbeat | ScriptFinished):
+                        steps = event.steps
+            report(steps)
+            refused = [f for f in failures.values() if f.kind is FailureKind.REFUSED]
+            if refused:  # the ranks wait
+                raise LaunchError(f"the training cannot go on: {refused[0].message}")
+        self._await_exits(STRAGGLER_S)
+        self._stop()
+        status = next(filter(None, self._exits.values()), 0)
+        return Trained(steps, status, root_cause([*failures.values()]).message if failures else "")
+
+    def terminate(self) -> None:
+        """End the script by SIGTERM, which it may handle, and after `EXIT_S` by SIGKILL."""
+        if self.running:
+            with contextlib.suppress(WorkerLost):
+                for worker in self.placement.workers:
+                    worker.terminate()
+                self._await_exits(EXIT_S)
+        self._stop()
 
     def ensure_running(self) -> None:
         if self.running:
             return
+        if self._keeps_training and self.ended_steps is not None:
+            raise TrainingEnded(self.ended_steps)
+        if self._keeps_training and self._problem:
+            raise LaunchError(
+                f"the training failed ({self._problem}). It is not started again, which would "
+                "repeat or overwrite what it has done; start it anew, from its last checkpoint: "
+                "`autotune tune --resume` goes on with the search"
+            )
         problem = Failed(FailureKind.CRASH, "the workers could not be placed")
         for _ in range(STARTS):
             try:
@@ -170,7 +244,7 @@ class RunningScript:
 
     def lose_workers(self) -> None:
         """Give up all workers after one was lost."""
-        self.running = False
+        self.running, self._problem = False, "a worker was lost"
         self._give_up_places()
 
     def close(self) -> None:
@@ -178,7 +252,7 @@ class RunningScript:
         if self.running:
             with contextlib.suppress(WorkerLost):  # a lost worker has ended already
                 self._send(EndScript())
-                self._await_exits(FAREWELL_S)
+                self._await_exits(EXIT_S if self._keeps_training else FAREWELL_S)
         self._stop()
         self._give_up_places()
 
@@ -217,8 +291,10 @@ class RunningScript:
         launch = self._placement.launch()
         self._log_paths = launch.log_paths
         words = list(launch.command.as_python_words())
+        self._exits.clear()
         for rank, worker in enumerate(self._placement.workers):
-            worker.start(words, launch.environments[rank], launch.directory, launch.log_paths[rank])
+            environment = launch.environments[rank] | (KEPT if self._keeps_training else DISCARDED)
+            worker.start(words, environment, launch.directory, launch.log_paths[rank])
         self.restarts += 1
 
     def _with_devices(self, instruction: RankInstruction) -> RankInstruction:
@@ -249,9 +325,11 @@ class RunningScript:
     def _poll(self, timeout_s: float) -> list[list[RankEvent | ProcessExited]]:
         """New events of every rank."""
         events: list[list[RankEvent | ProcessExited]] = []
-        for polled in self.placement.poll(timeout_s):
-            ended = [] if polled.exited is None else [polled.exited]
-            events.append([*map(decode_event, polled.lines), *ended])
+        for rank, polled in enumerate(self.placement.poll(timeout_s)):
+            events.append([*map(decode_event, polled.lines)])
+            if polled.exited is not None:
+                self._exits[rank] = polled.exited.code
+                events[-1].append(polled.exited)
         return events
 
     def _collect(
@@ -275,12 +353,12 @@ class RunningScript:
 
     def _await_exits(self, deadline_s: float) -> None:
         """Wait until every process has ended, at most `deadline_s`; a running trial continues."""
-        alive = set(range(len(self.placement.workers)))
         end_s = time.monotonic() + deadline_s
-        while alive and (left_s := end_s - time.monotonic()) > 0:
-            for rank, polled in enumerate(self.placement.poll(min(left_s, FAREWELL_POLL_S))):
-                if polled.exited is not None:
-                    alive.discard(rank)
+        while len(self._exits) < len(self.placement.workers):
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                return
+            self._poll(min(left_s, FAREWELL_POLL_S))
 
 
 def worker_lost_again(error: WorkerLost) -> Failed:

@@ -83,6 +83,7 @@ class Worker(Protocol):
     ) -> None: ...
     def instruct(self, line: str) -> None: ...
     def poll(self, timeout_s: float) -> Polled: ...
+    def terminate(self) -> None: ...
     def stop(self) -> None: ...
 
 
@@ -175,6 +176,12 @@ class ProcessSupervisor:
             return self._process.wait(timeout=CLOSING_S)
         except subprocess.TimeoutExpired:
             return None
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the process, which may handle it."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
+                os.kill(self._process.pid, signal.SIGTERM)
 
     def stop(self) -> None:
         """Kill the process and everything that it started."""

@@ -30,7 +30,7 @@ from runtime_rewriter.protocol import (
 )
 from runtime_rewriter.world.answers import Answer
 from runtime_rewriter.world.placement import Placement
-from runtime_rewriter.world.results import Probe, Profile
+from runtime_rewriter.world.results import Probe, Profile, Trained
 from runtime_rewriter.world.running import Report, RunningScript, worker_lost_again
 from runtime_rewriter.world.worker import WorkerLost
 
@@ -56,6 +56,9 @@ class World:
 
     Emulated accelerators wait for the times of `given_profile`, or for those that rank 0 takes to
     compute alone. Raises `InvalidInput` for a profile without these times.
+
+    `keeps_training`: the trials are steps of a training that goes on. The script then starts once:
+    methods raise `TrainingEnded` when it has come to its end, and `LaunchError` after a failure.
     """
 
     def __init__(
@@ -67,10 +70,11 @@ class World:
         accelerators: Accelerators = Accelerators.REAL,
         given_profile: Workload | None = None,
         probe_s: float = PROBE_S,
+        keeps_training: bool = False,
     ) -> None:
         if given_profile is not None:
             timetable_of(given_profile)
-        self._script = RunningScript(place, step_timeout_s, start_timeout_s)
+        self._script = RunningScript(place, step_timeout_s, start_timeout_s, keeps_training)
         self._policy = policy
         self._emulated = accelerators is Accelerators.EMULATED
         self._given_profile = given_profile
@@ -80,6 +84,11 @@ class World:
     def restarts(self) -> int:
         """Starts of the script after the first."""
         return self._script.restarts
+
+    @property
+    def ended_steps(self) -> int | None:
+        """Steps of the script when it came to its own end; None if it has not."""
+        return self._script.ended_steps
 
     def model_id(self) -> str:
         """Identity of the script's model; raises `LaunchError` if the script cannot be tuned."""
@@ -190,6 +199,17 @@ class World:
             answers = [_joined(first, then) for first, then in zip(answers, batch, strict=True)]
             measured = _measured(answers)
         return replace(measured, stopped=self._policy.stop_reason(request, measured))
+
+    def train_on(self, plan: Plan | None, report: Callable[[int], None]) -> Trained:
+        """Train under `plan` (None: the current setup) until the script ends by itself.
+
+        `report` gets the number of steps since the start, every few seconds.
+        """
+        return self._script.train_on(plan, report)
+
+    def terminate(self) -> None:
+        """End the training as torchrun does: by SIGTERM, after a while by SIGKILL."""
+        self._script.terminate()
 
     def close(self) -> None:
         """End the training: at a step boundary if that is near, else by force."""

@@ -146,6 +146,7 @@ def local_world(
     given_profile: Workload | None = None,
     probe_s: float = PROBE_S,
     supervisor: Callable[[], ProcessSupervisor] = forked,
+    keeps_training: bool = False,
 ) -> World:
     """`ray_world` without Ray."""
     command = ScriptCommand(str(script), words, False, ranks)
@@ -157,4 +158,5 @@ def local_world(
         conditions.accelerators,
         given_profile,
         probe_s,
+        keeps_training,
     )

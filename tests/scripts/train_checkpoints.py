@@ -3,11 +3,13 @@
 Every `--save-every` steps rank 0 replaces `best.pt` in the working folder and writes a checkpoint
 next to the script, by its absolute path. All ranks then read `best.pt`, which must hold what they
 have. With `--rotate` earlier checkpoints are deleted. At the end it writes `final.pt`, and
-`ended-RANK` as the interpreter exits.
+`ended-RANK` as the interpreter exits. SIGTERM makes it write `terminated-RANK` and exit.
 """
 
 import argparse
 import atexit
+import signal
+import sys
 from pathlib import Path
 
 import torch
@@ -32,6 +34,11 @@ def save(model: torch.nn.Module, step: int, rotate: bool) -> None:
     dist.barrier()
 
 
+def end_early(rank: int) -> None:
+    Path(f"terminated-{rank}").touch()
+    sys.exit(143)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=1_000_000)
@@ -39,6 +46,7 @@ def main() -> None:
     parser.add_argument("--rotate", action="store_true")
     parser.add_argument("--starts", type=Path, help="append a line per start and rank")
     parser.add_argument("--crash-step", type=int, help="at the first start, by --starts")
+    parser.add_argument("--status", type=int, default=0, help="exit status")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     rank, first = dist.get_rank(), options.starts is None or not options.starts.exists()
@@ -47,6 +55,7 @@ def main() -> None:
         namespace = Path("/proc/self/ns/mnt").stat().st_ino
         with options.starts.open("a") as starts:
             starts.write(f"{rank} {namespace} {Path('best.pt').read_bytes()!r}\n")
+    signal.signal(signal.SIGTERM, lambda *_: end_early(rank))
     torch.manual_seed(0)
     inner = (torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
     model = torch.nn.Sequential(*inner, torch.nn.Linear(64, 8))
@@ -66,6 +75,7 @@ def main() -> None:
     atexit.register(Path(f"ended-{rank}").touch)
     del wrapped  # before its process group
     dist.destroy_process_group()
+    sys.exit(options.status)
 
 
 if __name__ == "__main__":

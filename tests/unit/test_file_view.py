@@ -16,9 +16,11 @@ from synthetic_job import job_spec
 
 from autotune.cli import main
 from autotune.errors import InvalidInput, LaunchError
-from autotune.jobs.files import protected_folders, with_agreed_writes
+from autotune.jobs.files import protected_folders, refuse_lost_checkpoints, with_agreed_writes
+from autotune.jobs.places import Where
 from autotune.jobs.settings import Settings, read_settings
 from autotune.jobs.workspace import Workspace
+from autotune.records import Accelerators, Conditions, Network
 from runtime_rewriter.world.script_command import ScriptCommand
 from runtime_rewriter.world.views import HeldView, Protected, refusal_reason
 
@@ -218,3 +220,25 @@ def test_paths_of_a_job_file_are_relative_to_it_and_must_be_folders(project, mon
 def test_a_reason_is_given_for_a_folder_that_cannot_be_covered() -> None:
     with pytest.raises(LaunchError, match="proc"):
         HeldView(Protected.of([Path("/proc")]))
+
+
+def test_a_kept_training_has_its_real_files_and_refuses_what_would_change_it(project) -> None:
+    settings = settings_of(project, continue_training=True)
+    jobs = Workspace(project / "autotune-jobs")
+    assert protected_folders(settings.spec, settings.script, jobs) is None
+    assert settings.spec.files == "real files (continue_training)"
+    emulated = Conditions(Network.EMULATED, Accelerators.EMULATED, 4.0)
+    with pytest.raises(InvalidInput, match=r"--accelerators emulated, --byte-scale would change"):
+        replace(settings.spec, conditions=emulated)
+    with pytest.raises(InvalidInput, match="but --lossy would change them"):
+        replace(settings.spec, lossy=True)
+    with pytest.raises(InvalidInput, match="add --shared-directory"):
+        refuse_lost_checkpoints(settings.spec, Where("auto", False, (0, 0)))
+    refuse_lost_checkpoints(settings.spec, Where("auto", True, (0, 0)))
+
+
+def test_continue_is_short_for_the_setting(project, capsys) -> None:
+    (project / "train.py").touch()
+    command = ["--", "torchrun", "--nproc-per-node", "2", str(project / "train.py")]
+    assert main(["tune", "--continue", "--lossy", *command]) == 2
+    assert "--continue keeps the training" in capsys.readouterr().err

@@ -28,11 +28,12 @@ INSTRUCTIONS = (
     protocol.StartEmulation(WORKLOAD),
     protocol.StartTrial(plan(single_bucket(WORKLOAD), WORKLOAD, 2), 2, 4),
     protocol.ContinueTrial(1, 4),
+    protocol.TrainOn(None),
     protocol.EndScript(),
 )
 EVENTS = (
     protocol.Ready("model-1", False),
-    protocol.Heartbeat(),
+    protocol.Heartbeat(3),
     protocol.Probing("links inside the hosts"),
     protocol.ProfileAnswer(WORKLOAD, SERIES, {"torch": "2.13.0"}, 8, "it clips"),
     protocol.ProbeAnswer(SERIES, LINKS, {"torch": "2.13.0"}, 8),

@@ -21,6 +21,7 @@ from autotune.tuning.tuner import (
 )
 from autotune.units import format_bytes, format_seconds
 
+TRAINED_EVERY_S = 60.0
 _ROLES = {Role.CANDIDATE: "trial", Role.REFERENCE: "reference", Role.AB: "A/B"}
 
 
@@ -31,6 +32,8 @@ class ConsoleProgress:
         self._spec, self._console = spec, console
         self._status = console.status("starting the workers", spinner="dots")
         self._began_s = time.monotonic()
+        self._trained = (self._began_s, 0)
+        """When the steps of a kept training were last printed, and their number."""
 
     def __enter__(self) -> ConsoleProgress:
         self._status.start()
@@ -70,6 +73,24 @@ class ConsoleProgress:
             self._line(history, f"{name}: {_outcome(event)}{_best(history)}")
             if request.number == 0 and isinstance(event.outcome, Measured):
                 self._warn_of_the_budget(history)
+
+    def decided(self, text: str) -> None:
+        """Print a decision, after which a kept training goes on."""
+        self._print(escape(text))
+        self._status.update("training")
+        self._trained = (time.monotonic(), 0)
+
+    def trained(self, steps: int) -> None:
+        """Show the training's steps, and print them every `TRAINED_EVERY_S`."""
+        printed_s, printed_steps = self._trained
+        past_s = time.monotonic() - printed_s
+        self._status.update(f"training: {steps} steps")
+        if printed_steps == 0 and steps:
+            self._trained = (time.monotonic(), steps)
+        elif past_s >= TRAINED_EVERY_S and steps > printed_steps:
+            per_step = format_seconds(past_s / (steps - printed_steps))
+            self._print(f"training: {steps} steps, {per_step} per step")
+            self._trained = (time.monotonic(), steps)
 
     def _warn_of_the_budget(self, history: History) -> None:
         needed_s = least_budget_s(self._spec, history)
