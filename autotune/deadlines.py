@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 T = TypeVar("T")
+_THREAD = "call with a deadline"
 
 
 class Overdue(Exception):
@@ -14,32 +17,38 @@ class Overdue(Exception):
 
 
 class Call(Generic[T]):
-    """`function` on a daemon thread, which ends with the process at the latest."""
+    """`function` on a daemon thread, which ends with the process at the latest.
 
-    def __init__(self, function: Callable[[], T]) -> None:
+    `until`: the thread stays until this is set, as processes that it started may end with it.
+    """
+
+    def __init__(self, function: Callable[[], T], until: threading.Event | None = None) -> None:
         self._function = function
+        self._until = until
         self._results: list[T] = []
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._returned = threading.Event()
+        threading.Thread(target=self._run, name=_THREAD, daemon=True).start()
 
     def _run(self) -> None:
         try:
             self._results.append(self._function())
         except BaseException as error:  # noqa: BLE001 - raised again by `result`
             self._error = error
+        self._returned.set()
+        if self._until is not None:
+            self._until.wait()
 
     @property
     def running(self) -> bool:
-        return self._thread.is_alive()
+        return not self._returned.is_set()
 
     def result(self, seconds: float) -> T:
         """The result of the function, or its exception; raises `Overdue` after `seconds`.
 
         Signal handlers run while the caller waits, whatever the function does.
         """
-        self._thread.join(seconds if seconds < threading.TIMEOUT_MAX else None)
-        if self._thread.is_alive():
+        if not self._returned.wait(min(seconds, threading.TIMEOUT_MAX)):
             raise Overdue
         if self._error is not None:
             raise self._error
@@ -49,3 +58,16 @@ class Call(Generic[T]):
 def within(seconds: float, function: Callable[[], T]) -> T:
     """Call `function`; raises `Overdue` if it has not returned after `seconds`."""
     return Call(function).result(seconds)
+
+
+def end_process(status: int) -> NoReturn:
+    """Exit with `status`.
+
+    With a call left behind, the interpreter's shutdown is left out: it destroys what the call's
+    compiled code uses, which crashes the process.
+    """
+    if any(thread.name == _THREAD for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)

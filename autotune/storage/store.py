@@ -166,7 +166,7 @@ class Store:
         """
         with self._transaction() as db:
             expected = db.execute(
-                "SELECT count(*) FROM events WHERE job = ?", (job_id,)
+                "SELECT coalesce(max(seq), -1) + 1 FROM events WHERE job = ?", (job_id,)
             ).fetchone()[0]
             if seq != expected:
                 raise InvalidInput(

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import logging
 import os
 import secrets
 import signal
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from autotune.deadlines import Call, Overdue, within
 from autotune.errors import AutotuneError, LaunchError
 from runtime_rewriter.file_view import FileView
-from runtime_rewriter.world import ray_folder
+from runtime_rewriter.world.ray_folder import PrivateFolder
 from runtime_rewriter.world.views import HeldView, Protected, held_view
 from runtime_rewriter.world.worker import Polled, ProcessSupervisor, WorkerLost, free_port
 
+T = TypeVar("T")
+
 CALL_TIMEOUT_S = 60.0
-PLACEMENT_TIMEOUT_S = 60.0
 LOOPBACK = "127.0.0.1"
 _PINNED = 0.001
 """Amount of a node's own resource `node:ADDRESS` (1 on that node) that pins a bundle to the
@@ -79,14 +83,36 @@ class _Actor(ProcessSupervisor):
             self._view = None
 
 
-class RemoteWorker:
-    """Implements `Worker` by calls to an actor, each with a timeout."""
+@dataclass(frozen=True)
+class Deadlines:
+    """Time that Ray has for a call; one of its servers may be frozen, and block it forever.
 
-    def __init__(self, actor: Any) -> None:
+    start_s: to start, or to send the code to its hosts. It takes 41 s on two busy cores.
+    answer_s: to answer, after its own time limits. It takes milliseconds.
+    placement_s: to find room, which others may use.
+    shutdown_s: to end by itself. It takes 2 s.
+    """
+
+    start_s: float = 300.0
+    answer_s: float = 30.0
+    placement_s: float = 60.0
+    shutdown_s: float = 20.0
+
+
+class RayStuck(LaunchError):
+    """Ray did not answer in time; its cluster was given up."""
+
+
+class RemoteWorker:
+    """Implements `Worker` by calls to an actor of `cluster`, each with a timeout."""
+
+    def __init__(self, cluster: RayCluster, actor: Any) -> None:
+        self._cluster = cluster
         self.actor = actor
 
     def call(self, method: str, *arguments: Any) -> Any:
-        return fetch(getattr(self.actor, method).remote(*arguments), CALL_TIMEOUT_S)
+        calls = [(self, method, arguments)]
+        return self._cluster.results(calls, CALL_TIMEOUT_S)[0]
 
     def start(
         self, words: list[str], environment: dict[str, str], directory: str, log_path: str
@@ -110,18 +136,14 @@ class RemoteWorker:
 def fetch(references: Any, timeout_s: float) -> Any:
     """The results of calls to actors.
 
-    Raises the actor's own error if it is an `AutotuneError`, `LaunchError` if the code cannot be
-    sent to its host, and `WorkerLost` otherwise.
+    It may block for longer: see `RayCluster.ask`. Raises the actor's own error if it is an
+    `AutotuneError`, `LaunchError` if the code cannot be sent to its host, and `WorkerLost`
+    otherwise.
     """
     import ray
 
     try:
         return ray.get(references, timeout=timeout_s)
-    except SystemError as error:
-        # An exception of a signal handler (Ctrl-C) inside Ray's compiled code is the cause of this.
-        if error.__cause__ is None:
-            raise
-        raise error.__cause__ from None
     except ray.exceptions.RuntimeEnvSetupError as error:
         raise _not_shipped(error) from error
     except ray.exceptions.RayTaskError as error:
@@ -170,41 +192,97 @@ class RayPlace:
 
 
 class RayCluster:
-    """A connection to Ray at a place; raises `LaunchError` if there is none."""
+    """A connection to Ray at a place; raises `LaunchError` if there is none.
 
-    def __init__(self, place: RayPlace, workers: int) -> None:
+    Every call to Ray has a deadline. If it expires, a local cluster is killed, which also ends the
+    call; another one is left alone. Later calls are refused at once.
+    """
+
+    def __init__(self, place: RayPlace, workers: int, deadlines: Deadlines = Deadlines()) -> None:
         self.place = place
-        self._folder = ray_folder.make() if place.local else None
+        self._deadlines = deadlines
+        self._stuck = False
+        _set_environment(place)
+        self._folder = PrivateFolder.create() if place.local else None
+        self._quiet = contextlib.ExitStack()
+        self._left = threading.Event()
+        # The kernel kills Ray's servers when the thread that started them ends.
+        joining = Call(lambda: self._join(workers), until=self._left)
         try:
-            self._join(place, workers)
-        except BaseException:
-            self._end_folder()
+            with _sigterm_handler_kept():
+                joining.result(deadlines.start_s)
+        except BaseException as error:
+            if self._folder is not None:
+                # A thread that was left behind may start more processes.
+                self._folder.kill() if joining.running else self._folder.end()
+            if isinstance(error, Overdue):
+                raise self._unreachable(f"no answer within {deadlines.start_s:g} s") from None
             raise
 
-    def _join(self, place: RayPlace, workers: int) -> None:
-        _set_environment(place)
+    def _join(self, workers: int) -> None:
         import ray
 
         try:
-            with _sigterm_handler_kept():
-                _connect(place) if self._folder is None else _start(workers, self._folder)
+            _connect(self.place) if self._folder is None else _start(workers, self._folder.path)
         except ray.exceptions.RuntimeEnvSetupError as error:
             ray.shutdown()
             raise _not_shipped(error) from error
-        except (
-            ConnectionError,
-            RuntimeError,
-            ValueError,
-            OSError,
-            ray.exceptions.RayError,
-        ) as error:
+        except Exception as error:  # Ray raises it itself if a server does not start
             ray.shutdown()
-            problem = f"the Ray cluster at {place.address!r} cannot be reached"
-            if place.local:
-                problem = "a local Ray cluster could not be started"
-            raise LaunchError(
-                f"{problem}: {_first_line(error)}; check `ray status` and the address"
-            ) from error
+            raise self._unreachable(_first_line(error)) from error
+
+    def _unreachable(self, reason: str) -> LaunchError:
+        problem = f"the Ray cluster at {self.place.address!r} cannot be reached"
+        if self.place.local:
+            problem = "a local Ray cluster could not be started"
+        return LaunchError(f"{problem}: {reason}; check `ray status` and the address")
+
+    def ask(self, call: Callable[[], T], limit_s: float = 0.0) -> T:
+        """Call into Ray; `limit_s`: the call's own time limit.
+
+        Raises `RayStuck`, and gives the cluster up, if the call has not returned by its deadline.
+        """
+        return self._asked(call, limit_s + self._deadlines.answer_s)
+
+    def _asked(self, call: Callable[[], T], deadline_s: float) -> T:
+        import ray
+
+        if not self._stuck:
+            try:
+                return within(deadline_s, call)
+            except (Overdue, ray.exceptions.GetTimeoutError):  # the latter: a limit of Ray's own
+                self._give_up()
+        fix = "start the command again"
+        if not self.place.local:
+            fix = "look at `ray status`, and at the processes gcs_server and raylet of each node"
+        raise RayStuck(f"Ray no longer answers; {fix}")
+
+    def results(
+        self, calls: list[tuple[RemoteWorker, str, tuple[Any, ...]]], timeout_s: float
+    ) -> list[Any]:
+        """The results of calls (worker, method, arguments) to actors, made at once.
+
+        Raises what `fetch` raises, and `RayStuck`.
+        """
+
+        def call() -> list[Any]:
+            references = [
+                getattr(worker.actor, method).remote(*arguments)
+                for worker, method, arguments in calls
+            ]
+            results: list[Any] = fetch(references, timeout_s)
+            return results
+
+        return self.ask(call, timeout_s)
+
+    def _give_up(self) -> None:
+        import ray
+
+        self._stuck = True
+        if self._folder is not None:
+            self._quiet.enter_context(_silent_ray_threads())
+            self._folder.kill()
+        atexit.unregister(ray.shutdown)  # it would block the exit
 
     def reserve(self, workers: int, rooms: tuple[Room, ...]) -> tuple[Any, list[RemoteWorker]]:
         """A placement group and one actor per rank in it, room by room.
@@ -212,6 +290,16 @@ class RayCluster:
         Several rooms are on one node each. Otherwise the ranks share as few nodes as possible.
         Raises `LaunchError` if the cluster has no room.
         """
+        return self.ask(lambda: self._reserve(workers, rooms), self._deadlines.placement_s)
+
+    def release(self, group: Any) -> None:
+        """End the actors of a placement group, and free their room."""
+        from ray.util.placement_group import remove_placement_group
+
+        with contextlib.suppress(RayStuck):  # then they end with the cluster
+            self.ask(lambda: remove_placement_group(group))
+
+    def _reserve(self, workers: int, rooms: tuple[Room, ...]) -> tuple[Any, list[RemoteWorker]]:
         import ray
         from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -225,7 +313,7 @@ class RayCluster:
         bundles = [_bundle(room, bool(gpu)) for room in rooms]
         group = placement_group(bundles, strategy="STRICT_SPREAD" if spread else "PACK")
         try:
-            if not group.wait(PLACEMENT_TIMEOUT_S):
+            if not group.wait(self._deadlines.placement_s):
                 raise self._no_room(rooms, nodes, spread, ", perhaps in use")
             actor_class = ray.remote(num_cpus=1, num_gpus=gpu.get("GPU", 0))(_Actor)
             pinned = [
@@ -234,7 +322,7 @@ class RayCluster:
                 for _ in range(ranks)
             ]
             return group, [
-                RemoteWorker(actor_class.options(scheduling_strategy=place).remote())
+                RemoteWorker(self, actor_class.options(scheduling_strategy=place).remote())
                 for place in pinned
             ]
         except BaseException:
@@ -264,12 +352,32 @@ class RayCluster:
         """Leave the cluster, and end a local one: by force if it does not end in time."""
         import ray
 
-        ray_folder.within_deadline(ray.shutdown)
-        self._end_folder()
-
-    def _end_folder(self) -> None:
+        with contextlib.suppress(RayStuck):
+            self._asked(ray.shutdown, self._deadlines.shutdown_s)
+        self._left.set()
         if self._folder is not None:
-            ray_folder.end(self._folder)
+            self._folder.end()
+            self._folder = None
+            if self._stuck:  # with its servers dead, the rest in this process ends
+                with contextlib.suppress(Overdue):
+                    within(self._deadlines.shutdown_s, ray.shutdown)
+        self._quiet.close()
+
+
+@contextlib.contextmanager
+def _silent_ray_threads() -> Iterator[None]:
+    """Let Ray's own threads print no stack trace when its servers are killed."""
+    before = threading.excepthook
+
+    def hook(end: threading.ExceptHookArgs) -> None:
+        if end.thread is None or not end.thread.name.startswith("ray_"):
+            before(end)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = before
 
 
 def _set_environment(place: RayPlace) -> None:
@@ -328,6 +436,8 @@ def _init(**options: Any) -> None:
     import ray
     from ray import _raylet
 
+    # It warns of a missing handler of SIGTERM, which is ours.
+    logging.getLogger("ray").setLevel(logging.ERROR)
     loader: Any = _raylet.AuthenticationTokenLoader  # type: ignore[attr-defined]  # no public way
     loader.instance().reset_cache()  # forget the token of this process's earlier cluster
     quiet: dict[str, Any] = {
@@ -338,10 +448,10 @@ def _init(**options: Any) -> None:
     ray.init(**options, **quiet)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _sigterm_handler_kept() -> Iterator[None]:
-    """Restore the process's own handler, which `ray.init` replaces by `sys.exit`."""
-    # in another thread neither Ray nor we may set one
+    """Restore the process's own handler, which Ray's compiled code replaces."""
+    # only the main thread may set one
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,25 +1,112 @@
 """The private folder of a local Ray cluster, and the end of everything that uses it.
 
-Ray's default folder is readable by everybody, and keeps every session forever.
+Ray's default folder is readable by everybody, and keeps every session forever. Each folder has a
+lock, which the kernel releases when the job's process ends for any reason. A guard process waits
+for the lock, then kills the rest of the cluster and removes the folder. If the guard was killed
+too, the next job does the same.
+
+This file is also the guard's program, so it imports the standard library only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
-import re
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
-import threading
-from collections.abc import Callable
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-SHUTDOWN_S = 20.0
-"""Time for Ray to end by itself."""
+FOLDER_VARIABLE = "AUTOTUNE_RAY_FOLDER"
+"""Variable of the cluster's processes, by which they are found: Ray changes their arguments."""
 _PREFIX = "atray-"
+_LOCK = "lock"
 _LONGEST_PARENT = 30
 """Characters: Ray puts sockets below its folder, whose paths the kernel limits to 107."""
+_KILLS = 50
+_KILL_WAIT_S = 0.02
+"""A process may start another one just before it is killed."""
+
+
+@dataclass(frozen=True)
+class PrivateFolder:
+    """A folder that only this user can read. `lock` is held by this process until `end`."""
+
+    path: Path
+    lock: int
+    guard: subprocess.Popen[bytes]
+
+    @staticmethod
+    def create() -> PrivateFolder:
+        """A new folder, named in this process's environment; removes abandoned ones."""
+        remove_abandoned()
+        while True:
+            path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_parent()))
+            lock = _locked(path)
+            if lock is not None:
+                break  # else another job took it for abandoned before it was locked
+        guard = subprocess.Popen(
+            [sys.executable, "-P", __file__, str(path)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=without_folder(os.environ),
+            start_new_session=True,  # it must outlive signals to this process's group
+        )
+        os.environ[FOLDER_VARIABLE] = str(path)
+        return PrivateFolder(path, lock, guard)
+
+    def end(self) -> None:
+        """Kill the processes of the cluster and the guard, and remove the folder."""
+        os.environ.pop(FOLDER_VARIABLE, None)
+        self.guard.kill()
+        self.guard.wait()
+        end(self.path)
+        os.close(self.lock)
+
+    def kill(self) -> None:
+        """Kill the processes of the cluster. The guard ends those that a thread still starts."""
+        kill(self.path)
+
+
+def without_folder(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that outlives the cluster, to clean up."""
+    return {name: value for name, value in environment.items() if name != FOLDER_VARIABLE}
+
+
+def remove_abandoned() -> None:
+    """Remove this user's folders that no process has locked, and end what still uses them."""
+    for folder in _parent().glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if folder.stat().st_uid == os.getuid():
+                lock = _locked(folder)
+                if lock is not None:
+                    end(folder)
+                    os.close(lock)
+
+
+def end(folder: Path) -> None:
+    """Kill every process of the folder's cluster, and remove the folder."""
+    kill(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def kill(folder: Path) -> None:
+    """Kill every process of the folder's cluster."""
+    for _ in range(_KILLS):
+        processes = list(processes_of(folder))
+        if not processes:
+            break
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(_KILL_WAIT_S)
 
 
 def _parent() -> Path:
@@ -27,46 +114,38 @@ def _parent() -> Path:
     return Path(parent if len(parent) <= _LONGEST_PARENT else "/tmp")
 
 
-def make() -> Path:
-    """A new folder that only this user can read; removes those of processes that were killed."""
-    remove_abandoned()
-    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=_parent()))
-
-
-def remove_abandoned() -> None:
-    """Remove this user's folders whose process is gone, and end what still uses them."""
-    for folder in _parent().glob(f"{_PREFIX}*"):
-        owner = re.fullmatch(rf"{_PREFIX}(\d+)-.*", folder.name)
-        with contextlib.suppress(OSError):
-            if owner and folder.stat().st_uid == os.getuid() and not _lives(int(owner[1])):
-                end(folder)
-
-
-def end(folder: Path) -> None:
-    """Kill every process that has the folder in its arguments, and remove the folder."""
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if (
-                int(entry.name) != os.getpid()
-                and str(folder).encode() in (entry / "cmdline").read_bytes()
-            ):
-                os.kill(int(entry.name), signal.SIGKILL)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def within_deadline(shut_down: Callable[[], object], seconds: float = SHUTDOWN_S) -> bool:
-    """Call `shut_down` on a thread; False if it has not returned in time."""
-    thread = threading.Thread(target=shut_down, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return not thread.is_alive()
-
-
-def _lives(process: int) -> bool:
+def _locked(folder: Path, wait: bool = False) -> int | None:
+    """A descriptor that holds the lock of the folder; None if another process has it."""
+    descriptor: int | None = None
     try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        if os.path.samestat(os.fstat(descriptor), (folder / _LOCK).stat()):
+            return descriptor
+    except OSError:  # locked by another process, or removed by it
+        pass
+    if descriptor is not None:
+        os.close(descriptor)
+    return None
+
+
+def processes_of(folder: Path) -> Iterator[int]:
+    """This user's processes that were started with the folder's variable, without this one."""
+    entry = f"{FOLDER_VARIABLE}={folder}".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            environment = (process / "environ").read_bytes()
+            if int(process.name) != os.getpid() and entry in environment.split(b"\0"):
+                yield int(process.name)
+
+
+def _guard(folder: Path) -> None:
+    """Wait until the job's process has ended, then end what it left."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    if _locked(folder, wait=True) is not None:
+        end(folder)
+
+
+if __name__ == "__main__":
+    _guard(Path(sys.argv[1]))

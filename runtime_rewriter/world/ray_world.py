@@ -20,7 +20,6 @@ from runtime_rewriter.world.ray_cluster import (
     RemoteWorker,
     Room,
     WorkerPlace,
-    fetch,
 )
 from runtime_rewriter.world.script_command import ScriptCommand
 from runtime_rewriter.world.views import Protected
@@ -53,7 +52,7 @@ class _RayPlacement:
         self._conditions = conditions
         self._group, actors = cluster.reserve(workers, rooms)
         try:
-            places = _places(actors, first_call_timeout_s)
+            places = _places(cluster, actors, first_call_timeout_s)
         except BaseException:
             self.release()
             raise
@@ -95,12 +94,10 @@ class _RayPlacement:
         """By rank: variables of a view that the ranks of one machine share."""
         if self._protected is None:
             return [{} for _ in self.workers]
-        views = fetch(
-            [
-                worker.actor.renew_view.remote(self._protected, not self._cluster.place.directory)
-                for worker in self._first_workers().values()
-            ],
-            CALL_TIMEOUT_S,
+        arguments = self._protected, not self._cluster.place.directory
+        first = self._first_workers().values()
+        views = self._cluster.results(
+            [(worker, "renew_view", arguments) for worker in first], CALL_TIMEOUT_S
         )
         of_machine = dict(zip(self._first_workers(), views, strict=True))
         return [of_machine[self._machine(place)].environment for place in self._places]
@@ -135,19 +132,19 @@ class _RayPlacement:
 
     def poll(self, timeout_s: float) -> list[Polled]:
         """Poll all actors at once: a thousand ranks take as long as one."""
-        references = [worker.actor.poll.remote(timeout_s) for worker in self.workers]
-        polled: list[Polled] = fetch(references, CALL_TIMEOUT_S + timeout_s)
-        return polled
+        calls = [(worker, "poll", (timeout_s,)) for worker in self.workers]
+        return self._cluster.results(calls, CALL_TIMEOUT_S + timeout_s)
 
     def release(self) -> None:
         """End the actors with their processes, and free their room."""
-        from ray.util.placement_group import remove_placement_group
-
         if self._protected is not None:
-            with contextlib.suppress(WorkerLost):  # the view of a lost one ends with it
+            # The view of a lost one ends with it; Ray may not answer.
+            with contextlib.suppress(WorkerLost, LaunchError):
                 first = self._first_workers().values()
-                fetch([worker.actor.end_view.remote() for worker in first], CALL_TIMEOUT_S)
-        remove_placement_group(self._group)
+                self._cluster.results(
+                    [(worker, "end_view", ()) for worker in first], CALL_TIMEOUT_S
+                )
+        self._cluster.release(self._group)
 
 
 def ray_world(
@@ -211,11 +208,9 @@ def ray_world(
     )
 
 
-def _places(actors: list[RemoteWorker], timeout_s: float) -> list[WorkerPlace]:
+def _places(cluster: RayCluster, actors: list[RemoteWorker], timeout_s: float) -> list[WorkerPlace]:
     try:
-        places: list[WorkerPlace] = fetch(
-            [actor.actor.place.remote() for actor in actors], timeout_s
-        )
+        return cluster.results([(actor, "place", ()) for actor in actors], timeout_s)
     except WorkerLost as error:
         if not isinstance(error.__cause__, TimeoutError):
             raise
@@ -223,7 +218,6 @@ def _places(actors: list[RemoteWorker], timeout_s: float) -> list[WorkerPlace]:
             f"all {len(actors)} workers must come up within {timeout_s:g} s, but did not; "
             "look at `ray status`"
         ) from error
-    return places
 
 
 def _with_open_mpi(environment: dict[str, str]) -> dict[str, str]:

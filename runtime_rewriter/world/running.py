@@ -250,7 +250,8 @@ class RunningScript:
     def close(self) -> None:
         """End the training: at a step boundary within `FAREWELL_S`, else by force."""
         if self.running:
-            with contextlib.suppress(WorkerLost):  # a lost worker has ended already
+            # A lost worker has ended already; Ray may not answer.
+            with contextlib.suppress(WorkerLost, LaunchError):
                 self._send(EndScript())
                 self._await_exits(EXIT_S if self._keeps_training else FAREWELL_S)
         self._stop()
@@ -308,13 +309,13 @@ class RunningScript:
             worker.instruct(line)
 
     def _stop(self) -> None:
-        """Kill the script on all ranks; the workers stay, unless one of them is lost."""
+        """Kill the script on all ranks; the workers stay, unless one of them does not answer."""
         self.running = False
         if self._placement is not None:
             try:
                 for worker in self._placement.workers:
                     worker.stop()
-            except WorkerLost:
+            except (WorkerLost, LaunchError):
                 self._give_up_places()
 
     def _give_up_places(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from autotune.errors import LaunchError
 from runtime_rewriter.file_view import FileView
+from runtime_rewriter.world.ray_folder import without_folder
 
 START_S = 30.0
 END_S = 30.0
@@ -59,6 +60,7 @@ class HeldView:
             # -I -S: it needs the standard library only, and starts in a fraction of the time
             [sys.executable, "-I", "-S", str(_HOLDER)],
             cwd="/",
+            env=without_folder(os.environ),  # it removes the copies when Ray was killed
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -136,3 +136,34 @@ def test_the_hosts_of_an_address_are_probed_into_a_cluster_file(
     assert {(link.host, link.inside) for link in cluster.link_fits} == links
     assert cluster.fit("all_reduce", 3) is not None
     assert json.loads(done.stdout)["conditions"]["network"] == "hosts"
+
+
+def test_a_frozen_cluster_of_others_is_left_alone_and_ends_the_command(
+    address, environment, tmp_path
+) -> None:
+    port = address.rpartition(":")[2]
+    [gcs] = [
+        int(entry.parent.name)
+        for entry in Path("/proc").glob("[0-9]*/cmdline")
+        if f"--gcs_server_port={port}" in entry.read_text().split("\0")
+        and "gcs_server" in entry.read_text().split("\0")[0]
+    ]
+    command = [sys.executable, str(SCRIPTS / "train_at_address.py"), address, "stuck"]
+    with subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "connected\n"
+        os.kill(gcs, signal.SIGSTOP)
+        try:
+            output, errors = process.communicate("\n", timeout=120)
+        finally:
+            os.kill(gcs, signal.SIGCONT)
+    refusal = json.loads(output)["refusal"]
+    assert refusal.startswith("Ray no longer answers; look at `ray status`"), errors
+    assert process.returncode == 0

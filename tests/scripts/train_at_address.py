@@ -1,17 +1,19 @@
 """`ADDRESS run|shared|refusal`: runs a trial of `train_small.py` on two hosts, and prints JSON.
 
-The working directory must contain the script; it is sent to the hosts.
+The working directory must contain the script; it is sent to the hosts. `ADDRESS stuck` reserves
+room in a cluster after a line on stdin, with short deadlines, and prints the reason of the refusal.
 """
 
 import json
 import sys
 from pathlib import Path
 
+from autotune.deadlines import end_process
 from autotune.errors import LaunchError
 from autotune.records import Measured, Role, TrialRequest
 from autotune.tuning import statistics
 from runtime_rewriter.world.command import read_command
-from runtime_rewriter.world.ray_cluster import RayCluster, RayPlace
+from runtime_rewriter.world.ray_cluster import Deadlines, RayCluster, RayPlace
 from runtime_rewriter.world.ray_world import ray_world
 from runtime_rewriter.world.world import World
 
@@ -51,11 +53,28 @@ def refusal(address: str) -> str:
     return ""
 
 
+def stuck(address: str) -> str:
+    deadlines = Deadlines(start_s=60.0, answer_s=1.0, placement_s=1.0, shutdown_s=1.0)
+    cluster = RayCluster(RayPlace(address, bare=True), 2, deadlines)
+    print("connected", flush=True)
+    sys.stdin.readline()
+    try:
+        cluster.reserve(2, ())
+    except LaunchError as error:
+        return str(error)
+    finally:
+        cluster.close()
+    return ""
+
+
 def main() -> None:
     address, mode = sys.argv[1:]
     if mode == "refusal":
         print(json.dumps({"refusal": refusal(address)}))
         return
+    if mode == "stuck":
+        print(json.dumps({"refusal": stuck(address)}))
+        end_process(0)
     cluster = RayCluster(RayPlace(address, shared_directory=mode == "shared"), 2)
     spread = world(cluster, (1, 1), ("127.0.0.3", "unknown.example"))
     outcome = spread.run_trial(TrialRequest(0, "current-setup", Role.REFERENCE, 1, 2), None)

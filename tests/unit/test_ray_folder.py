@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -13,35 +14,63 @@ import pytest
 
 from autotune.files import write_whole
 from runtime_rewriter.world import ray_folder
+from runtime_rewriter.world.ray_folder import PrivateFolder
+
+CREATE = "from runtime_rewriter.world.ray_folder import PrivateFolder as P; f = P.create(); "
+SLEEP = "import time; print(flush=True); time.sleep(60)"
+
+
+def sleeper(folder: str = "") -> subprocess.Popen[bytes]:
+    """A process with the folder's variable, which runs when this returns."""
+    environment = {**os.environ, ray_folder.FOLDER_VARIABLE: folder}
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLEEP], env=environment, stdout=subprocess.PIPE
+    )
+    with process.stdout as output:
+        output.readline()
+    return process
 
 
 def test_a_folder_is_private_and_ends_with_its_processes() -> None:
-    folder = ray_folder.make()
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    (folder / "session").mkdir()
-    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", str(folder)])
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    time.sleep(0.2)
-    ray_folder.end(folder)
-    assert sleeper.wait(timeout=10) == -9 and other.poll() is None
-    assert not folder.exists()
+    folder = PrivateFolder.create()
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    assert os.environ[ray_folder.FOLDER_VARIABLE] == str(folder.path)
+    (folder.path / "session").mkdir()
+    user, other = sleeper(str(folder.path)), sleeper()
+    folder.end()
+    assert user.wait(timeout=60) == -signal.SIGKILL and other.poll() is None
+    assert folder.guard.returncode is not None and not folder.path.exists()
+    assert ray_folder.FOLDER_VARIABLE not in os.environ
     other.kill()
     other.wait()
 
 
-def test_folders_of_killed_processes_are_removed_and_those_of_others_kept() -> None:
-    code = "from runtime_rewriter.world import ray_folder; print(ray_folder.make())"
-    dead = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    mine = ray_folder.make()
-    assert mine.exists() and not Path(dead.stdout.strip()).exists()
-    ray_folder.end(mine)
+def test_the_guard_of_a_killed_process_ends_what_it_left() -> None:
+    code = f"{CREATE}print(f.path, flush=True); import time; time.sleep(60)"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as process:
+        folder = Path(process.stdout.readline().strip())
+        user = sleeper(str(folder))
+        process.kill()
+    assert user.wait(timeout=60) == -signal.SIGKILL
+    deadline_s = time.monotonic() + 60
+    while folder.exists() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not folder.exists()
 
 
-def test_a_shutdown_that_hangs_is_given_up() -> None:
-    assert ray_folder.within_deadline(lambda: None, 5.0)
-    began_s = time.monotonic()
-    assert not ray_folder.within_deadline(lambda: time.sleep(30), 0.2)
-    assert time.monotonic() - began_s < 5
+def test_folders_without_a_lock_are_removed_and_those_of_running_jobs_kept() -> None:
+    mine = PrivateFolder.create()
+    code = f"{CREATE}f.guard.kill(); print(f.path)"
+    killed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    abandoned = Path(killed.stdout.strip())
+    assert abandoned.exists()
+    ray_folder.remove_abandoned()
+    assert mine.path.exists() and not abandoned.exists()
+    mine.end()
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
