@@ -25,6 +25,8 @@ from runtime_rewriter.world.worker import Polled, ProcessSupervisor, WorkerLost,
 T = TypeVar("T")
 
 CALL_TIMEOUT_S = 60.0
+SERVER_GONE_S = 7 * 86400
+"""Longer than any job: our own deadlines end the calls."""
 LOOPBACK = "127.0.0.1"
 _PINNED = 0.001
 """Amount of a node's own resource `node:ADDRESS` (1 on that node) that pins a bundle to the
@@ -223,7 +225,7 @@ class RayCluster:
         import ray
 
         try:
-            _connect(self.place) if self._folder is None else _start(workers, self._folder.path)
+            _connect(self.place) if self._folder is None else _start(workers, self._folder.for_ray)
         except ray.exceptions.RuntimeEnvSetupError as error:
             ray.shutdown()
             raise _not_shipped(error) from error
@@ -392,6 +394,8 @@ def _set_environment(place: RayPlace) -> None:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_AUTH_TOKEN"] = place.token or secrets.token_hex(32)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # By default Ray ends this process without a word when its server is gone for a minute.
+    os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"] = str(SERVER_GONE_S)  # noqa: SIM112
     # With Ray's default of 15, everything else on the machine would precede the trials.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray's own spelling
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"

@@ -27,8 +27,8 @@ FOLDER_VARIABLE = "AUTOTUNE_RAY_FOLDER"
 """Variable of the cluster's processes, by which they are found: Ray changes their arguments."""
 _PREFIX = "atray-"
 _LOCK = "lock"
-_LONGEST_PARENT = 30
-"""Characters: Ray puts sockets below its folder, whose paths the kernel limits to 107."""
+_LONGEST_PARENT = 25
+"""Characters: the kernel limits paths of sockets to 107, and Ray and we append 82."""
 _KILLS = 50
 _KILL_WAIT_S = 0.02
 """A process may start another one just before it is killed."""
@@ -41,6 +41,11 @@ class PrivateFolder:
     path: Path
     lock: int
     guard: subprocess.Popen[bytes]
+
+    @property
+    def for_ray(self) -> Path:
+        """A folder inside, as Ray opens its own to everybody."""
+        return self.path / "r"
 
     @staticmethod
     def create() -> PrivateFolder:

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,8 +52,10 @@ class Clusters:
     connected: RayCluster
     frozen: LaunchError
     """The refusal of the first one while its `gcs_server` is frozen."""
+    mode: int
+    """Permissions of its folder."""
     left: list[int]
-    """Processes of the first one after it was closed."""
+    """Its processes after it was closed."""
     tokens: tuple[str, str]
     handlers: tuple[object, object]
     """Handlers of SIGTERM before the first and after the second."""
@@ -63,6 +66,7 @@ def clusters() -> Iterator[Clusters]:
     before = signal.getsignal(signal.SIGTERM)
     first = RayCluster(RayPlace(), 1, IN_A_HURRY)
     token, folder = os.environ["RAY_AUTH_TOKEN"], freeze("gcs_server")
+    mode = stat.S_IMODE(folder.stat().st_mode)
     with pytest.raises(RayStuck) as frozen:
         first.reserve(1, ())
     first.close()
@@ -70,7 +74,7 @@ def clusters() -> Iterator[Clusters]:
     connected = RayCluster(RayPlace(), RANKS, IMPATIENT)
     tokens = (token, os.environ["RAY_AUTH_TOKEN"])
     handlers = (before, signal.getsignal(signal.SIGTERM))
-    yield Clusters(connected, frozen.value, left, tokens, handlers)
+    yield Clusters(connected, frozen.value, mode, left, tokens, handlers)
     connected.close()
 
 
@@ -89,6 +93,10 @@ def freeze(server: str) -> Path:
 def test_a_frozen_server_of_ray_ends_the_cluster_with_a_reason(clusters) -> None:
     assert str(clusters.frozen) == "Ray no longer answers; start the command again"
     assert not clusters.left
+
+
+def test_the_files_of_a_private_cluster_are_closed_to_others(clusters) -> None:
+    assert clusters.mode == 0o700
 
 
 def test_successive_private_clusters_have_other_tokens_and_keep_the_sigterm_handler(
