@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import re
 import sqlite3
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from typing import Any, TypeVar
 from autotune.canonical import canonical_json
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput, StoreVersionError
+from autotune.files import is_file, is_folder
 from autotune.parsing import parse, parse_json
 from autotune.records import CURRENT_SETUP, Decision, Role
 from autotune.storage.rows import add_to_outbox, derive, fill_outbox
@@ -33,6 +33,8 @@ from autotune.workload import Workload
 
 T = TypeVar("T")
 
+SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
+"""A damaged file may also give text that is not UTF-8."""
 BUSY_S = 30.0
 """Maximum wait of a writer for another one; a transaction takes milliseconds."""
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -82,21 +84,23 @@ class Store:
 
         Raises `InvalidInput` if the file is unusable and `StoreVersionError` if it is newer.
         """
-        if path.is_dir():
+        if is_folder(path):
             raise InvalidInput(
                 f"the trial store must be a file, but {path} is a directory; give a path such as "
                 f"{path / 'autotune.db'}"
             )
+        if not is_file(path) and path.exists():
+            raise InvalidInput(f"the trial store must be a regular file, but {path} is none")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, *SQLITE_ERRORS) as error:
             raise _unusable(path, error) from error
         try:
             connection.row_factory = sqlite3.Row
             store = Store(path, connection)
             store._prepare()
-        except sqlite3.Error as error:
+        except SQLITE_ERRORS as error:
             connection.close()
             raise _unusable(path, error) from error
         except BaseException:
@@ -133,23 +137,31 @@ class Store:
 
     def job(self, job_id: str) -> JobSpec:
         where = f"job {job_id}"
-        return JobSpec.from_data(parse_json(self._job_row(job_id)["spec"], where), where)
+        return JobSpec.from_data(parse_json(_text(self._job_row(job_id), "spec"), where), where)
 
     def created_at(self, job_id: str) -> datetime:
         """When the job was created, UTC."""
-        return datetime.fromisoformat(self._job_row(job_id)["created_at"])
+        text = _text(self._job_row(job_id), "created_at")
+        try:
+            return datetime.fromisoformat(text)
+        except ValueError as error:
+            raise InvalidInput(
+                f"job {job_id} must have an ISO time, but has {text[:40]!r}; restore {self.path}"
+            ) from error
 
     def job_status(self, job_id: str) -> str:
         return str(self._job_row(job_id)["status"])
 
     def decision(self, job_id: str) -> Decision | None:
         """The decision of a finished job."""
-        text, where = self._job_row(job_id)["decision"], f"decision of job {job_id}"
-        return None if text is None else parse(Decision, parse_json(text, where), where)
+        row, where = self._job_row(job_id), f"decision of job {job_id}"
+        if row["decision"] is None:
+            return None
+        return parse(Decision, parse_json(_text(row, "decision"), where), where)
 
     def jobs(self) -> list[JobRow]:
         """All jobs, oldest first."""
-        rows = self._db.execute(
+        rows = self._rows(
             """SELECT id, created_at, status,
                       (SELECT json_extract(workloads.body, '$.model')
                        FROM trials JOIN workloads ON workloads.id = workload_id
@@ -157,7 +169,7 @@ class Store:
                       (SELECT count(*) FROM trials WHERE job = jobs.id) AS trials
                FROM jobs ORDER BY created_at, rowid"""
         )
-        return [JobRow(**row) for row in rows]
+        return [parse(JobRow, dict(row), f"a job of {self.path}") for row in rows]
 
     def append(self, job_id: str, seq: int, event: Event) -> None:
         """Record event number `seq` (0, 1, ...) and its derived rows in one transaction.
@@ -202,12 +214,12 @@ class Store:
     def past_trials(self, excluding: str | None = None) -> list[PastTrial]:
         """Undisturbed, measured candidates of all jobs but `excluding`, oldest job first."""
         trials: list[PastTrial] = []
-        bodies = _Bodies(self._db)
+        bodies = _Bodies(self)
         for job in self.jobs():
             if job.id == excluding:
                 continue
             disturbed = self.history(job.id).disturbed
-            rows = self._db.execute(
+            rows = self._rows(
                 "SELECT * FROM trials WHERE job = ? AND role = ? AND status = 'measured' "
                 "AND strategy_id != ? ORDER BY number",
                 (job.id, Role.CANDIDATE.value, CURRENT_SETUP),
@@ -217,7 +229,8 @@ class Store:
                     strategy = bodies.get("strategies", Strategy, row["strategy_id"])
                     workload = bodies.get("workloads", Workload, row["workload_id"])
                     cluster = bodies.get("clusters", Cluster, row["cluster_id"])
-                    trials.append(PastTrial(job.id, strategy, workload, cluster, row["median_s"]))
+                    median_s = parse(float, row["median_s"], f"a trial of job {job.id}")
+                    trials.append(PastTrial(job.id, strategy, workload, cluster, median_s))
         return trials
 
     @contextlib.contextmanager
@@ -247,10 +260,19 @@ class Store:
 
     def waiting(self, job_id: str) -> list[OutboxItem]:
         """Items that have not been sent yet, in order."""
-        rows = self._db.execute(
+        rows = self._rows(
             "SELECT * FROM outbox WHERE job = ? AND state = 'waiting' ORDER BY position", (job_id,)
         )
-        return [OutboxItem(row["position"], row["kind"], json.loads(row["body"])) for row in rows]
+        where = f"an item of job {job_id} for the tracking server"
+        items = [
+            {
+                "position": row["position"],
+                "kind": row["kind"],
+                "body": parse_json(_text(row, "body"), where),
+            }
+            for row in rows
+        ]
+        return [parse(OutboxItem, item, where) for item in items]
 
     def mark_sent(self, job_id: str, position: int) -> None:
         with self._transaction() as db:
@@ -269,7 +291,7 @@ class Store:
 
     def rejected(self, job_id: str) -> list[str]:
         """The server's reasons for the items that it rejected."""
-        rows = self._db.execute(
+        rows = self._rows(
             "SELECT message FROM outbox WHERE job = ? AND state = 'rejected' ORDER BY position",
             (job_id,),
         )
@@ -290,18 +312,24 @@ class Store:
     def _events(self, job_id: str) -> list[tuple[int, Event]]:
         query = "SELECT seq, body FROM events WHERE job = ? ORDER BY seq"
         events = []
-        for row in self._db.execute(query, (job_id,)).fetchall():
+        for row in self._rows(query, (job_id,)):
             where = f"event {row['seq']} of job {job_id}"
-            events.append((row["seq"], event_from_data(parse_json(row["body"], where), where)))
+            data = parse_json(_text(row, "body"), where)
+            events.append((row["seq"], event_from_data(data, where)))
         return events
 
     def _job_row(self, job_id: str) -> sqlite3.Row:
-        row: sqlite3.Row | None = self._db.execute(
-            "SELECT * FROM jobs WHERE id = ?", (job_id,)
-        ).fetchone()
-        if row is None:
+        rows = self._rows("SELECT * FROM jobs WHERE id = ?", (job_id,))
+        if not rows:
             raise self._no_job(job_id)
-        return row
+        return rows[0]
+
+    def _rows(self, query: str, parameters: tuple[object, ...] = ()) -> list[sqlite3.Row]:
+        """All rows. Raises `InvalidInput` if the file turns out to be damaged or locked."""
+        try:
+            return self._db.execute(query, parameters).fetchall()
+        except SQLITE_ERRORS as error:
+            raise _unusable(self.path, error) from error
 
     def _no_job(self, job_id: str) -> InvalidInput:
         known = ", ".join(job.id for job in self.jobs()[-5:]) or "none"
@@ -346,7 +374,7 @@ class Store:
             self._db.execute("BEGIN IMMEDIATE")
             yield self._db
             self._db.execute("COMMIT")
-        except sqlite3.OperationalError as error:
+        except SQLITE_ERRORS as error:
             raise _unusable(self.path, error) from error
         finally:
             if self._db.in_transaction:
@@ -356,16 +384,30 @@ class Store:
 class _Bodies:
     """Content-addressed rows, each parsed once."""
 
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
+    def __init__(self, store: Store) -> None:
+        self._store = store
         self._parsed: dict[str, Any] = {}
 
     def get(self, table: str, kind: type[T], id_: str) -> T:
         if id_ not in self._parsed:
-            row = self._db.execute(f"SELECT body FROM {table} WHERE id = ?", (id_,)).fetchone()
-            self._parsed[id_] = parse(kind, parse_json(row["body"], id_), id_)
+            rows = self._store._rows(f"SELECT body FROM {table} WHERE id = ?", (id_,))
+            if not rows:
+                path = self._store.path
+                raise InvalidInput(f"{path} must hold {id_!r} in {table}, but does not; restore it")
+            self._parsed[id_] = parse(kind, parse_json(_text(rows[0], "body"), id_), str(id_))
         body: T = self._parsed[id_]
         return body
+
+
+def _text(row: sqlite3.Row, column: str) -> str:
+    """The text in a column, where SQLite may hold a value of any type."""
+    value = row[column]
+    if not isinstance(value, str):
+        raise InvalidInput(
+            f"the trial store must hold text in column {column}, but has {str(value)[:40]!r}; "
+            "restore it, or give another path"
+        )
+    return value
 
 
 def _migrations() -> list[str]:
@@ -386,7 +428,7 @@ def _statements(script: str) -> Iterator[str]:
 
 def _unusable(path: Path, error: Exception) -> InvalidInput:
     text = str(error)
-    if "not a database" in text or "malformed" in text:
+    if any(sign in text for sign in ("not a database", "malformed", "decode", "no such")):
         return InvalidInput(
             f"{path} must be a trial store, but is not an intact SQLite file ({text}); "
             "restore it or give another path"

@@ -132,11 +132,13 @@ def event_to_data(event: Event) -> dict[str, Any]:
     return {"kind": kind, **to_data(event)}
 
 
-def event_from_data(data: dict[str, Any], where: str = "event") -> Event:
+def event_from_data(data: Any, where: str = "event") -> Event:
     """The inverse of `event_to_data`; raises `InvalidInput`."""
+    if not isinstance(data, dict):
+        raise InvalidInput(f"{where} must be an object, but is {str(data)[:40]!r}")
     fields = dict(data)
     kind = fields.pop("kind", None)
     fields.pop("current_messages", None)  # profiles of a short time stored only the number
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise InvalidInput(f"{where}: kind must be one of {', '.join(_KINDS)}, but is {kind!r}")
     return parse(_KINDS[kind], fields, where)

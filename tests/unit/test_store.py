@@ -272,3 +272,53 @@ def test_the_outbox_keeps_its_order_and_forgets_what_was_sent(path):
         left = [item.position for item in store.waiting("job")]
         assert left == list(range(2, len(KINDS) + 1))
         assert store.rejected("job") == ["too long"]
+
+
+DAMAGES = {
+    "UPDATE jobs SET spec = NULL": "must hold text in column spec",
+    "UPDATE jobs SET created_at = 'yesterday'": "must have an ISO time",
+    "UPDATE events SET body = x'ff00'": "must hold text in column body",
+    "UPDATE events SET body = '3'": "must be an object",
+    "UPDATE events SET body = CAST(x'7bff7d' AS TEXT)": "not an intact SQLite file",
+    "DELETE FROM strategies": "must hold 'strategy-.*' in strategies",
+    "UPDATE trials SET median_s = 'x'": "a trial of job job",
+    "UPDATE outbox SET body = '{'": "for the tracking server must be JSON",
+    "DROP TABLE outbox": "not an intact SQLite file",
+}
+
+
+@pytest.mark.parametrize("statement", DAMAGES)
+def test_a_damaged_row_is_refused_with_its_place(path, statement):
+    with Store.open(path) as store:
+        record(store, "job")
+    with sqlite3.connect(path) as db:
+        db.execute("PRAGMA ignore_check_constraints = ON")
+        db.execute("PRAGMA writable_schema = ON")
+        if "NULL" in statement:
+            db.execute("UPDATE sqlite_master SET sql = replace(sql, 'NOT NULL', '')")
+            db.commit()
+    with sqlite3.connect(path) as db:
+        db.execute(statement)
+    with Store.open(path) as store, pytest.raises(InvalidInput, match=DAMAGES[statement]):
+        store.created_at("job"), store.history("job"), store.waiting("job"), store.past_trials()
+
+
+def test_pages_that_are_overwritten_are_refused_after_opening(path):
+    with Store.open(path) as store:
+        record(store, "job")
+    with sqlite3.connect(path) as db:
+        db.execute("PRAGMA journal_mode = DELETE")
+    content = path.read_bytes()
+    path.write_bytes(content[:8192] + b"\xff" * (len(content) - 8192))
+    with pytest.raises(InvalidInput, match="not an intact SQLite file"), Store.open(path) as store:
+        for row in store.jobs():
+            store.history(row.id)
+        store.past_trials()
+
+
+@pytest.mark.parametrize("target", ["/dev/zero", "/dev/null"])
+def test_a_store_must_be_a_regular_file(path, target):
+    path.parent.mkdir()
+    path.symlink_to(target)
+    with pytest.raises(InvalidInput, match="must be a regular file"):
+        Store.open(path)
