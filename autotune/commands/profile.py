@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import shlex
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +84,13 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
             f"{options.output} must not hold a recording yet, but has a {JOB_FILE}; name another "
             "--output, or use --overwrite"
         )
+    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     clear_recording(folder)
-    with tempfile.TemporaryDirectory(prefix="autotune-profile-") as reports:
+    with (
+        _empty_folder_removed(folder, is_new),
+        tempfile.TemporaryDirectory(prefix="autotune-profile-") as reports,
+    ):
         settings = RecordSettings(
             folder=str(folder),
             steps=options.steps,
@@ -110,6 +116,17 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         "job": to_data(job),
     }
     return data, _text(job, options.output, peak_bytes)
+
+
+@contextmanager
+def _empty_folder_removed(folder: Path, is_new: bool) -> Iterator[None]:
+    """Remove a new folder in which nothing was written."""
+    try:
+        yield
+    finally:
+        if is_new:
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def _peak_bytes(folder: Path) -> int | None:

@@ -10,9 +10,9 @@ from rich.table import Table
 from autotune.canonical import to_data
 from autotune.commands.arguments import add_directory
 from autotune.commands.render.progress import first_line, short_name
-from autotune.commands.render.tables import plain_table, table_text
+from autotune.commands.render.tables import plain_table, table_text, terminal_width
 from autotune.jobs.overview import job_overview
-from autotune.jobs.results import taken_under
+from autotune.jobs.results import job_facts, taken_under
 from autotune.jobs.workspace import Workspace
 from autotune.records import CURRENT_SETUP, Measured
 from autotune.storage.store import Store
@@ -24,6 +24,8 @@ TRIAL_COLUMNS = (
     *("", "trial", "role", "strategy", "measured", "95 %", "quartiles", "steps", "predicted"),
     "what it does",
 )
+SPARE = ("quartiles", "steps", "predicted", "95 %")
+"""Columns that a narrow terminal leaves out, the least important first."""
 WINNER = "*"
 
 
@@ -51,7 +53,7 @@ def _job(workspace: Workspace, store: Store, job_id: str) -> tuple[dict[str, Any
     exported = decision.strategy_id if decision else None
     words: dict[str, str] = {}
     rows = (_row(trial, history, exported, words) for trial in history.trials)
-    table = plain_table(TRIAL_COLUMNS, rows)
+    table = plain_table(TRIAL_COLUMNS, rows, terminal_width(), SPARE)
     limits = f"{history.profiled.limits}\n" if history.profiled and history.profiled.limits else ""
     summary = f"not finished ({history.quality}); `autotune tune --resume` continues"
     if decision:
@@ -64,7 +66,8 @@ def _job(workspace: Workspace, store: Store, job_id: str) -> tuple[dict[str, Any
         summary += f"; {data['carrier']}"
     head = f"{job_id} ({data['status']}): {summary}"
     why = f"why: {decision.explanation}\n" if decision and decision.explanation else ""
-    return data, f"{table}{limits}{head}\n{why}report: {data['report']}"
+    facts = "".join(f"{fact}\n" for fact in job_facts(history))
+    return data, f"{table}{limits}{head}\n{why}{facts}report: {data['report']}"
 
 
 def _row(

@@ -24,7 +24,7 @@ from autotune.commands.render.terminal import Terminal
 from autotune.jobs.driver import Observer
 from autotune.jobs.files import Ask, refuse_lost_checkpoints, with_agreed_writes
 from autotune.jobs.places import Where, refuse_impossible
-from autotune.jobs.results import decision_text, taken_under, training_text
+from autotune.jobs.results import decision_text, job_facts, taken_under, training_text
 from autotune.jobs.settings import read_ports, read_settings, refuse_settings
 from autotune.jobs.signals import Interruption, terminable
 from autotune.jobs.tune import (
@@ -117,6 +117,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         "job": job.id,
         "decision": to_data(done.decision),
         "winner": done.winner,
+        "trial_count": len(done.history.trials),
         "best": str(done.results.export),
         "report": str(done.results.report),
         "tracking_uri": done.uri,
@@ -130,7 +131,14 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 def _text(job: Job, done: FinishedJob) -> str:
     return decision_text(
-        *(done.decision, done.results, done.uri, done.unsent, job.spec, done.winner, done.trained)
+        done.decision,
+        done.results,
+        done.uri,
+        done.unsent,
+        job.spec,
+        done.winner,
+        done.trained,
+        job_facts(done.history),
     )
 
 

@@ -30,6 +30,7 @@ def job_overview(
         "current_setup_s": history.reference_s,
         "reference_noise": history.reference_noise,
         "repeated": history.repeated,
+        "trial_count": len(history.trials),
         "trials": [_trial(trial, history) for trial in history.trials],
         "report": str(job_report(workspace, spec, job_id, history, decision)),
     }

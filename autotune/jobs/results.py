@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,14 @@ def job_report(
     if decision is None or not report.exists():
         write_report(report, spec, history, decision, export if decision else None)
     return report
+
+
+def job_facts(history: History) -> list[str]:
+    """Lines about the trials of a job: how many, and the overrun of emulated accelerators."""
+    facts = [f"trials   {history.counts}"]
+    if history.overrun_range:
+        facts.append(f"overrun  emulated accelerators were late by {history.overrun_range}")
+    return facts
 
 
 def taken_under(conditions: Conditions) -> str:
@@ -85,10 +94,12 @@ def decision_text(
     spec: JobSpec,
     winner: str = "",
     trained: Trained | None = None,
+    facts: Sequence[str] = (),
 ) -> str:
     """The final output of `autotune tune`, or its output before a kept training goes on.
 
     `winner`: the exported strategy in words. `trained`: the end of a kept training.
+    `facts`: as `job_facts` returns them.
     """
     # If the current setup stays, the reason already states it.
     headline = ""
@@ -99,9 +110,10 @@ def decision_text(
     lines = [
         f"{headline}{decision.reason}{taken_under(spec.conditions)}",
         *why,
+        *(f"  {fact}" for fact in facts),
         f"  export   {results.export}",
         f"  report   {results.report}",
-        f"  trials   mlflow ui --backend-store-uri {uri}",
+        f"  mlflow   mlflow ui --backend-store-uri {uri}",
     ]
     if decision.strategy_id != CURRENT_SETUP:
         lines.append(f"  use it   autotune run --strategy {results.export} -- {command}")

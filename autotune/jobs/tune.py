@@ -26,6 +26,7 @@ from autotune.storage.store import Store
 from autotune.strategy_space.plan import PlannedStrategy
 from autotune.tracking.tracker import ITEM_S, Tracker
 from autotune.tuning.explanation import Explainer, explained
+from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec
 from runtime_rewriter.world.command import read_command
 from runtime_rewriter.world.results import Trained
@@ -55,6 +56,7 @@ class FinishedJob:
     uri: str
     unsent: int
     winner: str
+    history: History
     trained: Trained | None = None
 
 
@@ -72,6 +74,7 @@ def create_job(workspace: Workspace, store: Store, settings: Settings, job_id: s
     store.create_job(job_id, spec)
     if spec.command != command:
         path = workspace.job(job_id) / COMMAND_FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             json.dump(command, file)
     return Job(job_id, spec, command)
@@ -187,7 +190,7 @@ def _written(
     tracker.keep(proposer.finish(history), [results.export, results.report])
     store.finish(job.id, decision)
     winner = history.in_words(decision.strategy_id)
-    return FinishedJob(decision, results, tracker.uri, tracker.flush(), winner)
+    return FinishedJob(decision, results, tracker.uri, tracker.flush(), winner, history)
 
 
 def open_tracker(

@@ -59,9 +59,8 @@ class Workspace:
         return self.directory / "mlflow-artifacts"
 
     def job(self, job_id: str) -> Path:
-        path = self.directory / job_id
-        path.mkdir(parents=True, exist_ok=True)
-        return path
+        """The job's folder, which the first file in it creates."""
+        return self.directory / job_id
 
 
 def latest_job(store: Store, unfinished: bool = False) -> str:

@@ -98,7 +98,7 @@ def _budget(spec: JobSpec) -> str:
     """The limits that the user gave."""
     limits = []
     if spec.max_trials < NO_LIMIT_TRIALS:
-        limits.append(f"{spec.max_trials} trials")
+        limits.append(f"{spec.max_trials} candidate trials")
     if spec.max_seconds < NO_LIMIT_S:
         limits.append(format_seconds(spec.max_seconds))
     return ", ".join(limits) or "none"

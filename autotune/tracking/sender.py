@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from autotune.tracking.connection import Connection, Metric
 from autotune.tracking.logged_models import save_model
 from autotune.tuning.events import Profiled, Proposed, TrialFinished
 from autotune.tuning.history import History
-from autotune.tuning.job import JobSpec
+from autotune.tuning.job import NO_LIMIT_S, NO_LIMIT_TRIALS, JobSpec
 
 Delivery = Callable[[Connection], None]
 """Sends one item. Raises `Unsendable`, and MLflow's exceptions."""
@@ -56,7 +57,7 @@ class Sender:
         if item.kind == "artifact":
             return _artifact(Path(item.body["path"]))
         assert item.kind == "finish", item.kind
-        return _finish(self._store.decision(self._job_id), history.elapsed_s)
+        return _finish(self._store.decision(self._job_id), history)
 
     def _event(self, seq: int, history: History) -> Delivery:
         before, until = self._around(seq, history)
@@ -83,8 +84,9 @@ def _start(spec: JobSpec) -> Delivery:
     scalars = {
         key: value for key, value in data.items() if isinstance(value, str | bool | int | float)
     }
+    limits = {"max_trials": NO_LIMIT_TRIALS, "max_seconds": NO_LIMIT_S}
     params = {
-        **scalars,
+        **{name: value for name, value in scalars.items() if value != limits.get(name)},
         "command": " ".join(spec.command),
         "simulators": " ".join(spec.simulators),
         "cluster": spec.cluster.name,
@@ -226,23 +228,27 @@ def _model(name: str, folder: Path) -> Delivery:
             raise Unsendable(f"{folder} is gone, so the simulator cannot be sent")
         save_model(mlflow, name, folder)
         shutil.rmtree(folder)
+        with suppress(OSError):  # other models wait in them
+            folder.parent.rmdir()
+            folder.parent.parent.rmdir()
 
     return deliver
 
 
-def _finish(decision: Decision | None, elapsed_s: float) -> Delivery:
+def _finish(decision: Decision | None, history: History) -> Delivery:
     status = "FAILED" if decision is None else "FINISHED"
+    elapsed_s = history.elapsed_s
+    metrics: list[Metric] = [("trials", float(len(history.trials)), 0)]
+    if decision is not None and decision.comparison is not None:
+        comparison = decision.comparison
+        metrics += [
+            ("time_ratio", comparison.ratio, 0),
+            ("time_ratio_low", comparison.low, 0),
+            ("time_ratio_high", comparison.high, 0),
+        ]
 
     def deliver(mlflow: Connection) -> None:
         if decision is not None:
-            metrics: list[Metric] = []
-            if decision.comparison is not None:
-                comparison = decision.comparison
-                metrics = [
-                    ("time_ratio", comparison.ratio, 0),
-                    ("time_ratio_low", comparison.low, 0),
-                    ("time_ratio_high", comparison.high, 0),
-                ]
             tags = {"autotune.exported": decision.strategy_id, "autotune.reason": decision.reason}
             mlflow.log_job(metrics, tags=tags, elapsed_s=elapsed_s)
             mlflow.log_file(to_data(decision), "decision.json")
@@ -262,6 +268,8 @@ def _measured_metrics(event: TrialFinished, outcome: Measured) -> list[Metric]:
     if event.interval is not None:
         metrics.append(("median_low_s", event.interval.low, 0))
         metrics.append(("median_high_s", event.interval.high, 0))
+    if outcome.overrun is not None:
+        metrics.append(("overrun", outcome.overrun, 0))
     if outcome.gradient_error is not None:
         metrics.append(("gradient_error", outcome.gradient_error, 0))
     return metrics

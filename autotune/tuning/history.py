@@ -303,12 +303,30 @@ class History:
         return neighbour_noise(self._reference_columns.median_s)
 
     @property
+    def counts(self) -> str:
+        """The number of trials in all, and of each role."""
+        candidates, compared = len(self.candidates), len(self.ab_trials)
+        references = len(self.trials) - candidates - compared
+        return (
+            f"{len(self.trials)} ({candidates} of candidates, {references} of the current setup, "
+            f"{compared} in the closing comparison)"
+        )
+
+    @property
+    def overrun_range(self) -> str:
+        """The overrun of emulated accelerators in words; empty where they are real."""
+        if not self.overruns:
+            return ""
+        low, high = min(self.overruns.values()), max(self.overruns.values())
+        return f"{low:.1%} to {high:.1%} of the profile's step"
+
+    @property
     def quality(self) -> str:
         """The quality of the search's measurements, for people."""
         noise = "unknown" if self.reference_noise is None else f"{self.reference_noise:.1%}"
         return (
             f"noise between runs of the current setup {noise}, {len(self.disturbed)} of "
-            f"{len(self.candidates)} trials disturbed, {self.repeated} repeated"
+            f"{len(self.candidates)} candidate trials disturbed, {self.repeated} repeated"
         )
 
     @property

@@ -153,13 +153,16 @@ def test_a_script_with_too_little_to_record_is_told_so(
 ) -> None:
     done = run(tmp_path, "--", *script, command=ALONE)
     assert done.returncode == 1 and message in done.stderr.splitlines()[-1]
+    assert tmp_path.exists(), "a folder of the user stays"
 
 
 def test_a_script_that_hangs_is_ended_and_its_last_output_shown(tmp_path) -> None:
     done = run(
-        tmp_path, "--timeout", "6s", "--", "--fault", "hang", "--fault-step", "0", command=ALONE
+        tmp_path / "new",
+        *("--timeout", "6s", "--", "--fault", "hang", "--fault-step", "0"),
+        command=ALONE,
     )
-    assert done.returncode == 1
+    assert done.returncode == 1 and not (tmp_path / "new").exists(), "no empty folder is left"
     assert "nothing was recorded within 6 s (--timeout)" in done.stderr
 
 

@@ -113,6 +113,8 @@ def assert_tracked_exactly_once(uri, history, decision):
         parent.info.status == "FINISHED"
         and parent.data.tags["autotune.exported"] == decision.strategy_id
     )
+    assert parent.data.metrics["trials"] == len(history.trials)
+    assert "max_seconds" not in parent.data.params, "there is no limit of time"
     assert parent.data.params["max_trials"] == "9" and parent.data.metrics[
         "time_ratio"
     ] == pytest.approx(decision.comparison.ratio)
@@ -240,6 +242,7 @@ def test_a_trained_simulator_is_registered_and_predicts_the_same_when_loaded(
         db.execute("UPDATE outbox SET state = 'waiting' WHERE kind = 'model'")
     simulator.save(store.path.parent / "unsent-models" / "job" / "linear")
     assert tracker.flush() == 0 and not store.rejected("job")
+    assert not (store.path.parent / "unsent-models").exists(), "no empty folder is left"
 
     client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
     [version] = client.search_model_versions("name = 'autotune-linear'")

@@ -88,7 +88,7 @@ def test_a_trial_whose_own_steps_changed_is_disturbed_without_any_reference():
 
 def test_the_noise_of_the_references_is_unknown_until_there_are_a_few():
     assert history_of("rrr", 1.0, 1.0, 1.0).reference_noise is None
-    unknown = "noise between runs of the current setup unknown, 0 of 0 trials disturbed"
+    unknown = "noise between runs of the current setup unknown, 0 of 0 candidate trials disturbed"
     assert unknown in history_of("r", 1.0).quality
     four = history_of("rrrr", 1.0, 1.0, 1.0, 1.0)
     assert four.reference_noise == 0.0 and four.noise == 0.01

@@ -362,7 +362,7 @@ def test_a_trial_during_which_the_machine_changed_is_repeated_once():
     assert (first.attempt, second.attempt) == (0, 1)
     assert second.number == first.number + 1 and history.repeated == 1
     assert {first.number, second.number} <= history.disturbed
-    disturbed = f"{len(history.disturbed)} of {len(history.candidates)} trials disturbed"
+    disturbed = f"{len(history.disturbed)} of {len(history.candidates)} candidate trials disturbed"
     assert f"{disturbed}, 1 repeated" in history.quality
 
 

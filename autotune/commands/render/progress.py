@@ -154,6 +154,8 @@ def _outcome(event: TrialFinished) -> str:
         text += f" ({outcome.stopped.value})"
     if event.unsteady:
         text += ", disturbed"
+    if outcome.overrun is not None:
+        text += f", overrun {outcome.overrun:.1%}"
     if request.predicted_s:
         text += f", predicted {format_seconds(request.predicted_s)}"
     return text

@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from io import StringIO
 
 from rich.console import Console, RenderableType
 
 WIDTH = 132
+GAP = "  "
+LAST_COLUMN = 36
+"""Characters that the last column needs at least, before less important columns are left out."""
 
 
-def plain_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """One line per row, columns aligned, cut at no width: for thousands of rows."""
-    lines = [tuple(header), *map(tuple, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        + "\n"
-        for line in lines
-    )
+def terminal_width() -> int | None:
+    """Columns of the terminal that standard output is; None for a file or a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def plain_table(
+    header: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    width: int | None = None,
+    spare: Sequence[str] = (),
+) -> str:
+    """One line per row, columns aligned: for thousands of rows.
+
+    With a `width`, columns named in `spare` are left out, in this order, as long as the last column
+    has no room; then lines are cut.
+    """
+    columns = list(zip(header, *rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    shown = list(range(len(columns)))
+    for name in spare if width is not None else ():
+        before = sum(widths[column] + len(GAP) for column in shown[:-1])
+        if width is None or before + min(widths[shown[-1]], LAST_COLUMN) <= width:
+            break
+        shown.remove(list(header).index(name))
+    cells = [[cell.ljust(widths[column]) for cell in columns[column]] for column in shown]
+    lines = (GAP.join(line).rstrip() for line in zip(*cells, strict=True))
+    return "".join(f"{_cut(line, width)}\n" for line in lines)
+
+
+def _cut(line: str, width: int | None) -> str:
+    return line if width is None or len(line) <= width else f"{line[: width - 1]}…"
 
 
 def table_text(table: RenderableType, width: int = WIDTH) -> str:

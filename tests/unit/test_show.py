@@ -1,0 +1,102 @@
+"""`autotune show`: one line per trial that fits the terminal, the winner marked, one count."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from synthetic_job import SyntheticWorld, drive, job_spec
+
+from autotune.commands import show
+from autotune.commands.render.tables import plain_table
+from autotune.jobs.results import job_facts
+from autotune.jobs.workspace import Workspace
+from autotune.records import CURRENT_SETUP, Measured
+from autotune.storage.store import Store
+from autotune.tuning.events import TrialFinished
+from autotune.tuning.history import History
+from autotune.tuning.tuner import Finish
+
+SPEC = job_spec()
+LINE = "predicted 60 ms, measured 61 ms (+1.7%: within ± 2%, the noise of measurements)"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("jobs")
+    history, end = drive(SPEC, SyntheticWorld({5: 0.06}))
+    assert isinstance(end, Finish) and end.decision.strategy_id != CURRENT_SETUP
+    with Store.open(path / "autotune.db") as store:
+        store.create_job("job", SPEC)
+        for seq, event in enumerate(history.events):
+            store.append("job", seq, event)
+        store.finish("job", replace(end.decision, explanation=LINE))
+    return path
+
+
+def shown(folder: Path, monkeypatch: pytest.MonkeyPatch, width: int | None) -> list[str]:
+    monkeypatch.setattr(show, "terminal_width", lambda: width)
+    data, text = show.run(Namespace(directory=folder, job="job"))
+    lines: list[str] = text.splitlines()
+    assert len(data["trials"]) == data["trial_count"]
+    return lines
+
+
+@pytest.mark.parametrize("width", [80, 100, 132, None])
+def test_every_trial_is_one_line_that_fits(folder, monkeypatch, width) -> None:
+    lines = shown(folder, monkeypatch, width)
+    with Store.open(folder / "autotune.db") as store:
+        history, decision = store.history("job"), store.decision("job")
+        counted = store.jobs()[0].trials
+    assert decision is not None and counted == len(history.trials)
+    rows = lines[1 : 1 + len(history.trials)]
+    assert width is None or all(len(line) <= width for line in lines[: len(rows) + 1])
+    marked = [line.split()[1] for line in rows if line.startswith("*")]
+    winners = [t for t in history.trials if t.request.strategy_id == decision.strategy_id]
+    assert marked == [str(trial.request.number) for trial in winners] and winners
+    words = history.in_words(decision.strategy_id)
+    assert all(words[:20] in row for row in rows if row.startswith("*"))
+    assert ("quartiles" in lines[0]) is (width is None or width > 120)
+    assert f"why: {LINE}" in lines
+    assert f"trials   {history.counts}" in lines and history.counts.startswith(f"{counted} (")
+
+
+def test_the_counts_of_all_roles_add_up() -> None:
+    history, _ = drive(SPEC, SyntheticWorld({5: 0.06}))
+    numbers = [
+        int(word.strip("(),")) for word in history.counts.split() if word.strip("(,").isdigit()
+    ]
+    assert numbers[0] == len(history.trials) == sum(numbers[1:])
+
+
+def test_the_overrun_of_emulated_accelerators_is_a_fact() -> None:
+    history, _ = drive(SPEC, SyntheticWorld({5: 0.06}))
+    assert [fact.split()[0] for fact in job_facts(history)] == ["trials"]
+    late = tuple(
+        replace(event, outcome=replace(event.outcome, overrun=0.02))
+        if isinstance(event, TrialFinished) and isinstance(event.outcome, Measured)
+        else event
+        for event in history.events
+    )
+    facts = job_facts(History(late, SPEC.deviation))
+    assert facts[1] == (
+        "overrun  emulated accelerators were late by 2.0% to 2.0% of the profile's step"
+    )
+
+
+def test_spare_columns_go_before_the_last_one_is_cut() -> None:
+    header = ("name", "spare", "more", "text")
+    rows = [("a", "#" * 20, "=" * 20, "z" * 40)]
+    wide = plain_table(header, rows, 200, ("spare", "more"))
+    assert "#" in wide and "=" in wide
+    narrower = plain_table(header, rows, 70, ("spare", "more"))
+    assert "#" not in narrower and "=" in narrower and "z" * 36 in narrower
+    narrow = plain_table(header, rows, 30, ("spare", "more"))
+    assert narrow.splitlines()[1].endswith("z…") and max(map(len, narrow.splitlines())) == 30
+
+
+def test_a_job_has_no_folder_before_its_first_file(tmp_path) -> None:
+    workspace = Workspace.create(tmp_path / "jobs")
+    assert not workspace.job("job").exists()
