@@ -31,6 +31,7 @@ from autotune.storage.store import Store
 from autotune.strategy_space.plan import PlannedStrategy, plan
 from autotune.tracking.tracker import Tracker, mlflow_environment
 from autotune.tuning.history import History
+from autotune.tuning.job import NO_LIMIT_S
 from autotune.tuning.tuner import Finish
 
 WORLD = SyntheticWorld(
@@ -39,7 +40,7 @@ WORLD = SyntheticWorld(
     fails=lambda request: request.strategy_id == strategy(1).id,
     factor=lambda number: 1.6 if 1 <= number <= 5 else 1.0,
 )
-SPEC = job_spec(max_trials=9, ab_pairs=6)
+SPEC = job_spec(max_trials=9, ab_pairs=6, max_seconds=NO_LIMIT_S)
 
 
 pytestmark = pytest.mark.filterwarnings(
