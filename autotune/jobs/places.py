@@ -146,8 +146,8 @@ def _ray(
     # Two jobs may emulate the same cluster at the same time.
     name = f"{safe_name(cluster.name)[:NAME_CHARACTERS]}-{os.getpid()}"
     with running(cluster, name=name, byte_scale=conditions.byte_scale) as bed:
-        say(f"starting Ray on the {len(bed.hosts)} hosts of testbed {bed.name}")
-        with ray_nodes(bed) as head, entered(bed.hosts[0].namespace):
+        say(f"starting Ray on the first host of testbed {bed.name}")
+        with ray_nodes(bed, say) as head, entered(bed.hosts[0].namespace):
             place = RayPlace(
                 head.address,
                 one_machine=True,

@@ -14,6 +14,7 @@ from autotune.errors import InvalidInput, LaunchError
 from autotune.jobs.driver import Observer, drive
 from autotune.jobs.files import protected_folders
 from autotune.jobs.places import Ranks, Where, placed_world, refuse_elsewhere
+from autotune.jobs.preparation import prepare_in_background
 from autotune.jobs.results import Results, write_results
 from autotune.jobs.settings import Settings
 from autotune.jobs.workspace import Workspace, latest_job, new_job_id, use_mlflow_quietly
@@ -148,6 +149,7 @@ def run_job(
         protected_folders(spec, script, workspace, job.id),
         spec.continue_training,
     )
+    prepare_in_background()
     try:
         with placed_world(where, spec.cluster, spec.conditions, ranks, waiting) as world:
             decision = drive(job.id, spec, store, world, proposer, observers, began_s)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,29 +37,46 @@ class RayHead:
 
 
 @contextlib.contextmanager
-def ray_nodes(bed: Testbed) -> Iterator[RayHead]:
+def ray_nodes(bed: Testbed, say: Callable[[str], None]) -> Iterator[RayHead]:
     """One node per host, with one CPU per device; all end with the block, or with this process.
 
+    The first one is up before the others start, at the same time. `say` gets what it waits for.
     Their files are in the testbed's scratch directory. Raises `LaunchError` with Ray's output if a
     node does not start.
     """
     head = RayHead(f"{bed.hosts[0].address}:{HEAD_PORT}", secrets.token_hex(32))
-    # No prefix, as Ray puts Unix sockets in it: see `state.LONGEST_SCRATCH_BYTES`.
-    session = tempfile.TemporaryDirectory(dir=bed.scratch, prefix="", ignore_cleanup_errors=True)
-    with session as directory, contextlib.ExitStack() as nodes:
-        # One by one: nodes of one machine number their files in a shared session directory.
-        for number, host in enumerate(bed.hosts):
-            process = _start(host, number == 0, head, Path(directory))
-            nodes.callback(_stop, process)
-            _await(host, process, _log(Path(directory), host))
+    processes: list[subprocess.Popen[bytes]] = []
+    with contextlib.ExitStack() as directories, contextlib.ExitStack() as nodes:
+        nodes.callback(_stop, processes)
+
+        def start(host: BedHost) -> Path:
+            # Nodes of one machine number their files, so each has a directory of its own. No
+            # prefix, as Ray puts Unix sockets in it: see `state.LONGEST_SCRATCH_BYTES`.
+            directory = tempfile.TemporaryDirectory(
+                dir=bed.scratch, prefix="", ignore_cleanup_errors=True
+            )
+            path = Path(directories.enter_context(directory))
+            processes.append(_start(host, host is bed.hosts[0], head, path))
+            return _log(path, host)
+
+        first, *others = bed.hosts
+        log = start(first)
+        _await(first, processes[0], log)
+        if others:
+            say(f"starting Ray on the other {len(others)} hosts of testbed {bed.name}")
+        logs = [start(host) for host in others]
+        for host, process, log in zip(others, processes[1:], logs, strict=True):
+            _await(host, process, log)
         yield head
 
 
 def _start(host: BedHost, is_head: bool, head: RayHead, directory: Path) -> subprocess.Popen[bytes]:
     port = ("--head", "--port", str(HEAD_PORT))
-    role = [*port, "--include-dashboard", "false", "--temp-dir", str(directory)]
+    role = [*port, "--include-dashboard", "false", "--no-monitor"]
     if not is_head:
         role = ["--address", head.address]
+    # Nobody reads what these would collect, and each takes a core for a part of a second.
+    role += ["--temp-dir", str(directory), "--include-log-monitor", "false"]
     resources = ["--num-cpus", str(host.devices), "--object-store-memory", str(OBJECT_STORE_BYTES)]
     # -P: import nothing from the user's directory
     ray = [sys.executable, "-P", "-m", "ray.scripts.scripts"]
@@ -106,12 +123,15 @@ def _await(host: BedHost, process: subprocess.Popen[bytes], log: Path) -> None:
         time.sleep(POLL_S)
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
     """Stop by SIGTERM, then by SIGKILL. The testbed's removal ends what is left, or raises."""
-    process.terminate()
-    try:
-        process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_TIMEOUT_S)
+    for process in processes:
+        process.terminate()
+    deadline_s = time.monotonic() + STOP_TIMEOUT_S
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_TIMEOUT_S)

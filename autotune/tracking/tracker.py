@@ -101,8 +101,11 @@ class Tracker:
         """Do nothing: there is no event yet."""
 
     def recorded(self, event: Event, history: History) -> None:
-        """Send the outbox, for as long as fits between two trials; it holds the event already."""
-        if self._clock() >= self._open_until_s:
+        """Send the outbox, for as long as fits between two trials; it holds the event already.
+
+        Nothing is sent before the first candidate trial, which would wait for MLflow's import.
+        """
+        if history.candidates and self._clock() >= self._open_until_s:
             self._send(history, BETWEEN_TRIALS_S)
 
     def keep(self, trained: Mapping[str, Simulator], files: Sequence[Path]) -> None:

@@ -35,7 +35,7 @@ from runtime_rewriter.probe.operations import (
     UNDER_LOAD,
 )
 from runtime_rewriter.probe.pairs import PairProbe, Report
-from runtime_rewriter.probe.rounds import spread_of, suspects
+from runtime_rewriter.probe.rounds import STEADY, on_a_line, spread_of, suspects
 from runtime_rewriter.pytorch.exchange.device import Device
 from runtime_rewriter.pytorch.exchange.ranks import SynchronizerGroups
 
@@ -46,8 +46,6 @@ LOADED_BYTES = tuple(2**power for power in (16, 18, 20, 22))
 FEWEST_REPEATS = 3
 BATCH_REPEATS = 5
 MOST_REPEATS = 40
-STEADY = 0.03
-"""A relative interquartile range that needs no more repeats."""
 WARM_S = 0.3
 MOST_WARM = 4
 """Untimed messages before each point, as far as they fit into `WARM_S`. TCP's windows grow to the
@@ -93,10 +91,14 @@ def probe_links(
 ) -> tuple[ProbeSeries, ...]:
     """The short probe. Collective over the group (None: the world); the same series on every rank.
 
-    `devices`: ranks per host, in rank order. With a `byte_scale` of k a message of S bytes is sent
+    It repeats a point `BATCH_REPEATS` times: the fit counts no more repeats that follow one another
+    (`link_fit.INDEPENDENT_REPEATS`). It leaves out sizes beyond those of a steady line. `devices`:
+    ranks per host, in rank order. With a `byte_scale` of k a message of S bytes is sent
     as S/k, on links that have 1/k of their rate.
     """
-    with _prober(process_group, deadline_s, devices, byte_scale, lambda _: None) as prober:
+    with _prober(
+        process_group, deadline_s, devices, byte_scale, lambda _: None, short=True
+    ) as prober:
         prober.run_pass(prober.series_on(prober.groups[:1], EVERYWHERE), SIZES_BYTES, 0.55)
         prober.run_pass(prober.series_on(prober.groups[1:], EVERYWHERE), SIZES_BYTES, 0.85)
         prober.repair(1.0)
@@ -116,7 +118,7 @@ def probe_cluster(
     With `computing`, also messages while every rank computes. Every rank calls `report` with a
     description of each measurement.
     """
-    with _prober(process_group, budget_s, devices, byte_scale, report) as prober:
+    with _prober(process_group, budget_s, devices, byte_scale, report, short=False) as prober:
         world, others = prober.groups[:1], prober.groups[1:]
         links = ProbedLinks()
         if world:
@@ -142,6 +144,7 @@ def _prober(
     devices: tuple[int, ...],
     byte_scale: float,
     report: Report,
+    short: bool,
 ) -> Iterator[_Prober]:
     """A prober whose groups last for one probe; without groups for a single rank."""
     timeout_s = budget_s + TIMEOUT_MARGIN_S
@@ -149,7 +152,7 @@ def _prober(
     try:
         probe_groups = ProbeGroups(world, devices, timeout_s)
         try:
-            yield _Prober(world, probe_groups.groups, budget_s, byte_scale, report)
+            yield _Prober(world, probe_groups.groups, budget_s, byte_scale, report, short)
         finally:
             probe_groups.destroy()
     finally:
@@ -164,6 +167,7 @@ class _Prober:
         budget_s: float,
         byte_scale: float,
         report: Report,
+        short: bool,
     ) -> None:
         self.world = world
         self.groups = groups
@@ -171,6 +175,8 @@ class _Prober:
         self._queued = self.device.queues(world.base)
         self._byte_scale = byte_scale
         self._report = report
+        self._short = short
+        self._most_repeats = BATCH_REPEATS if short else MOST_REPEATS
         self._start_s = time.perf_counter()
         self._budget_s = budget_s
         self._points: dict[_Series, dict[int, ProbePoint]] = {}
@@ -201,6 +207,8 @@ class _Prober:
         """Every size of every series for which there is time; smallest sizes first."""
         todo = [(one, size) for size in sizes for one in series if self._fits_memory(one, size)]
         for number, (one, size) in enumerate(todo):
+            if self._short and self._on_a_line(one):
+                continue
             expected_s = self._expected_s(one, size)
             share_s = self.grant(FEWEST_REPEATS * expected_s, len(todo) - number, end)
             if share_s > 0:
@@ -244,6 +252,16 @@ class _Prober:
         collected_bytes = size / self._byte_scale * one.group.size
         return one.primitive not in COLLECTED or collected_bytes <= MOST_COLLECTED_BYTES
 
+    def _on_a_line(self, one: _Series) -> bool:
+        """Whether the last three points are steady and on one line, the last two of them large."""
+        points = self._points.get(one, {})
+        last = [points[size] for size in sorted(points)[-3:]]
+        return len(last) == 3 and on_a_line(
+            [point.size_bytes / self._byte_scale for point in last],
+            [point.seconds for point in last],
+            max(point.spread for point in last),
+        )
+
     def _expected_s(self, one: _Series, size: int) -> float:
         """In proportion to the next smaller size, which is an upper bound; 0: unknown."""
         known, factor = self._points.get(one, {}), 1.0
@@ -279,7 +297,7 @@ class _Prober:
             repeats += seconds.tolist()
             more_s = sum(repeats) + batch * fmean(repeats)
             steady = len(repeats) > batch and spread_of(repeats) <= STEADY
-            if len(repeats) + batch > MOST_REPEATS or more_s > share_s or steady:
+            if len(repeats) + batch > self._most_repeats or more_s > share_s or steady:
                 break
         if lost is not None and operation is not None:
             taken_s = lost.per_message_s(len(repeats))

@@ -28,6 +28,11 @@ NEARLY = 0.9
 """A host with this share of the fastest bandwidth is one of the fastest."""
 MAX_AT_ONCE = 8
 """With more hosts, the disjoint pairs of a round are probed at the same time."""
+STEADY = 0.03
+"""A relative interquartile range that needs no more repeats; also the relative error of a good line
+(`link_fit.TOLERANCE`)."""
+BANDWIDTH_BOUND = 0.9
+"""Share of a message's time that grows with its bytes, from which on latency decides nothing."""
 SUSPECT_SPREAD = 0.15
 """A smaller spread is no reason to repeat a probe, however steady the others are."""
 SUSPECT_FACTOR = 2.5
@@ -56,6 +61,20 @@ def suspects(
     least_of_larger = np.array([t[s > size].min(initial=np.inf) for size in s])
     badness = np.maximum(too_wide, FALLING * t / least_of_larger)
     return tuple(int(index) for index in np.argsort(-badness, kind="stable") if badness[index] > 1)
+
+
+def on_a_line(sizes_bytes: Sequence[float], seconds: Sequence[float], spread: float) -> bool:
+    """Whether larger messages are on the line of these three probes, of ascending sizes.
+
+    So it is if the link's bandwidth decides about the last one, the line through the first two
+    shows it, and the last two are large. `spread`: the largest of the three, twice the error of
+    the median of a few repeats.
+    """
+    (s0, s1, s2), (t0, t1, t2) = sizes_bytes, seconds
+    slope_s = (t1 - t0) / (s1 - s0)
+    expected_s = t1 + slope_s * (s2 - s1)
+    steady = spread <= 2 * STEADY and abs(t2 - expected_s) <= STEADY * t2
+    return steady and s1 >= LARGE_BYTES and slope_s * s2 >= BANDWIDTH_BOUND * t2
 
 
 def pair_cost(

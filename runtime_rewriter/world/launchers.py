@@ -1,7 +1,8 @@
 """Reads the options of launchers: `env`, `uv run`, torchrun, `accelerate launch`, Open MPI's
 `mpirun`.
 
-torchrun's and accelerate's own parsers read their options, so that all are known.
+torchrun's and accelerate's own parsers read their options, so that all are known. The most common
+ones of torchrun are read without its parser, which is slow to import.
 """
 
 # mypy: allow-untyped-calls
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -76,8 +78,52 @@ def without_uv(words: list[str]) -> list[str]:
     return rest
 
 
+_PLAIN_TORCHRUN = re.compile(
+    r"(--standalone|(--nproc[-_]per[-_]node|--nnodes)=[0-9]+)$", flags=re.ASCII
+)
+
+
 def read_torchrun(words: list[str]) -> ScriptCommand:
     """The options and the script of `torchrun`."""
+    return _read_plain_torchrun(words) or _read_any_torchrun(words)
+
+
+def _read_plain_torchrun(words: list[str]) -> ScriptCommand | None:
+    """The command if it only has a number of ranks and of nodes, which most have; else None.
+
+    torch's own parser would import torch, during which nothing else can start.
+    """
+    if any(name.startswith("PET_") for name in os.environ):  # torchrun's own variables
+        return None
+    options: list[str] = []
+    counts = {"nproc": 1, "nnodes": 1}
+    rest = list(words)
+    while rest and rest[0].startswith("--") and rest[0] != "--module":
+        separate = "=" not in rest[0] and rest[0] != "--standalone"
+        taken = rest[: 1 + separate]
+        if not _PLAIN_TORCHRUN.match("=".join(taken)):
+            return None
+        name, _, value = "=".join(taken).partition("=")
+        if value:
+            counts[name[2:].replace("_", "-").partition("-")[0]] = int(value)
+        options += taken
+        rest = rest[len(taken) :]
+    is_module = rest[:1] in (["-m"], ["--module"])
+    rest = rest[is_module:]
+    if not rest or rest[0].startswith("-") or 0 in counts.values():
+        return None
+    return ScriptCommand(
+        target=rest[0],
+        arguments=tuple(rest[1:]),
+        is_module=is_module,
+        workers=counts["nproc"] * counts["nnodes"],
+        torchrun_options=tuple(options),
+        nodes=counts["nnodes"],
+    )
+
+
+def _read_any_torchrun(words: list[str]) -> ScriptCommand:
+    """The command as torch's own parser reads it."""
     from torch.distributed.run import determine_local_world_size, get_args_parser
 
     parser = get_args_parser()

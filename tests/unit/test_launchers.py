@@ -9,6 +9,7 @@ import pytest
 
 from autotune.errors import InvalidInput
 from runtime_rewriter.world.command import read_command, with_launcher
+from runtime_rewriter.world.launchers import _read_any_torchrun, _read_plain_torchrun
 from runtime_rewriter.world.script_command import ScriptCommand
 
 
@@ -56,6 +57,28 @@ def test_a_launcher_is_read_as_its_user_means_it(command: str) -> None:
     script = read(command)
     assert (script.target, script.is_module, script.workers) == (target, is_module, workers)
     assert script.arguments == ("--lr", "1")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train.py --nproc-per-node 3",
+        "--nproc-per-node 4 train.py --lr 1",
+        "--nproc_per_node=2 --nnodes 3 --standalone train.py -m x",
+        "--standalone --nnodes=1 --nproc-per-node 8 -m pkg.train --lr 1",
+        "--module pkg.train",
+    ],
+)
+def test_plain_options_of_torchrun_mean_what_its_own_parser_reads(words: str) -> None:
+    plain = _read_plain_torchrun(words.split())
+    assert plain == _read_any_torchrun(words.split())
+
+
+@pytest.mark.parametrize(
+    "words", ["--nproc-per-node gpu a.py", "--nnodes 1:4 a.py", "--max-restarts 1 a.py", "-- a.py"]
+)
+def test_other_options_of_torchrun_are_left_to_its_own_parser(words: str) -> None:
+    assert _read_plain_torchrun(words.split()) is None
 
 
 def test_variables_of_the_command_reach_the_ranks() -> None:

@@ -13,6 +13,7 @@ from runtime_rewriter.probe.rounds import (
     MAX_AT_ONCE,
     first_rounds,
     last_rounds,
+    on_a_line,
     pair_cost,
     spread_of,
     suspects,
@@ -115,3 +116,17 @@ STEADY = [0.02, 0.03, 0.02, 0.03]
 )
 def test_disturbed_measurements_are_repeated_worst_first(seconds, spreads, expected) -> None:
     assert suspects([1.0, 2.0, 4.0, 8.0], seconds, spreads) == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seconds", "spread", "expected"),
+    [
+        ([2**18, 2**20, 2**22], [0.0035, 0.0131, 0.0515], 0.02, True),
+        ([2**18, 2**20, 2**22], [0.0035, 0.0131, 0.0515], 0.10, False),  # too rough to know
+        ([2**18, 2**20, 2**22], [0.0035, 0.0131, 0.0580], 0.02, False),  # slower than the line
+        ([2**18, 2**20, 2**22], [0.0300, 0.0310, 0.0350], 0.02, False),  # mostly latency
+        ([2**14, 2**16, 2**18], [0.0003, 0.0009, 0.0033], 0.02, False),  # sockets hide it
+    ],
+)
+def test_larger_messages_are_known_once_bandwidth_decides(sizes, seconds, spread, expected) -> None:
+    assert on_a_line(sizes, seconds, spread) is expected
