@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
             tracker = open_tracker(
                 workspace, store, job.id, options.tracking_uri, options.experiment
             )
-            with ConsoleProgress(job.spec, console) as progress:
+            with ConsoleProgress(job.spec, console, began_s) as progress:
                 observers: list[Observer] = [progress, tracker, interruption]
                 training = _KeptTraining(job, options, progress, interruption)
                 done = run_job(

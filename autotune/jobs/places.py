@@ -119,6 +119,7 @@ def placed_world(
             probe_s=ranks.probe_s,
             protected=ranks.protected,
             keeps_training=ranks.keeps_training,
+            say=say,
         )
         try:
             yield world
@@ -138,6 +139,7 @@ def _ray(
             anchor="no-ray",
         )
     if conditions.network is not Network.EMULATED:
+        say("starting Ray" if where.address is None else f"connecting to Ray at {where.address}")
         place = RayPlace(where.address, where.shared_directory, bare=where.bare)
         with _connected(place, workers) as ray:
             yield ray, tuple(host.address for host in cluster.hosts)

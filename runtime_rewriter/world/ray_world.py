@@ -21,6 +21,7 @@ from runtime_rewriter.world.ray_cluster import (
     Room,
     WorkerPlace,
 )
+from runtime_rewriter.world.running import Report
 from runtime_rewriter.world.script_command import ScriptCommand
 from runtime_rewriter.world.views import Protected
 from runtime_rewriter.world.worker import Polled, WorkerLost, carried_environment
@@ -164,6 +165,7 @@ def ray_world(
     probe_s: float = PROBE_S,
     protected: Protected | None = None,
     keeps_training: bool = False,
+    say: Report = lambda what: None,
 ) -> World:
     """The world of `command` on `workers` ranks of this Ray cluster.
 
@@ -171,7 +173,8 @@ def ray_world(
     node's address, and the first host's ranks come first. Otherwise Ray packs the ranks.
     `conditions` state what is emulated (the caller emulates the network). Emulated accelerators
     wait for the times of `given_profile`. Every start of the script gets a fresh view of the
-    `protected` folders; None: its writes are real. `World` explains `keeps_training`.
+    `protected` folders; None: its writes are real. `World` explains
+    `keeps_training`; `say` gets what it waits for.
     """
     rooms = tuple(
         (ranks, addresses[host] if host < len(addresses) else "")
@@ -205,6 +208,7 @@ def ray_world(
         given_profile,
         probe_s,
         keeps_training,
+        say,
     )
 
 

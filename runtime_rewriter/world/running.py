@@ -57,8 +57,9 @@ Report = Callable[[str], None]
 class RunningScript:
     """`place()` finds room for the workers; it is called again when a worker itself was lost.
 
-    All methods raise `LaunchError` if the script does not start or cannot be tuned. With
-    `keeps_training` it starts once, and they raise `TrainingEnded` after its own end.
+    `say` gets what it waits for. All methods raise `LaunchError` if the script does not start or
+    cannot be tuned. With `keeps_training` it starts once, and they raise `TrainingEnded` after its
+    own end.
     """
 
     def __init__(
@@ -66,9 +67,11 @@ class RunningScript:
         place: Callable[[], Placement],
         step_timeout_s: float,
         start_timeout_s: float,
+        say: Report,
         keeps_training: bool = False,
     ) -> None:
         self._place = place
+        self.say = say
         self._keeps_training = keeps_training
         self.ended_steps: int | None = None
         """Steps of the script when it last came to its own end."""
@@ -288,7 +291,9 @@ class RunningScript:
 
     def _start_ranks(self) -> None:
         if self._placement is None:
+            self.say("placing the workers")
             self._placement = self._place()
+        self.say(f"starting the script on {len(self._placement.workers)} ranks")
         launch = self._placement.launch()
         self._log_paths = launch.log_paths
         words = list(launch.command.as_python_words())

@@ -55,7 +55,8 @@ class World:
     """All ranks of one script.
 
     Emulated accelerators wait for the times of `given_profile`, or for those that rank 0 takes to
-    compute alone. Raises `InvalidInput` for a profile without these times.
+    compute alone. `say` gets what the world waits for. Raises `InvalidInput` for a profile without
+    these times.
 
     `keeps_training`: the trials are steps of a training that goes on. The script then starts once:
     methods raise `TrainingEnded` when it has come to its end, and `LaunchError` after a failure.
@@ -71,10 +72,11 @@ class World:
         given_profile: Workload | None = None,
         probe_s: float = PROBE_S,
         keeps_training: bool = False,
+        say: Report = lambda what: None,
     ) -> None:
         if given_profile is not None:
             timetable_of(given_profile)
-        self._script = RunningScript(place, step_timeout_s, start_timeout_s, keeps_training)
+        self._script = RunningScript(place, step_timeout_s, start_timeout_s, say, keeps_training)
         self._policy = policy
         self._emulated = accelerators is Accelerators.EMULATED
         self._given_profile = given_profile
@@ -107,6 +109,7 @@ class World:
         script = self._script
         script.emulated = workload
         if script.running:
+            script.say("starting the emulated accelerators")
             answers = script.instruct(
                 StartEmulation(workload), EmulationAnswer, script.step_timeout_s
             )
@@ -130,6 +133,9 @@ class World:
         instruction = StartProfile(
             PROFILE_STEPS if given is None else 0, self._probe_s, self._emulated
         )
+        self._script.ensure_running()
+        probing = f"probing the links (at most {self._probe_s:.0f} s), then " * (self._probe_s > 0)
+        self._script.say(f"{probing}profiling {PROFILE_STEPS} steps")
         silence_s = self._probe_s + self._script.step_timeout_s
         answers = _demand(
             self._script.instruct(instruction, ProfileAnswer, silence_s),

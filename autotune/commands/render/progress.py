@@ -1,7 +1,11 @@
-"""Progress of a job on stderr: a line per event, with the best step time and the time left."""
+"""Progress of a job on stderr: a line per event, with the best step time and the time left.
+
+Before the first trial, a line per phase, and one whenever nothing was printed for `QUIET_S`.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
 
 from rich.console import Console
@@ -10,7 +14,7 @@ from rich.markup import escape
 from autotune.records import CURRENT_SETUP, Measured, Role, Stopped
 from autotune.tuning.events import Event, Profiled, Proposed, TrialFinished
 from autotune.tuning.history import History
-from autotune.tuning.job import JobSpec
+from autotune.tuning.job import NO_LIMIT_S, JobSpec
 from autotune.tuning.tuner import (
     Instruction,
     ProfileWorkload,
@@ -22,35 +26,55 @@ from autotune.tuning.tuner import (
 from autotune.units import format_bytes, format_seconds
 
 TRAINED_EVERY_S = 60.0
+QUIET_S = 5.0
+"""Longest silence before the first trial."""
 _ROLES = {Role.CANDIDATE: "trial", Role.REFERENCE: "reference", Role.AB: "A/B"}
 
 
 class ConsoleProgress:
-    """An observer of the driver. A terminal also shows the current activity below the lines."""
+    """An observer of the driver. A terminal also shows the current activity below the lines.
 
-    def __init__(self, spec: JobSpec, console: Console) -> None:
+    `began_s`: when the command began, on the monotonic clock; None: now.
+    """
+
+    def __init__(self, spec: JobSpec, console: Console, began_s: float | None = None) -> None:
         self._spec, self._console = spec, console
-        self._status = console.status("starting the workers", spinner="dots")
-        self._began_s = time.monotonic()
+        self._status = console.status("", spinner="dots")
+        self._began_s = time.monotonic() if began_s is None else began_s
+        self._phase = ""
+        self._printed_s = self._began_s
+        self._tried = threading.Event()
+        """A candidate was tried, or the job has ended: no more lines about phases."""
         self._trained = (self._began_s, 0)
         """When the steps of a kept training were last printed, and their number."""
 
     def __enter__(self) -> ConsoleProgress:
         self._status.start()
+        threading.Thread(target=self._break_silence, name="progress", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._tried.set()
         self._status.stop()
 
+    def _break_silence(self) -> None:
+        while not self._tried.wait(QUIET_S / 5):
+            if self._phase and time.monotonic() - self._printed_s >= QUIET_S:
+                self.waiting(f"still {self._phase.removeprefix('still ')}")
+
     def waiting(self, what: str) -> None:
-        """Show the current activity before the first instruction."""
+        """Print the phase that begins, with the time since the command began."""
+        self._phase = what
         self._status.update(what)
+        if not self._tried.is_set():
+            now = _clock(time.monotonic() - self._began_s)
+            self._print(f"[dim]{now} {escape(what)}[/dim]")
 
     def started(self, instruction: Instruction, history: History) -> None:
         """Show the current activity."""
         if isinstance(instruction, ProfileWorkload):
-            what = "starting the script, profiling one replica, probing the links (under a minute)"
-        elif isinstance(instruction, Propose):
+            return  # the world says what it waits for
+        if isinstance(instruction, Propose):
             what = f"round {instruction.round}: sampling, training the simulators, ranking"
         elif isinstance(instruction, RunTrial):
             what = (
@@ -58,10 +82,14 @@ class ConsoleProgress:
             )
         else:
             what = "closing"
+        if not self._tried.is_set() and not history.candidates:
+            self.waiting(what)
         self._status.update(f"{what}  [dim]{self._time_left(history)}[/dim]")
 
     def recorded(self, event: Event, history: History) -> None:
         """Print the event."""
+        if history.candidates:
+            self._tried.set()
         if isinstance(event, Profiled):
             self._profiled(event)
         elif isinstance(event, Proposed):
@@ -121,25 +149,34 @@ class ConsoleProgress:
                 )
 
     def _print(self, text: str) -> None:
+        self._printed_s = time.monotonic()
         self._console.print(text, highlight=False, soft_wrap=True)
 
     def _line(self, history: History, text: str) -> None:
         self._print(f"[dim]{self._time_left(history)}[/dim] {text}")
 
     def _time_left(self, history: History) -> str:
-        """Elapsed time, and the remaining time of the budget that ends first."""
-        elapsed = history.elapsed_s
+        """Elapsed time, and the remaining time of the budget that ends first, if it is known."""
+        left_s = self._left_s(history)
+        eta = "" if left_s is None else f" (ETA {_clock(left_s)})"
+        return f"{_clock(history.elapsed_s)}{eta}"
+
+    def _left_s(self, history: History) -> float | None:
         if history.ab_trials:
-            left = closing_left_s(self._spec, history)
-            return f"{_clock(elapsed)} (ETA {_clock(left)})"
-        left = max(0.0, self._spec.max_seconds - elapsed)
+            return closing_left_s(self._spec, history)
+        elapsed_s, estimates_s = history.elapsed_s, []
+        if self._spec.max_seconds < NO_LIMIT_S:
+            estimates_s.append(max(0.0, self._spec.max_seconds - elapsed_s))
         done = len(history.candidates) - len(history.refused)
         if done >= 3:
             closing = 2 * self._spec.ab_pairs + self._spec.finalists
-            per_trial_s = elapsed / len(history.trials)
-            open_trials = max(0, self._spec.max_trials - done) + closing - len(history.ab_trials)
-            left = min(left, per_trial_s * open_trials)
-        return f"{_clock(elapsed)} (ETA {_clock(left)})"
+            per_trial_s = elapsed_s / len(history.trials)
+            estimates_s.append(per_trial_s * (max(0, self._spec.max_trials - done) + closing))
+        if not estimates_s:
+            return None
+        # The closing comparison follows, even if the time is over.
+        closing_s = least_budget_s(self._spec, history) - elapsed_s if history.candidates else 0.0
+        return max(closing_s, min(estimates_s))
 
 
 def _outcome(event: TrialFinished) -> str:
