@@ -15,6 +15,7 @@ from autotune.records import CURRENT_SETUP, Decision, Failed, Measured, Role, Tr
 from autotune.tuning.events import Profiled, TrialFinished
 from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec
+from autotune.tuning.prospects import nothing_to_win
 from autotune.tuning.statistics import Ended, PairRule, compare, enough_pairs, fewest_values
 
 
@@ -107,7 +108,7 @@ def contender(history: History) -> str | None:
 
 
 def _explore(spec: JobSpec, history: History) -> Instruction | None:
-    """The next candidate, reference or round; None if the space has nothing new."""
+    """The next trial or round, or the end; None if the space has nothing new."""
     if _candidates_since_reference(history) >= spec.reference_every:
         return _reference(spec, history)
     pending = _pending(spec, history)
@@ -117,7 +118,10 @@ def _explore(spec: JobSpec, history: History) -> Instruction | None:
         return None
     if history.rounds and _round_unbracketed(spec, history):
         return _reference(spec, history)
-    return Propose(len(history.rounds), min(spec.top_k, spec.max_trials - _trials_spent(history)))
+    left, rounds = spec.max_trials - _trials_spent(history), len(history.rounds)
+    if rounds > 1 and (reason := nothing_to_win(spec, history, left)):
+        return Finish(Decision(CURRENT_SETUP, reason, None, contender(history)))
+    return Propose(rounds, min(spec.top_k, left))
 
 
 def _pending(spec: JobSpec, history: History) -> RunTrial | None:

@@ -1,0 +1,81 @@
+"""Whether further trials can be expected to win anything.
+
+symbol   meaning                                                                 unit
+g        ln(step time of a strategy / that of the current setup), measured, (n,)  1
+front    the faster half of g, (f,)                                              1
+noise    relative standard deviation of a trial's median on a steady machine     1
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import NormalDist
+
+import numpy as np
+from scipy.special import chdtri, stdtrit
+
+from autotune.arrays import FloatArray
+from autotune.tuning.history import History
+from autotune.tuning.job import JobSpec
+
+FEWEST_FRONT = 3
+"""Strategies whose spread says something about that of others."""
+
+
+def nothing_to_win(spec: JobSpec, history: History, most_trials: int) -> str:
+    """Why no strategy is expected to beat the current setup by more than `ab_precision`.
+
+    Empty if one may. Ask after two rounds: then the search has learned from trials. No more than
+    `most_trials` are left, or as many as there is time for.
+    """
+    assert history.reference_s is not None
+    ranking = history.ranking()
+    trial_s = history.elapsed_s / len(history.trials)
+    further = min(most_trials, int((spec.max_seconds - history.elapsed_s) / trial_s))
+    g = [math.log(step_s / history.reference_s) for _, step_s in ranking]
+    bound = best_expected(g, history.noise, len(history.references), further, spec.confidence)
+    if bound < math.log(1 - spec.ab_precision):
+        return ""
+    best = math.exp(g[0]) - 1
+    fastest = f"{abs(best):.1%} {'slower' if best > 0 else 'faster'} than the current setup"
+    possible = max(0.0, 1 - math.exp(bound))
+    return (
+        f"nothing to win: the fastest of {len(g)} strategies is {fastest}, and with "
+        f"{spec.confidence:.0%} confidence {further} more trials would find a gain of at most "
+        f"{possible:.1%}, but {spec.ab_precision:.1%} is the precision asked for; so the current "
+        f"setup stays; {history.quality}"
+    )
+
+
+def best_expected(
+    g: Sequence[float], noise: float, references: int, further: int, confidence: float
+) -> float:
+    """Lower bound of g of the fastest strategy, measured or among `further` ones; -inf: unknown.
+
+    Differences that noise alone explains are removed first: every g moves towards their median by
+    the share noise^2 / variance (James and Stein, 1961), with the largest variance that the
+    confidence allows. Further strategies are taken to be like
+    the front, as the search proposes what looks fast. The bound of their smallest g is Student's
+    prediction limit, with the error probability divided by their number (Bonferroni); the error of
+    the front's own mean and of `references` runs of the current setup is subtracted.
+    """
+    values = np.asarray(g, dtype=np.float64)
+    f = (len(values) + 1) // 2
+    if f < FEWEST_FRONT or references == 0:
+        return -math.inf
+    tail = 1 - confidence
+    front = np.sort(_without_noise(values, noise, tail))[:f]
+    limit = float(stdtrit(f - 1, 1 - tail / max(1, further)))
+    spread = float(np.std(front, ddof=1)) * math.sqrt(1 + 1 / f)
+    error = NormalDist().inv_cdf(1 - tail) * noise * math.sqrt(1 / f + 1 / references)
+    return min(float(front[0]), float(front.mean()) - limit * spread) - error
+
+
+def _without_noise(values: FloatArray, noise: float, tail: float) -> FloatArray:
+    """The values, with as much spread as they may have beside the noise at this confidence."""
+    n, center, variance = len(values), float(np.median(values)), float(np.var(values, ddof=1))
+    largest = variance * (n - 1) / float(chdtri(n - 1, 1 - tail))
+    share = max(0.0, 1 - noise**2 / largest) if largest > 0 else 0.0
+    shrunk: FloatArray = center + share * (values - center)
+    return shrunk
