@@ -33,6 +33,7 @@ from runtime_rewriter.active import Session, active_session
 from runtime_rewriter.control import ControlClosed, ControlLine
 from runtime_rewriter.failures import kind_of_exception
 from runtime_rewriter.file_view import requested_view
+from runtime_rewriter.rank.lightning_ranks import lightning_hint
 from runtime_rewriter.scheduling import BYTE_SCALE, ROUND_ROBIN, take_round_robin
 
 MESSAGE_CHARACTERS = 6000
@@ -196,7 +197,8 @@ def _describe(error: BaseException) -> str:
         and not frame.filename.startswith("<frozen")
     ]
     where = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return masked(f"{type(error).__name__}: {error}{where}", secrets)[:MESSAGE_CHARACTERS]
+    hint = lightning_hint(error, os.environ)
+    return masked(f"{type(error).__name__}: {error}{where}{hint}", secrets)[:MESSAGE_CHARACTERS]
 
 
 def _die_with_parent() -> None:

@@ -1,9 +1,15 @@
-"""Scripts whose gradients nobody can plan: `unwrapped` or `sharded`."""
+"""Scripts whose gradients nobody can plan: `unwrapped` or `sharded`; or that die at once."""
 
 import sys
 
 import torch
 import torch.distributed as dist
+
+if sys.argv[1] == "missing":
+    import missing_module  # type: ignore[import-not-found] # noqa: F401
+
+if sys.argv[1] == "cuda":
+    torch.nn.Linear(8, 8).cuda()
 
 dist.init_process_group("gloo")
 model = torch.nn.Linear(8, 8)
