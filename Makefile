@@ -15,9 +15,16 @@ unexport PYTHONDONTWRITEBYTECODE
 
 setup: $(VENV)/.compiled
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+# Only files whose hashes are listed. A torch with CUDA needs its libraries; `pip check` says so, and
+# at the end that every requirement of pyproject.toml is pinned and installed.
+LOCKED := install --quiet --no-compile --no-deps --require-hashes --only-binary :all: --requirement
+
+$(VENV)/.installed: pyproject.toml constraints.txt constraints-cuda.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[tune,frameworks,dev,docs]'
+	$(BIN)/pip $(LOCKED) constraints.txt
+	$(BIN)/pip check >/dev/null || $(BIN)/pip $(LOCKED) constraints-cuda.txt
+	$(BIN)/pip install --quiet --no-compile --no-deps --no-build-isolation --editable .
+	$(BIN)/pip check >/dev/null || { $(BIN)/pip check; exit 1; }
 	touch $@
 
 # pip compiles the 300 MB of modules on one core; this uses all. A few of them are templates or for
