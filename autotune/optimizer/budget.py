@@ -2,9 +2,48 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from autotune.errors import InvalidInput
+
+
+class TimeUp(Exception):
+    """The deadline of a search has passed; what was found until then counts."""
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """When a search must end, in seconds of `clock`.
+
+    Work that grows with the number of variables calls `check` between its parts, which are short:
+    one strategy, plan, replay, or message of a pass.
+    """
+
+    end_s: float = math.inf
+    clock: Callable[[], float] = time.monotonic
+
+    @staticmethod
+    def after(seconds: float, clock: Callable[[], float] = time.monotonic) -> Deadline:
+        return Deadline(clock() + seconds, clock)
+
+    def share(self, share: float) -> Deadline:
+        """The deadline at which this share of the time that is left from now has passed."""
+        now_s = self.clock()
+        return Deadline(now_s + share * (self.end_s - now_s), self.clock)
+
+    def passed(self) -> bool:
+        return self.clock() > self.end_s
+
+    def check(self) -> None:
+        """Raise `TimeUp` if the deadline has passed."""
+        if self.passed():
+            raise TimeUp
+
+
+NO_DEADLINE = Deadline()
 
 
 @dataclass(frozen=True)
@@ -12,7 +51,8 @@ class Budget:
     """Limits of a whole search: replayed steps, ops of all replayed graphs, seconds of wall clock.
 
     Replays and ops are equal on every machine, so they decide; remembered replays count, too. The
-    seconds are a distant safety net, and a search that they end reports it.
+    seconds hold for any number of variables. They are a distant safety net by default, and a search
+    that they end reports it.
     """
 
     replays: int = 400

@@ -80,8 +80,9 @@ def merged(state: State, problem: Problem, pairs: Iterable[tuple[int, int]]) -> 
     return draft.written()
 
 
-def _root(into: Sequence[int], number: int) -> int:
+def _root(into: list[int], number: int) -> int:
     while into[number] != number:
+        into[number] = into[into[number]]  # halves the path, or thousands of pairs are quadratic
         number = into[number]
     return number
 
@@ -120,6 +121,7 @@ def like(state: State, problem: Problem, kinds: Mapping[int, Shard]) -> Strategy
     """
     draft = draft_of(state, problem)
     for number, shard in kinds.items():
+        problem.deadline.check()
         message = draft.messages[number]
         if draft.sparse_of(message) is SparseHandling.DENSE:
             plain = replace(shard, placement=None) if shard.synchronizer not in ROOTED else shard
@@ -134,6 +136,7 @@ def cut_variables(state: State, problem: Problem, shards: Mapping[int, int]) -> 
     """
     draft = draft_of(state, problem)
     for position, count in shards.items():
+        problem.deadline.check()
         variable = problem.workload.variables[position]
         parts = [m for m in draft.messages if any(member[0] == position for member in m.members)]
         holder = parts[0]

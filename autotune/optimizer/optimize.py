@@ -11,7 +11,7 @@ from autotune.costs.row_traffic import RowTraffic
 from autotune.dfg.replay import Timeline
 from autotune.errors import InvalidInput
 from autotune.optimizer.bounds import least_transfer_s
-from autotune.optimizer.budget import Budget
+from autotune.optimizer.budget import Budget, Deadline
 from autotune.optimizer.fused_time import ASSUMED, LaunchGaps
 from autotune.optimizer.registry import all_starts, default_passes
 from autotune.optimizer.replays import Replays
@@ -80,6 +80,7 @@ def optimize(
     speedups: Speedups | None = None,
     allowed: Callable[[Plan], bool] = lambda plan: True,
     memory: Callable[[Workload], Workload] | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Optimized:
     """Search the synchronization, and with an op graph the op fusion, with the shortest step.
 
@@ -88,11 +89,12 @@ def optimize(
     - `passes`: replaces `default_passes()`.
     - `allowed`: refuses further plans, such as those whose buffers do not fit.
     - `memory`: line 1 of Alg. 1; returns the workload that fits into memory (recomputation).
+    - `clock`: seconds, for the budget's.
 
     Equal inputs give equal results unless the result is `cut_short`. Raises `InvalidInput` if graph
     and workload do not belong together, or for a graph with `memory`.
     """
-    began_s = time.monotonic()
+    began_s, budget = clock(), budget or Budget()
     assumed_times = workload.source == "assumed"
     if memory is not None:
         if graph is not None:
@@ -108,17 +110,13 @@ def optimize(
         graph=graph,
         fused_s=fused_s or LaunchGaps(),
         speedups=speedups or Speedups(),
+        deadline=Deadline(began_s + budget.seconds, clock),
     )
     replays = Replays(problem)
     first = State(before or ddp_default(workload))
     before_s = replays.step_s(first)
     search = Search(
-        problem,
-        replays,
-        default_passes() if passes is None else passes,
-        budget or Budget(),
-        seed,
-        allowed,
+        problem, replays, default_passes() if passes is None else passes, budget, seed, allowed
     )
     name = DDP if before is None else "before"
     result = search.run(all_starts(problem, (name, first.strategy)))
@@ -146,7 +144,7 @@ def optimize(
         partial_replays=replays.partial,
         dropped=result.dropped,
         cut_short=result.cut_short,
-        seconds=time.monotonic() - began_s,
+        seconds=clock() - began_s,
         timeline=replays.timeline(best),
         assumed=tuple(assumed),
     )

@@ -122,6 +122,7 @@ class Replays:
         """
 
         def seconds(messages: Sequence[Message]) -> float:
+            self.problem.deadline.check()
             key = limit, tuple(_kind(message) for message in messages)
             if key not in self._sync_s:
                 self.partial += 1
@@ -137,6 +138,7 @@ class Replays:
         """t_sync without partial replay: the step with these messages instead of the plan's."""
 
         def seconds(messages: Sequence[Message]) -> float:
+            self.problem.deadline.check()
             self.whole += 1
             names = {part.variable for message in messages for part in message.slices}
             others = [

@@ -6,19 +6,18 @@ a theorem speaks of one chain, the replay of the graph. The search starts from s
 since the space has several valleys (within the step and across it). If no pass finds a gain, random
 neighbors of the best states are replayed until the budget is spent.
 
-The budget counts replays and their ops, not seconds, so equal inputs give equal results on any
-machine. A distant limit in seconds ends a faulty search, and the result reports it.
+The budget counts replays and their ops, so equal inputs give equal results on any machine. The
+problem's deadline ends a search of more variables than its seconds allow; the result reports it.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from autotune.optimizer.budget import Budget
+from autotune.optimizer.budget import Budget, TimeUp
 from autotune.optimizer.replays import Replays
 from autotune.optimizer.state import Pass, Problem, State
 from autotune.rng import generator
@@ -71,10 +70,9 @@ class SearchResult:
 
 
 class Search:
-    """One search over one problem.
+    """One search over one problem, whose deadline it keeps.
 
-    `allowed` may refuse further plans. `avoid`: ids of plans that never become `optima`. `clock`
-    returns seconds.
+    `allowed` may refuse further plans. `avoid`: ids of plans that never become `optima`.
     """
 
     def __init__(
@@ -85,7 +83,6 @@ class Search:
         budget: Budget,
         seed: int = 0,
         allowed: Callable[[Plan], bool] = lambda plan: True,
-        clock: Callable[[], float] = time.monotonic,
         avoid: Collection[str] = (),
     ) -> None:
         self.problem = problem
@@ -95,17 +92,24 @@ class Search:
         self.seed = seed
         self.allowed = allowed
         self.result = SearchResult()
-        self._clock = clock
+        self._clock = problem.deadline.clock
         self._avoid = avoid
         self._avoided_s: list[float] = []
         self._climbed: tuple[float, State] | None = None  # the fastest state of the current climb
-        self._began_s = clock()
+        self._began_s = self._clock()
         self._replays_before = replays.whole
         self._ops_before = replays.ops
         self._step_s: dict[object, float] = {}
 
     def run(self, starts: Sequence[tuple[str, State]]) -> SearchResult:
         """Climb from the fastest starts, one of each family at least, then from neighbors."""
+        try:
+            self._run(starts)
+        except TimeUp:
+            self.result.cut_short = True
+        return self.result
+
+    def _run(self, starts: Sequence[tuple[str, State]]) -> None:
         replayed = []
         for number, (name, state) in enumerate(starts):
             step_s = self.step_s(state)
@@ -125,7 +129,6 @@ class Search:
             if not self._spent():
                 self.climb(state, step_s)
         self._wander()
-        return self.result
 
     def step_s(self, state: State) -> float | None:
         """The replayed step; None if the state is not allowed or the budget is spent."""
@@ -175,14 +178,17 @@ class Search:
     def _best_of(self, one_pass: Pass, state: State, step_s: float) -> tuple[State, float] | None:
         best: tuple[State, float] | None = None
         limit_s = step_s * (1 - GAIN)
-        for candidate in one_pass.propose(state, self.replays.path(state)):
-            candidate_s = self.step_s(candidate)
-            if candidate_s is None:
-                continue
-            self._note(candidate, candidate_s)
-            if candidate_s < limit_s:
-                best = (candidate, candidate_s)
-                limit_s = candidate_s
+        try:
+            for candidate in one_pass.propose(state, self.replays.path(state)):
+                candidate_s = self.step_s(candidate)
+                if candidate_s is None:
+                    continue
+                self._note(candidate, candidate_s)
+                if candidate_s < limit_s:
+                    best = (candidate, candidate_s)
+                    limit_s = candidate_s
+        except TimeUp:
+            self.result.cut_short = True
         return best
 
     def _wander(self) -> None:
@@ -217,6 +223,7 @@ class Search:
     def _neighbour(self, state: State, rng: np.random.Generator) -> State:
         strategy, problem = state.strategy, self.problem
         for _ in range(int(rng.integers(1, 4))):
+            problem.deadline.check()
             strategy = mutate(strategy, problem.workload, problem.cluster, problem.space, rng)
         return state.with_strategy(strategy)
 
@@ -239,7 +246,7 @@ class Search:
             result.log.append(Improvement(by, step_s, replays, self._clock() - self._began_s))
 
     def _spent(self) -> bool:
-        if self._clock() - self._began_s > self.budget.seconds:
+        if self.problem.deadline.passed():
             self.result.cut_short = True
         replays = self.replays.whole - self._replays_before
         ops = self.replays.ops - self._ops_before

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
 from autotune.arrays import FloatArray
 from autotune.costs.issue_order import MessageTimes, channel_ends_s
 from autotune.costs.sync_cost import MessageKind, Rates
+from autotune.optimizer.budget import TimeUp
 from autotune.optimizer.contiguous import contiguous_strategy
 from autotune.optimizer.state import Problem, State
 from autotune.profiling.op_graph import OpFusion
@@ -29,17 +31,26 @@ def started(problem: Problem, fusion: OpFusion) -> list[tuple[str, State]]:
     """(name, state) of each strategy in the space, the shortest estimate first, with this fusion.
 
     All are kept: estimates with one channel were up to four times the replay with threads and
-    lanes.
+    lanes. After the problem's deadline, those that were built until then are returned.
     """
-    workload, cluster, space = problem.workload, problem.cluster, problem.space
     names: dict[Strategy, str] = {}
-    seeds = seed_strategies(workload, cluster, space)
-    for name, strategy in [*seeds, *_best_cuts(problem, fusion), *_even_buckets(problem, fusion)]:
-        if space.contains(strategy, workload, cluster):
-            names.setdefault(strategy, name)
-    estimated_s = {strategy: _estimated_s(strategy, problem) for strategy in names}
+    estimated_s: dict[Strategy, float] = {}
+    with suppress(TimeUp):
+        for name, strategy in _built(problem, fusion):
+            problem.deadline.check()
+            if strategy not in names and problem.space.contains(
+                strategy, problem.workload, problem.cluster
+            ):
+                estimated_s[strategy] = _estimated_s(strategy, problem)
+                names[strategy] = name
     ranked = sorted(names, key=lambda strategy: estimated_s[strategy])
     return [(names[strategy], State(strategy, fusion)) for strategy in ranked]
+
+
+def _built(problem: Problem, fusion: OpFusion) -> Iterator[tuple[str, Strategy]]:
+    yield from seed_strategies(problem.workload, problem.cluster, problem.space)
+    yield from _best_cuts(problem, fusion)
+    yield from _even_buckets(problem, fusion)
 
 
 def _estimated_s(strategy: Strategy, problem: Problem) -> float:
@@ -97,7 +108,8 @@ def _best_cuts(problem: Problem, fusion: OpFusion) -> Iterator[tuple[str, Strate
             continue
         for hierarchical in levels:
             shard = Shard(synchronizer, hierarchical=hierarchical)
-            cost_s = partial(_cost_s, rates, MessageKind(synchronizer, hierarchical=hierarchical))
+            kind = MessageKind(synchronizer, hierarchical=hierarchical)
+            cost_s = partial(_cost_s, problem, rates, kind)
             strategy = contiguous_strategy(timed, problem.groups(), shard, cost_s)
             name = f"best cuts, {synchronizer}{', hierarchical' if hierarchical else ''}"
             yield name, strategy
@@ -109,5 +121,8 @@ def _best_cuts(problem: Problem, fusion: OpFusion) -> Iterator[tuple[str, Strate
                     yield f"{name}, across steps, {most} in flight", in_flight
 
 
-def _cost_s(rates: Rates, kind: MessageKind, sizes_bytes: FloatArray) -> FloatArray:
+def _cost_s(
+    problem: Problem, rates: Rates, kind: MessageKind, sizes_bytes: FloatArray
+) -> FloatArray:
+    problem.deadline.check()
     return rates.costs([kind] * len(sizes_bytes), sizes_bytes).channel_s

@@ -15,6 +15,7 @@ from typing import Protocol
 from autotune.arrays import FloatArray
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
+from autotune.optimizer.budget import NO_DEADLINE, Deadline
 from autotune.optimizer.coarsen import tensor_groups
 from autotune.profiling.op_graph import FusedTime, OpFusion, OpGraph, summed
 from autotune.strategy_space.moves.draft import Draft
@@ -41,7 +42,10 @@ class Speedups:
 
 @dataclass(frozen=True)
 class Problem:
-    """The input of a search. With an op graph, `workload` is the graph's own without fusion."""
+    """The input of a search. With an op graph, `workload` is the graph's own without fusion.
+
+    `deadline`: when the search must end, for all that works on the problem.
+    """
 
     workload: Workload
     cluster: Cluster
@@ -49,6 +53,7 @@ class Problem:
     graph: OpGraph | None = None
     fused_s: FusedTime = summed
     speedups: Speedups = field(default_factory=Speedups)
+    deadline: Deadline = field(default=NO_DEADLINE, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.graph is not None and [v.name for v in self.workload.variables] != [

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from autotune.cluster import Cluster
 from autotune.lowering.replayed import LoweredSteps
-from autotune.optimizer.budget import Budget
+from autotune.optimizer.budget import Budget, Deadline
 from autotune.optimizer.registry import all_starts, default_passes
 from autotune.optimizer.replays import Replays
 from autotune.optimizer.search import APART, Search, SearchResult
@@ -78,6 +78,7 @@ def suggestions(
         return LoweredSteps(workload, cluster, symmetric, steps.taken_share, steps.costs)
 
     total = budget or Budget()
+    deadline = Deadline.after(total.seconds, clock)
     searches = _searches(steps, space, begin)
     share = max(len(searches), 1)
     each = Budget(max(total.replays // share, 1), max(total.ops // share, 1), total.seconds / share)
@@ -86,9 +87,11 @@ def suggestions(
     others: dict[Strategy, Suggested] = {}
     previous: Starts = []
     cut_short = False
-    for name, problem, starts in searches:
+    for number, (name, untimed, given) in enumerate(searches):
+        problem = replace(untimed, deadline=deadline.share(1 / (share - number)))
+        starts = given or all_starts(problem)
         replays = Replays(problem, lower)
-        search = Search(problem, replays, passes, each, seed, allowed, clock, avoid)
+        search = Search(problem, replays, passes, each, seed, allowed, avoid)
         result = search.run([*previous, *starts])
         cut_short |= result.cut_short
         families = sorted(result.families.items(), key=lambda entry: entry[0] or 0)
@@ -108,18 +111,14 @@ def suggestions(
 def _searches(
     steps: LoweredSteps, space: SearchSpace, begin: Sequence[Strategy]
 ) -> list[tuple[str, Problem, Starts]]:
-    """(name, problem, starts) of each set of compressors that has a start."""
+    """(name, problem, given starts) of each set of compressors that has a start."""
     workload, cluster = steps.workload, steps.cluster
     searches: list[tuple[str, Problem, Starts]] = []
     for name, bounded in _compressor_sets(space):
-        problem = Problem(workload, cluster, bounded)
-        if begin:
-            inside = [one for one in begin if bounded.contains(one, workload, cluster)]
-            starts = [(f"given {number}", State(one)) for number, one in enumerate(inside)]
-        else:
-            starts = all_starts(problem)
-        if starts:
-            searches.append((name, problem, starts))
+        inside = [one for one in begin if bounded.contains(one, workload, cluster)]
+        starts = [(f"given {number}", State(one)) for number, one in enumerate(inside)]
+        if starts or not begin:
+            searches.append((name, Problem(workload, cluster, bounded), starts))
     return searches
 
 

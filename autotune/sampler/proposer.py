@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autotune.optimizer.budget import Budget
+from autotune.optimizer.budget import Budget, Deadline
 from autotune.rng import generator
 from autotune.sampler.bayes import BayesianSearch
 from autotune.sampler.encodings import Encoding, FusionScalars, SpaceChoices
@@ -44,8 +44,13 @@ AGAIN = Budget(400, 10_000_000, seconds=600)
 """The optimizer's replays before the first round, about 10 s, and before a later one.
 
 The seconds are a safety limit only."""
+ROUND = 0.25
+"""Largest share of a job's remaining time for the proposals of a round, as thousands of variables
+need. Half of it is for the optimizer, a quarter for samples, the rest for scoring them."""
+SHORTEST_S = 1.0
+"""A search that has less time finds nothing that the hand-made strategies do not have."""
 CUT_SHORT = (
-    "the wall clock ended the optimizer's search, "
+    "the wall clock ended the search for proposals, "
     "so that the same job may be proposed something else next time"
 )
 LEADERS = 0.75
@@ -131,31 +136,42 @@ class Proposer:
         mutants = wanted // 2 if guided and parents else 0
         rng = generator(self._spec.seed, "mutations", round_)
         space = self._space(history)
+        left_s = max(0.0, self._spec.max_seconds - history.elapsed_s)
+        deadline = Deadline.after(ROUND * left_s, self._clock)
         strategies: list[tuple[str, Strategy]] = []
         with collection_paused():
             searched: list[tuple[str, Strategy]] = []
             cut_short = False
             if guided:
-                searched, cut_short = self._searched(history, space, parents, round_)
+                seconds = ROUND * left_s / 2
+                searched, cut_short = self._searched(history, space, parents, round_, seconds)
+            sampling = deadline.share(0.5)
             if self._spec.search is not Search.RANDOM:
                 strategies += seed_strategies(workload, cluster, space)
             for _ in range(mutants):
+                if sampling.passed():
+                    break
                 parent = parents[int(rng.integers(len(parents)))]
                 strategies.append(("mutated", self._walk(parent, history, space, rng)))
             seed = int(generator(self._spec.seed, "samples", round_).integers(2**31))
-            samples = sample_many(workload, cluster, space, wanted - mutants, seed)
+            samples = sample_many(workload, cluster, space, wanted - mutants, seed, sampling.passed)
             strategies += [("sampled", strategy) for strategy in samples]
-            pool = self._untried(searched, strategies, history)
-        return replace(pool, cut_short=cut_short)
+            pool = self._untried(searched, strategies, history, sampling)
+        return replace(pool, cut_short=cut_short or sampling.passed())
 
     def _searched(
-        self, history: History, space: SearchSpace, parents: Sequence[Strategy], round_: int
+        self,
+        history: History,
+        space: SearchSpace,
+        parents: Sequence[Strategy],
+        round_: int,
+        seconds: float,
     ) -> tuple[list[tuple[str, Strategy]], bool]:
         """Search by replay: the best strategy of each family, fastest first, then those of other
         climbs.
 
-        Also return whether the search was cut short. It starts from `parents`, the fastest measured
-        ones, if there are any.
+        Also return whether the search was cut short, at the latest after `seconds`. It starts from
+        `parents`, the fastest measured ones, if there are any.
         """
         from autotune.optimizer.suggest import (
             suggestions,  # numba is heavy, and the baselines do without
@@ -168,6 +184,7 @@ class Proposer:
 
         seed = int(generator(self._spec.seed, "optimizer", round_).integers(2**31))
         budget = AGAIN if parents else OPTIMIZER
+        budget = replace(budget, seconds=max(min(budget.seconds, seconds), SHORTEST_S))
         tried = {trial.plan_id for trial in history.trials if trial.plan_id is not None}
         suggested = suggestions(
             steps,
@@ -189,13 +206,16 @@ class Proposer:
         searched: Sequence[tuple[str, Strategy]],
         strategies: Sequence[tuple[str, Strategy]],
         history: History,
+        deadline: Deadline,
     ) -> _Pool:
-        """Filter the optimizer's strategies, then the others."""
+        """Filter the optimizer's strategies, then the others until the deadline, one at least."""
         assert history.profiled is not None
         tried = {trial.plan_id for trial in history.trials}
         pool: list[Candidate] = []
         refusals: list[str] = []
         for number, (origin, strategy) in enumerate((*searched, *strategies)):
+            if pool and number >= len(searched) and deadline.passed():
+                break
             planned = PlannedStrategy.of(strategy, history.profiled.workload, self._spec.workers)
             if planned.plan.id in tried or strategy.id in history.proposals:
                 continue

@@ -14,7 +14,7 @@ random orders of many messages are equally slow.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 import numpy as np
@@ -42,9 +42,14 @@ def sample(
 
 
 def sample_many(
-    workload: Workload, cluster: Cluster, space: SearchSpace, count: int, seed: int
+    workload: Workload,
+    cluster: Cluster,
+    space: SearchSpace,
+    count: int,
+    seed: int,
+    enough: Callable[[], bool] = lambda: False,
 ) -> list[Strategy]:
-    """Draw `count` distinct strategies, or fewer from a space that has fewer.
+    """Draw `count` distinct strategies, or fewer from a space that has fewer or once `enough`.
 
     The same seed gives the same ones in any process, and fewer are a prefix of more.
     """
@@ -55,7 +60,7 @@ def sample_many(
     strategies: dict[Hashable, Strategy] = {}
     repeats = 0
     with collection_paused():
-        while len(strategies) < count and repeats < MAX_REPEATS:
+        while len(strategies) < count and repeats < MAX_REPEATS and not enough():
             drawn = sampler.drawn(rng)
             identity = drawn.identity
             repeats = repeats + 1 if identity in strategies else 0

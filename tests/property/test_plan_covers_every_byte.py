@@ -58,7 +58,7 @@ def test_hand_made_strategies_send_every_byte_once(workload, cluster, bound_byte
 @settings(deadline=None)
 @given(workloads(), clusters(), spaces())
 def test_seeds_lie_inside_the_space_and_differ(workload, cluster, space):
-    seeds = seed_strategies(workload, cluster, space)
+    seeds = list(seed_strategies(workload, cluster, space))
     for name, strategy in seeds:
         built = BUILDERS[name.removesuffix(", rows")](workload, cluster)
         assert strategy == (with_rows(built, workload) if name.endswith(", rows") else built)

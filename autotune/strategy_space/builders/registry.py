@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from autotune.cluster import Cluster
 from autotune.plugins import Registry
@@ -66,12 +66,12 @@ _of_cluster("cross_step_all_reduce", cross_step_all_reduce)
 
 def seed_strategies(
     workload: Workload, cluster: Cluster, space: SearchSpace
-) -> list[tuple[str, Strategy]]:
-    """Return the distinct hand-made strategies inside `space`, each under its first name.
+) -> Iterator[tuple[str, Strategy]]:
+    """Build the distinct hand-made strategies inside `space`, each under its first name.
 
     Sparse gradients are sent both dense and as rows.
     """
-    names: dict[Strategy, str] = {}
+    known: set[Strategy] = set()
     sparse = any(variable.sparse for variable in workload.variables)
     for name, build in BUILDERS.items():
         strategy = build(workload, cluster)
@@ -79,6 +79,6 @@ def seed_strategies(
         if sparse:
             variants[f"{name}, rows"] = with_rows(strategy, workload)
         for variant_name, variant in variants.items():
-            if space.contains(variant, workload, cluster):
-                names.setdefault(variant, variant_name)
-    return [(name, strategy) for strategy, name in names.items()]
+            if variant not in known and space.contains(variant, workload, cluster):
+                known.add(variant)
+                yield variant_name, variant
