@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from autotune.cluster import Cluster
 from autotune.jobs.results import Results, decision_text
-from autotune.records import CURRENT_SETUP, Conditions, Decision, Network
+from autotune.records import CURRENT_SETUP, Conditions, Decision, Measured, Network
+from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec
+from autotune.tuning.statistics import Ended
+from autotune.tuning.tuner import _decide
 
 SPEC = JobSpec(("python", "x.py"), 2, Cluster.local(2), conditions=Conditions(Network.EMULATED))
 RESULTS = Results(Path("best.json"), Path("report.html"))
@@ -41,3 +46,34 @@ def test_the_headline_names_the_export_or_only_the_reason() -> None:
     assert first_line(exported) == f"exported strategy-1: {reason} [emulated network]"
     stays = Decision(CURRENT_SETUP, "no better, so the current setup stays", None, None)
     assert first_line(stays) == "no better, so the current setup stays [emulated network]"
+
+
+def decided(ratios: Sequence[float], ended: Ended) -> Decision:
+    """The decision after these pairs of blocks, of which a block takes one step."""
+    history = History((), 0.1)
+    current = [Measured(((0.1,),)) for _ in ratios]
+    tuned = [Measured(((0.1 * ratio,),)) for ratio in ratios]
+    spec = replace(SPEC, ab_precision=0.01)
+    return _decide(spec, history, "strategy-1", tuned, current, ended)
+
+
+WIDE = (0.86, 0.92, 0.87, 0.91, 0.88, 0.90)
+NARROW = (0.899, 0.901, 0.9, 0.9, 0.902, 0.898)
+
+
+def test_only_a_narrow_interval_is_as_precise_as_asked_for() -> None:
+    assert "as precise as asked for" in decided(NARROW, Ended.PRECISE).reason
+    wide = decided(WIDE, Ended.PRECISE)
+    assert wide.comparison is not None and wide.comparison.high / wide.comparison.low > 1.02
+    assert "as precise as asked for" not in wide.reason
+    assert "as precise as asked for" not in decided(NARROW, Ended.CAP).reason
+
+
+def test_an_interval_above_one_is_called_slower() -> None:
+    slower = decided([2 - ratio for ratio in WIDE], Ended.CAP)
+    assert slower.comparison is not None and slower.comparison.low > 1
+    assert "slower than the current setup" in slower.reason
+    assert "not significantly faster" not in slower.reason
+    unclear = decided((0.9, 1.1, 0.95, 1.05, 1.2, 0.8), Ended.CAP)
+    assert "is not significantly faster" in unclear.reason
+    assert unclear.strategy_id == CURRENT_SETUP

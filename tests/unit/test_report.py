@@ -26,6 +26,7 @@ from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.plan import plan
 from autotune.tuning.events import Profiled, Proposed, TrialFinished
 from autotune.tuning.history import History
+from autotune.tuning.job import NO_LIMIT_S, NO_LIMIT_TRIALS
 from autotune.tuning.tuner import Finish
 from autotune.units import format_seconds
 
@@ -286,6 +287,19 @@ def test_both_sides_have_their_steps_on_one_axis_next_to_the_measured_times(job,
     ):
         assert float(left) >= 210 and float(left) + float(width) <= 1061
     assert "predictions, not recordings" in section
+
+
+@pytest.mark.parametrize(
+    ("limits", "shown"),
+    [
+        ({"max_trials": NO_LIMIT_TRIALS, "max_seconds": 90.0}, "90 s"),
+        ({"max_trials": 7, "max_seconds": NO_LIMIT_S}, "7 candidate trials"),
+    ],
+)
+def test_the_budget_names_only_limits_that_were_given(job, tmp_path, limits, shown):
+    spec, history, decision = job
+    rows = Page(rendered(tmp_path, replace(spec, **limits), history, decision)).rows
+    assert ["budget", shown] in rows
 
 
 def test_an_open_job_replays_nothing(job, tmp_path):
