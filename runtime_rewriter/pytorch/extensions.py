@@ -1,8 +1,8 @@
 """Extension modules that may read tensors unseen.
 
-A compiled module that is linked to torch's Python interface unpacks tensors from its arguments
-itself. Nothing tells when it reads a parameter. Libraries of operators (`torch.ops`) are not linked
-to that interface: torch passes them tensors, which is seen.
+A compiled module that uses torch's Python interface unpacks tensors from its arguments itself.
+Nothing tells when it reads a parameter. Libraries of operators (`torch.ops`, as of torchvision) may
+be linked to that interface but do not use it: torch passes them tensors, which is seen.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from pathlib import Path
 
 import torch
 
-_INTERFACE = b"libtorch_python"
+_UNPACKING = (b"THPVariable", b"type_casterIN2at6Tensor")
+"""Symbols of torch/csrc/autograd/python_variable.h and torch/csrc/utils/pybind.h: every way to get
+a tensor from a Python object names one of them."""
 _MAPPED = Path("/proc/self/maps")
 _TORCH = Path(torch.__file__).parent
 _BUILDER = "torch.utils.cpp_extension"
@@ -52,12 +54,12 @@ def _loaded_files() -> set[str]:
 
 @cache
 def _reads_unseen(file: str) -> bool:
-    """Whether it needs torch's Python interface and is not torch's own."""
+    """Whether it unpacks tensors from Python objects and is not torch's own."""
     path = Path(file)
     if path.is_relative_to(_TORCH):
         return False
     try:
         with path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as data:
-            return data.find(_INTERFACE) >= 0
+            return any(data.find(symbol) >= 0 for symbol in _UNPACKING)
     except (OSError, ValueError):  # gone since, or empty
         return False

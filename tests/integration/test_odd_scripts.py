@@ -179,20 +179,30 @@ def test_no_script_sees_or_trains_anything_else() -> None:
         assert all(found.startswith("REFUSED") for found in results[0][name].values())
 
 
-def check_with_extension(rank: int, extension: str) -> dict[str, dict[str, str]]:
+def built(source: Path, code: str) -> str:
+    """A shared object that is linked to torch's Python interface."""
+    source.write_text(code)
+    to, libraries = source.with_suffix(".so"), Path(torch.__file__).parent / "lib"
+    link = f"-L{libraries}", "-Wl,--no-as-needed", "-ltorch_python"
+    subprocess.run(["gcc", "-shared", "-fPIC", source, "-o", to, *link], check=True)
+    return str(to)
+
+
+def check_with_extension(rank: int, operators: str, foreign: str) -> dict[str, dict[str, str]]:
+    ctypes.CDLL(operators)
     before = check(rank, ["plain_sgd"])["plain_sgd"]
-    ctypes.CDLL(extension)
+    ctypes.CDLL(foreign)
     return {"before": before, "after": check(rank, ["plain_sgd"])["plain_sgd"]}
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="builds a module with gcc")
 def test_nothing_crosses_the_step_with_an_extension_that_may_read_tensors(tmp_path: Path) -> None:
-    source, built = tmp_path / "foreign.c", tmp_path / "foreign.so"
-    source.write_text("void *PyInit_foreign(void) { return 0; }\n")
-    libraries = Path(torch.__file__).parent / "lib"
-    link = f"-L{libraries}", "-Wl,--no-as-needed", "-ltorch_python"
-    subprocess.run(["gcc", "-shared", "-fPIC", source, "-o", built, *link], check=True)
-    for outcomes in run_world(check_with_extension, 2, str(built)):
+    operators = built(tmp_path / "operators.c", "int unused;")
+    foreign = built(
+        tmp_path / "foreign.c",
+        "extern void *THPVariableClass; void *PyInit_foreign(void) { return THPVariableClass; }",
+    )
+    for outcomes in run_world(check_with_extension, 2, operators, foreign):
         assert outcomes["before"]["crossing"] == "SAME+"
         for way in ("crossing", "crossing in a trial"):
             assert "the extension module foreign.so may read" in outcomes["after"][way]
