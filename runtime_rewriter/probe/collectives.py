@@ -35,7 +35,7 @@ from runtime_rewriter.probe.operations import (
     UNDER_LOAD,
 )
 from runtime_rewriter.probe.pairs import PairProbe, Report
-from runtime_rewriter.probe.rounds import STEADY, on_a_line, spread_of, suspects
+from runtime_rewriter.probe.rounds import STEADY, larger_are_known, spread_of, suspects
 from runtime_rewriter.pytorch.exchange.device import Device
 from runtime_rewriter.pytorch.exchange.ranks import SynchronizerGroups
 
@@ -91,10 +91,10 @@ def probe_links(
 ) -> tuple[ProbeSeries, ...]:
     """The short probe. Collective over the group (None: the world); the same series on every rank.
 
-    It repeats a point `BATCH_REPEATS` times: the fit counts no more repeats that follow one another
-    (`link_fit.INDEPENDENT_REPEATS`). It leaves out sizes beyond those of a steady line. `devices`:
-    ranks per host, in rank order. With a `byte_scale` of k a message of S bytes is sent
-    as S/k, on links that have 1/k of their rate.
+    It repeats a point three times, and as often again if these differ: the fit counts no more
+    repeats that follow one another (`link_fit.INDEPENDENT_REPEATS`). It leaves out sizes whose time
+    the last two tell. `devices`: ranks per host, in rank order. With a `byte_scale` of k a message
+    of S bytes is sent as S/k, on links that have 1/k of their rate.
     """
     with _prober(
         process_group, deadline_s, devices, byte_scale, lambda _: None, short=True
@@ -176,7 +176,7 @@ class _Prober:
         self._byte_scale = byte_scale
         self._report = report
         self._short = short
-        self._most_repeats = BATCH_REPEATS if short else MOST_REPEATS
+        self._most_repeats = 2 * FEWEST_REPEATS if short else MOST_REPEATS
         self._start_s = time.perf_counter()
         self._budget_s = budget_s
         self._points: dict[_Series, dict[int, ProbePoint]] = {}
@@ -207,7 +207,7 @@ class _Prober:
         """Every size of every series for which there is time; smallest sizes first."""
         todo = [(one, size) for size in sizes for one in series if self._fits_memory(one, size)]
         for number, (one, size) in enumerate(todo):
-            if self._short and self._on_a_line(one):
+            if self._short and self._larger_are_known(one):
                 continue
             expected_s = self._expected_s(one, size)
             share_s = self.grant(FEWEST_REPEATS * expected_s, len(todo) - number, end)
@@ -252,14 +252,14 @@ class _Prober:
         collected_bytes = size / self._byte_scale * one.group.size
         return one.primitive not in COLLECTED or collected_bytes <= MOST_COLLECTED_BYTES
 
-    def _on_a_line(self, one: _Series) -> bool:
-        """Whether the last three points are steady and on one line, the last two of them large."""
+    def _larger_are_known(self, one: _Series) -> bool:
+        """Whether the last two points tell the times of larger messages."""
         points = self._points.get(one, {})
-        last = [points[size] for size in sorted(points)[-3:]]
-        return len(last) == 3 and on_a_line(
+        last = [points[size] for size in sorted(points)[-2:]]
+        return len(last) == 2 and larger_are_known(
             [point.size_bytes / self._byte_scale for point in last],
             [point.seconds for point in last],
-            max(point.spread for point in last),
+            [point.spread for point in last],
         )
 
     def _expected_s(self, one: _Series, size: int) -> float:
@@ -286,7 +286,8 @@ class _Prober:
             self._time_barriers(group_number, ranks)
         repeats: list[float] = []
         cpu_s = 0.0
-        batch = FEWEST_REPEATS if expected_s * BATCH_REPEATS > share_s else BATCH_REPEATS
+        few = self._short or expected_s * BATCH_REPEATS > share_s
+        batch = FEWEST_REPEATS if few else BATCH_REPEATS
         while True:
             seconds = torch.zeros(batch, dtype=torch.float64)
             if operation is not None and ranks is not None:
@@ -296,7 +297,7 @@ class _Prober:
             dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self.world.control)
             repeats += seconds.tolist()
             more_s = sum(repeats) + batch * fmean(repeats)
-            steady = len(repeats) > batch and spread_of(repeats) <= STEADY
+            steady = (self._short or len(repeats) > batch) and spread_of(repeats) <= STEADY
             if len(repeats) + batch > self._most_repeats or more_s > share_s or steady:
                 break
         if lost is not None and operation is not None:

@@ -32,7 +32,7 @@ STEADY = 0.03
 """A relative interquartile range that needs no more repeats; also the relative error of a good line
 (`link_fit.TOLERANCE`)."""
 BANDWIDTH_BOUND = 0.9
-"""Share of a message's time that grows with its bytes, from which on latency decides nothing."""
+"""Share of a message's time that grows with its bytes, from which on bandwidth makes it."""
 SUSPECT_SPREAD = 0.15
 """A smaller spread is no reason to repeat a probe, however steady the others are."""
 SUSPECT_FACTOR = 2.5
@@ -63,18 +63,19 @@ def suspects(
     return tuple(int(index) for index in np.argsort(-badness, kind="stable") if badness[index] > 1)
 
 
-def on_a_line(sizes_bytes: Sequence[float], seconds: Sequence[float], spread: float) -> bool:
-    """Whether larger messages are on the line of these three probes, of ascending sizes.
+def larger_are_known(
+    sizes_bytes: Sequence[float], seconds: Sequence[float], spreads: Sequence[float]
+) -> bool:
+    """Whether larger messages are on the line through these two probes, of ascending sizes.
 
-    So it is if the link's bandwidth decides about the last one, the line through the first two
-    shows it, and the last two are large. `spread`: the largest of the three, twice the error of
-    the median of a few repeats.
+    So it is if both are large, the line's slope is known and bandwidth alone makes the time of the
+    second. The standard error of a few repeats is about half of their spread.
     """
-    (s0, s1, s2), (t0, t1, t2) = sizes_bytes, seconds
+    (s0, s1), (t0, t1) = sizes_bytes, seconds
     slope_s = (t1 - t0) / (s1 - s0)
-    expected_s = t1 + slope_s * (s2 - s1)
-    steady = spread <= 2 * STEADY and abs(t2 - expected_s) <= STEADY * t2
-    return steady and s1 >= LARGE_BYTES and slope_s * s2 >= BANDWIDTH_BOUND * t2
+    error = (spreads[1] + spreads[0] * t0 / t1) / 2
+    by_bytes = BANDWIDTH_BOUND <= slope_s * s1 / t1 <= 1 / BANDWIDTH_BOUND
+    return s0 >= LARGE_BYTES and error <= STEADY and by_bytes
 
 
 def pair_cost(

@@ -12,8 +12,8 @@ from autotune.rng import generator
 from runtime_rewriter.probe.rounds import (
     MAX_AT_ONCE,
     first_rounds,
+    larger_are_known,
     last_rounds,
-    on_a_line,
     pair_cost,
     spread_of,
     suspects,
@@ -119,14 +119,16 @@ def test_disturbed_measurements_are_repeated_worst_first(seconds, spreads, expec
 
 
 @pytest.mark.parametrize(
-    ("sizes", "seconds", "spread", "expected"),
+    ("sizes", "seconds", "spreads", "expected"),
     [
-        ([2**18, 2**20, 2**22], [0.0035, 0.0131, 0.0515], 0.02, True),
-        ([2**18, 2**20, 2**22], [0.0035, 0.0131, 0.0515], 0.10, False),  # too rough to know
-        ([2**18, 2**20, 2**22], [0.0035, 0.0131, 0.0580], 0.02, False),  # slower than the line
-        ([2**18, 2**20, 2**22], [0.0300, 0.0310, 0.0350], 0.02, False),  # mostly latency
-        ([2**14, 2**16, 2**18], [0.0003, 0.0009, 0.0033], 0.02, False),  # sockets hide it
+        ([2**20, 2**22], [0.0131, 0.0515], [0.06, 0.02], True),
+        ([2**20, 2**22], [0.0131, 0.0515], [0.06, 0.10], False),  # too rough to know
+        ([2**20, 2**22], [0.0131, 0.0900], [0.02, 0.02], False),  # slower than by its bytes
+        ([2**20, 2**22], [0.0310, 0.0350], [0.02, 0.02], False),  # mostly latency
+        ([2**16, 2**18], [0.0009, 0.0035], [0.02, 0.02], False),  # sockets hide it
     ],
 )
-def test_larger_messages_are_known_once_bandwidth_decides(sizes, seconds, spread, expected) -> None:
-    assert on_a_line(sizes, seconds, spread) is expected
+def test_larger_messages_are_known_once_bandwidth_decides(
+    sizes, seconds, spreads, expected
+) -> None:
+    assert larger_are_known(sizes, seconds, spreads) is expected
