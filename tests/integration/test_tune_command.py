@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -17,6 +18,7 @@ from short_jobs import FEW_STEPS, SHORT_PROBE, with_tracking_store
 from autotune.export import read_export
 from autotune.records import CURRENT_SETUP, Measured
 from autotune.storage.store import Store
+from runtime_rewriter.world.ray_folder import FOLDER_VARIABLE, processes_of
 
 ROOT = Path(__file__).parents[2]
 SMALL = ROOT / "tests" / "scripts" / "train_small.py"
@@ -232,8 +234,10 @@ def test_kill_9_at_random_moments_loses_no_finished_trial_and_repeats_none(
         )
         wait_for_more_events(tmp_path, len(last_events), process)
         time.sleep(moments.uniform(0.0, 1.5))
+        [folder] = ray_folders_of(process)
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=30)
+        wait_until_gone(folder)
         events = stored_events(tmp_path)
         assert events[: len(last_events)] == last_events
         last_events = events
@@ -252,6 +256,27 @@ def test_kill_9_at_random_moments_loses_no_finished_trial_and_repeats_none(
         if trial.request.role == "candidate" and trial.request.attempt == 0
     ]
     assert len(first_tries) == len(set(first_tries))
+
+
+def ray_folders_of(process: subprocess.Popen) -> set[Path]:
+    """The folder of local Ray that the children of a job were started with."""
+    folders = set()
+    for child in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = (child / "stat").read_text().rpartition(")")[2].split()[1]
+            for entry in (child / "environ").read_bytes().split(b"\0"):
+                name, _, value = entry.decode(errors="replace").partition("=")
+                if int(parent) == process.pid and name == FOLDER_VARIABLE:
+                    folders.add(Path(value))
+    return folders
+
+
+def wait_until_gone(folder: Path) -> None:
+    """Nothing but the guard of the folder ends what a killed job leaves."""
+    deadline = time.monotonic() + 60
+    while folder.exists() or list(processes_of(folder)):
+        assert time.monotonic() < deadline, list(processes_of(folder))
+        time.sleep(0.2)
 
 
 def stored_events(directory: Path) -> list:

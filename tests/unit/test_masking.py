@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+import sys
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from autotune.masking import masked, masked_command, secrets_of
 from autotune.records import Conditions, Network
 from autotune.storage.store import Store
 from autotune.tuning.job import JobSpec
+from runtime_rewriter.rank.launch import _describe
 from runtime_rewriter.world.script_command import ScriptCommand
 
 SECRET = "s3cretvalue"
@@ -45,6 +47,13 @@ def test_values_are_masked_wherever_they_turn_up() -> None:
     assert values == {SECRET, "hunter22"}
     message = f"401 for {SECRET} and hunter22 at https://u:pw@h/x, abc"
     assert masked(message, values) == "401 for *** and *** at https://u:***@h/x, abc"
+
+
+def test_a_scripts_exception_is_described_without_secrets(monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--token", SECRET])
+    monkeypatch.setenv("DB_PASSWORD", "hunter22")
+    error = RuntimeError(f"401 for {SECRET} and hunter22 at https://u:pw@h/x")
+    assert _describe(error) == "RuntimeError: 401 for *** and *** at https://u:***@h/x"
 
 
 def test_only_a_private_file_keeps_the_command_of_a_job(tmp_path) -> None:
