@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 import reprlib
 from collections import Counter
 from collections.abc import Hashable
@@ -30,6 +31,9 @@ MAX_INTEGER_CHARACTERS = 20
 """Of a 64-bit integer with its sign. Python refuses to print one of more than 4300 digits."""
 MAX_SHOWN = 80
 """Characters of a wrong value that an error message quotes."""
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+"""An escape of JSON for half of a character beyond 16 bits."""
 
 _quoted = reprlib.Repr()
 _quoted.maxstring = _quoted.maxother = _quoted.maxlong = MAX_SHOWN
@@ -70,13 +74,16 @@ def parse_json(text: str, where: str) -> Any:
         return values
 
     try:
-        return json.loads(
+        value = json.loads(
             text,
             parse_constant=finite,
             parse_float=finite,
             parse_int=integer,
             object_pairs_hook=distinct,
         )
+        if _SURROGATE.search(text):  # half of a pair has no UTF-8, which raises a ValueError
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except InvalidInput:
         raise
     except (ValueError, TypeError, RecursionError) as error:  # TypeError: the text is a number

@@ -29,6 +29,7 @@ import numpy as np
 from autotune.arrays import FloatArray, IntArray
 from autotune.canonical import to_data
 from autotune.errors import InvalidInput
+from autotune.limits import MAX_BYTES, check_range, check_seconds
 from autotune.parsing import parse, refuse_newer
 
 SCHEMA = 1
@@ -149,15 +150,14 @@ class MemoryProfile:
                 f"lifetimes, but has {count} and {len(self.lifetimes)}"
             )
         for segment in self.segments:
-            if not (0 <= segment.seconds < float("inf")) or segment.relief_bytes < 0:
-                raise InvalidInput(
-                    "a segment needs seconds and relief_bytes of at least 0, "
-                    f"but has {segment.seconds}, {segment.relief_bytes}"
-                )
-        if any(size < 0 for _, size in self.sparse_bytes):
-            raise InvalidInput("sparse_bytes must be at least 0")
+            check_seconds(segment.seconds, "seconds of a segment")
+            check_range(segment.relief_bytes, 0, MAX_BYTES, "relief_bytes of a segment")
+        for _, size in self.sparse_bytes:
+            check_range(size, 0, MAX_BYTES, "sparse_bytes")
         for lifetime in self.lifetimes:
             self._check_lifetime(lifetime)
+        total = sum(lifetime.bytes for lifetime in self.lifetimes)
+        check_range(total, 0, MAX_BYTES, "bytes of all lifetimes")
         for region in self.regions:
             for used in region.passes:
                 if not 0 <= used.first <= used.last < used.backward < count:

@@ -5,9 +5,12 @@ Hosts are numbered in rank order, because ranks do not know the names of their h
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from autotune.cluster import Where
+from autotune.errors import InvalidInput
+from autotune.limits import MAX_BYTES, MAX_COUNT, MAX_RANKS, check_range, check_rate, check_seconds
 
 HostPair = tuple[int, int]
 """Numbers of two hosts, the smaller one first."""
@@ -29,6 +32,15 @@ class ProbePoint:
     repeats: int
     cpu_s: float
 
+    def __post_init__(self) -> None:
+        what = f"of a probe with {self.size_bytes} bytes"
+        check_range(self.size_bytes, 0, MAX_BYTES, "bytes of a probe")
+        check_seconds(self.seconds, f"time {what}")
+        check_range(self.spread, 0, math.inf, f"spread {what}")
+        check_range(self.repeats, 1, MAX_COUNT, f"repeats {what}")
+        if not math.isfinite(self.cpu_s):  # the loss of computation may be below 0
+            raise InvalidInput(f"CPU time {what} must be finite, but is {self.cpu_s}")
+
 
 @dataclass(frozen=True)
 class ProbeSeries:
@@ -45,6 +57,12 @@ class ProbeSeries:
     loaded: bool
     points: tuple[ProbePoint, ...]
 
+    def __post_init__(self) -> None:
+        check_range(self.group_size, 1, MAX_RANKS, "ranks of a probe")
+        sizes = [point.size_bytes for point in self.points]
+        if sizes != sorted(sizes):
+            raise InvalidInput(f"the sizes of a probe must ascend, but are {sizes[:20]}")
+
 
 @dataclass(frozen=True)
 class LinkCost:
@@ -60,6 +78,12 @@ class LinkCost:
     latency_s: float
     relative_error: float
     spread: float
+
+    def __post_init__(self) -> None:
+        check_rate(self.bytes_per_s, "rate of a link")
+        check_seconds(self.latency_s, "latency of a link")
+        for error in (self.relative_error, self.spread):
+            check_range(error, 0, math.inf, "errors of a link")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from autotune.errors import InvalidInput
+from autotune.files import is_file
 from runtime_rewriter.world import launchers
 from runtime_rewriter.world.script_command import ScriptCommand
 from runtime_rewriter.world.starting import launcher_words
@@ -24,7 +25,7 @@ def read_command(words: Sequence[str]) -> ScriptCommand:
             "a command is needed after --, for example: -- torchrun --nproc-per-node 2 train.py"
         )
     command = _read(list(words))
-    if not command.is_module and not Path(command.target).is_file():
+    if not command.is_module and not is_file(Path(command.target)):
         raise InvalidInput(
             f"the training script must be a file, but {command.target!r} is not found from "
             f"{Path.cwd()}"

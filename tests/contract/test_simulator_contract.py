@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -175,6 +177,22 @@ def test_damaged_or_missing_weights_give_one_clear_error(
         make().load(tmp_path)
     with pytest.raises(InvalidInput, match="cannot read"):
         make().load(tmp_path / "nowhere")
+    (tmp_path / "weights.safetensors").unlink()
+    os.mkfifo(tmp_path / "weights.safetensors")
+    with pytest.raises(InvalidInput, match="must be a regular file"):
+        make().load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["slope", "base_scale"])
+def test_a_description_that_would_turn_the_ranking_around_is_refused(
+    make: Make, fitted: Simulator, tmp_path: Path, name: str
+):
+    fitted.save(tmp_path)
+    path = tmp_path / "simulator.json"
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({**data, name: -data[name]}))
+    with pytest.raises(InvalidInput, match="must be above 0"):
+        make().load(tmp_path)
 
 
 def test_a_simulator_must_learn_before_its_use(make: Make, examples, features, tmp_path: Path):

@@ -112,6 +112,7 @@ REFUSED = {
     "accelerate launch --use_fsdp --num_processes 2 train.py": "is set to use_fsdp",
     "python": "python needs a script or -m module",
     "python other.py": "the training script must be a file",
+    f"python {'x' * 5000}.py": "File name too long",
 }
 
 

@@ -80,11 +80,16 @@ def test_odd_yaml_is_refused_with_its_line(text, message):
         ("[" * 100_000, "f must be JSON, but is not"),
         (5, "f must be JSON, but is not"),
         (None, "f must be JSON, but is not"),
+        ('["\\ud800"]', "f must be JSON, but is not: .*surrogates not allowed"),
     ],
 )
 def test_odd_json_is_refused(text, message):
     with pytest.raises(InvalidInput, match=message):
         parse_json(text, "f")
+
+
+def test_escaped_pairs_are_one_character():
+    assert parse_json('"\\ud83d\\ude00"', "f") == "\U0001f600"
 
 
 def test_64_bit_integers_are_read_exactly():

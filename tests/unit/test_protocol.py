@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -19,6 +20,7 @@ from runtime_rewriter.protocol import RankEvent, RankInstruction, decode_event, 
 
 WORKLOAD = Workload("m", (Variable("v", (4,)), Variable("w", (4, 4))))
 POINT = ProbePoint(4096, 0.1 + 0.2, 1 / 3, 5, 1e-7)
+SMALLER = replace(POINT, size_bytes=8)
 SERIES = (ProbeSeries("all_reduce", 2, Where.ACROSS, True, (POINT,)),)
 COST = LinkCost(1e8 / 3, 2e-4, 0.01, 0.02)
 LINKS = ProbedLinks(((0, COST),), (((0, 1), COST),))
@@ -68,3 +70,29 @@ def test_every_message_is_the_same_value_after_the_line() -> None:
 def test_an_unknown_message_is_refused(data, reason) -> None:
     with pytest.raises(InvalidInput, match=reason):
         decode_instruction(json.dumps(data))
+
+
+@pytest.mark.parametrize("kind", [{"a": 1}, [], None, 3])
+def test_a_type_that_is_no_text_is_refused(kind) -> None:
+    with pytest.raises(InvalidInput, match="must have a type of"):
+        decode_event(json.dumps({"type": kind}))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: ProbePoint(4096, -0.1, 0.1, 5, 0.0),
+        lambda: ProbePoint(-1, 0.1, 0.1, 5, 0.0),
+        lambda: ProbePoint(4096, 0.1, 0.1, 0, 0.0),
+        lambda: ProbePoint(4096, 0.1, 0.1, 5, float("nan")),
+        lambda: ProbeSeries("all_reduce", 10**9, Where.WORLD, False, (POINT,)),
+        lambda: ProbeSeries(
+            "all_reduce", 2, Where.WORLD, False, (POINT, replace(POINT, size_bytes=8))
+        ),
+        lambda: LinkCost(-1e9, 5e-5, 0.01, 0.02),
+        lambda: LinkCost(1e9, -5e-5, 0.01, 0.02),
+    ],
+)
+def test_impossible_measurements_of_a_probe_are_refused(wrong) -> None:
+    with pytest.raises(InvalidInput, match=r"must (be|ascend)"):
+        wrong()

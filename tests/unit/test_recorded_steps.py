@@ -117,6 +117,10 @@ def test_a_recorded_job_is_read_as_it_was_written(tmp_path) -> None:
         ('"world_size": 2', '"world_size": 3', "one record of each of its 3 ranks"),
         ('"steps": 3', '"steps": 4', "must have 4 recorded steps"),
         ('"schema": 1\n}', '"schema": 2\n}', "schema 1, but the file has 2"),
+        ('"world_size": 2', '"world_size": 1000000000000', "one record of each of its 10+ ranks"),
+        ('"asked_steps": 3', '"asked_steps": -1', "finite figures of at least 0"),
+        ('"backward_s": 0.0', '"backward_s": -0.5', "the parts of a step must have finite"),
+        ('"untimed": 1', '"untimed": 4', "must be 0 to all 3, but are 4"),
     ],
 )
 def test_a_job_file_that_was_changed_is_refused(tmp_path, old: str, new: str, rule: str) -> None:
