@@ -21,12 +21,12 @@ from domains import DOMAINS
 from mixture import sample_domain
 from rich.console import Console
 
+from autotune.dataset.folder import CARD, SUMS, read_card, read_sums
 from autotune.dataset.trials import DatasetTrial
 from autotune.jobs.campaign.retries import persevere
 from autotune.jobs.campaign.session import TrialLength, trial_line, trial_session
 from autotune.jobs.campaign.setups import Setup
 from autotune.jobs.signals import Interruption, terminable
-from autotune.parsing import read_json
 from autotune.testbed.capabilities import capabilities
 from autotune.units import format_seconds
 
@@ -85,8 +85,9 @@ def log_line(name: str, line: str) -> None:
 
 def candidates(folder: Path, setup: Setup) -> int:
     """Return the candidates on the domain's card; trials only in the journal are not counted."""
-    path = folder / setup.name / "card.json"
-    return int(read_json(path)["candidates"]) if path.exists() else 0
+    domain = folder / setup.name
+    sums = read_sums(domain) if (domain / SUMS).exists() else {}
+    return read_card(domain, sums).candidates if CARD in sums else 0
 
 
 def main() -> int:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 import numpy as np
 
 from autotune.canonical import to_data
+from autotune.cluster import MAX_ERROR
 from autotune.dataset.noise import reference_noise, repeat_noise
 from autotune.dataset.trials import Domain
+from autotune.errors import InvalidInput
+from autotune.limits import MAX_COUNT, check_range, check_seconds
+from autotune.parsing import parse, refuse_newer
 from autotune.records import Accelerators, Failed
 
 LICENCE = "CC-BY-4.0"
+SCHEMA = 1
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,8 @@ class Card:
     `reference_noise`: of the medians of neighbouring references. `repeat_noise`: of the steady
     medians of one plan.
     """
+
+    __pydantic_config__ = {"extra": "forbid"}
 
     name: str
     model: str
@@ -43,7 +51,40 @@ class Card:
     reference_noise: float | None
     repeat_noise: float | None
     licence: str = LICENCE
-    schema: int = 1
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        counts = ("candidates", "strategies", "references", "disturbed", "sessions")
+        for what in counts:
+            check_range(getattr(self, what), 0, MAX_COUNT, f"{what} of the card of {self.name!r}")
+        for what in ("fastest_s", "slowest_s", "reference_s"):
+            check_seconds(getattr(self, what), f"{what} of the card of {self.name!r}")
+        for noise in (self.reference_noise, self.repeat_noise):
+            check_range(noise or 0.0, 0, MAX_ERROR, f"noise on the card of {self.name!r}")
+        for count in (*self.failed.values(), *self.sources.values(), *self.timed_steps):
+            check_range(count, 0, MAX_COUNT, f"counts on the card of {self.name!r}")
+
+    @staticmethod
+    def from_data(data: Any, where: str) -> Card:
+        refuse_newer(data, SCHEMA, "card", where)
+        return parse(Card, data, where)
+
+    def check(self, domain: Domain, where: str) -> None:
+        """Raise `InvalidInput` if the card is of another domain, or counts other trials."""
+        true: dict[str, object] = {
+            "name": domain.name,
+            "model": domain.model,
+            "cluster": domain.cluster_name,
+            "candidates": len(domain.candidates),
+            "references": len(domain.references),
+            "sessions": len(domain.sessions),
+        }
+        for what, value in true.items():
+            if getattr(self, what) != value:
+                raise InvalidInput(
+                    f"{where}: {what} must be {value!r}, as the domain's files have it, but is "
+                    f"{getattr(self, what)!r}; fetch the whole folder again"
+                )
 
 
 def card_of(domain: Domain) -> Card:

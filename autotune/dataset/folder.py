@@ -10,8 +10,10 @@ import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from autotune.cluster import Cluster
+from autotune.dataset.card import Card
 from autotune.dataset.columns import read_table
 from autotune.dataset.trials import DatasetTrial, Domain, Session
 from autotune.errors import InvalidInput
@@ -21,8 +23,8 @@ from autotune.workload import Workload
 
 SCHEMA = 1
 SUMS = "SHA256SUMS"
-DESCRIPTION, TABLE = "domain.json", "trials.parquet"
-MAX_BYTES = {DESCRIPTION: 64 * 2**20, TABLE: 2**30}
+DESCRIPTION, TABLE, CARD = "domain.json", "trials.parquet", "card.json"
+MAX_BYTES = {DESCRIPTION: 64 * 2**20, TABLE: 2**30, CARD: 2**20}
 MAX_SUMS_BYTES = 2**16
 NEW = ".new"
 
@@ -68,7 +70,10 @@ def read_domain(folder: Path) -> Domain:
     trials = read_table(_checked(folder, TABLE, sums), str(folder / TABLE)) if TABLE in sums else ()
     _check_sessions(described, trials, folder)
     _check_plans(described, trials, folder)
-    return domain_of(described, trials)
+    domain = domain_of(described, trials)
+    if CARD in sums:
+        read_card(folder, sums).check(domain, str(folder / CARD))
+    return domain
 
 
 def domain_of(described: Description, trials: tuple[DatasetTrial, ...]) -> Domain:
@@ -87,13 +92,13 @@ def domain_of(described: Description, trials: tuple[DatasetTrial, ...]) -> Domai
 
 def read_description(folder: Path, sums: dict[str, str]) -> Description:
     where = str(folder / DESCRIPTION)
-    try:
-        text = _checked(folder, DESCRIPTION, sums).decode()
-    except UnicodeDecodeError as error:
-        raise InvalidInput(f"{where} must be UTF-8 text, but byte {error.start} is not") from error
-    data = parse_json(text, where)
+    data = _checked_json(folder, DESCRIPTION, sums)
     refuse_newer(data, SCHEMA, "dataset", where)
     return parse(Description, data, where)
+
+
+def read_card(folder: Path, sums: dict[str, str]) -> Card:
+    return Card.from_data(_checked_json(folder, CARD, sums), str(folder / CARD))
 
 
 def read_sums(folder: Path) -> dict[str, str]:
@@ -122,6 +127,15 @@ def _checked(folder: Path, name: str, sums: dict[str, str]) -> bytes:
         f"{folder / name} must have the sum that {SUMS} lists, but has another: it was changed or "
         "cut off; fetch it again"
     )
+
+
+def _checked_json(folder: Path, name: str, sums: dict[str, str]) -> Any:
+    where = str(folder / name)
+    try:
+        text = _checked(folder, name, sums).decode()
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{where} must be UTF-8 text, but byte {error.start} is not") from error
+    return parse_json(text, where)
 
 
 def sum_of(data: bytes) -> str:

@@ -433,6 +433,10 @@ def _unusable(path: Path, error: Exception) -> InvalidInput:
             f"{path} must be a trial store, but is not an intact SQLite file ({text}); "
             "restore it or give another path"
         )
+    if "full" in text:
+        return InvalidInput(
+            f"cannot write to {path} ({text}); free some space, then resume the job"
+        )
     if "locked" in text or "busy" in text:
         return InvalidInput(
             f"{path} has been locked for {BUSY_S:.0f} s; stop the process that holds it, then try "

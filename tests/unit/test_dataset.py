@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -19,7 +20,15 @@ from synthetic_job import WORKLOAD, strategy
 
 from autotune.cluster import Cluster
 from autotune.dataset.columns import SCHEMA, read_table, table_bytes
-from autotune.dataset.folder import SUMS, TABLE, Description, read_dataset, read_domain, sum_of
+from autotune.dataset.folder import (
+    CARD,
+    SUMS,
+    TABLE,
+    Description,
+    read_dataset,
+    read_domain,
+    sum_of,
+)
 from autotune.dataset.noise import reference_noise, repeat_noise, stalled_share
 from autotune.dataset.trials import DatasetTrial, Domain, Environment
 from autotune.dataset.writing import opened
@@ -195,6 +204,40 @@ def test_a_changed_or_cut_off_file_is_refused(tmp_path: Path) -> None:
         (folder / name).unlink()
         with pytest.raises(InvalidInput, match="no such file"):
             read_domain(folder)
+
+
+def _with_card(folder: Path, **change: Any) -> None:
+    """Change fields of the card, and its sum with them."""
+    path = folder / CARD
+    before = path.read_bytes()
+    path.write_bytes(json.dumps({**json.loads(before), **change}).encode())
+    sums = (folder / SUMS).read_text().replace(sum_of(before), sum_of(path.read_bytes()))
+    (folder / SUMS).write_text(sums)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"candidates": 8}, "card.json: candidates must be 6, .* but is 8; fetch the whole"),
+        (
+            {"model": "other"},
+            "model must be 'small', as the domain's files have it, but is 'other'",
+        ),
+        ({"references": -1}, "references of the card of 'small.local' must be from 0 to 1000000"),
+        ({"fastest_s": -0.5}, r"fastest_s of the card .* \(seconds\) must be from 0 to"),
+        ({"repeat_noise": -1}, "noise on the card of 'small.local' must be from 0 to"),
+        ({"timed_steps": [4]}, "timed_steps"),
+        ({"failed": {"hang": -2}}, "counts on the card of 'small.local' must be from 0 to"),
+        ({"stars": 5}, "unknown field 'stars'"),
+        ({"schema": 2}, "reads card schema 1, but the file has 2; update autotune"),
+    ],
+)
+def test_a_card_that_is_not_true_is_refused(tmp_path: Path, change, message) -> None:
+    write(tmp_path / "domain", 9)
+    read_domain(tmp_path / "domain")
+    _with_card(tmp_path / "domain", **change)
+    with pytest.raises(InvalidInput, match=message):
+        read_domain(tmp_path / "domain")
 
 
 def _with_table(folder: Path, data: bytes) -> None:

@@ -134,3 +134,29 @@ def test_a_refusal_of_the_system_is_one_message(capsys, monkeypatch, tmp_path):
     assert main(["show"]) == 1
     error = capsys.readouterr().err
     assert "File name too long; check paths, permissions and free space" in error
+
+
+def test_a_folder_of_jobs_without_search_permission_is_one_message(
+    capsys, tmp_path, without_privileges
+):
+    closed = tmp_path  # below a folder that is its owner's only
+    if os.getuid() != 0:
+        closed = tmp_path / "closed"
+        closed.mkdir(mode=0)
+    assert main(["show", "--directory", str(closed / "jobs")]) in (1, 2)
+    error = capsys.readouterr().err
+    assert f"{closed}/jobs/autotune.db: Permission denied; check paths, permissions" in error
+
+
+def test_a_path_of_a_store_is_no_job(capsys, jobs):
+    assert main(["show", str(jobs / "autotune.db"), "--directory", str(jobs)]) == 2
+    assert f"job '{jobs}/autotune.db' is not in {jobs}/autotune.db" in capsys.readouterr().err
+    assert main(["tune", str(jobs / "autotune.db"), "--directory", str(jobs)]) == 2
+    assert "autotune.db must be " in capsys.readouterr().err
+
+
+def test_an_export_to_a_device_is_refused_and_the_device_stays(capsys):
+    words = ["optimize", "vgg16", "--cluster", "A2", "--budget-time", "1ms", "--output"]
+    assert main([*words, "/dev/null"]) == 2
+    assert "/dev/null must be a regular file, but is a device" in capsys.readouterr().err
+    assert Path("/dev/null").is_char_device()

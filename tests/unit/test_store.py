@@ -322,3 +322,29 @@ def test_a_store_must_be_a_regular_file(path, target):
     path.symlink_to(target)
     with pytest.raises(InvalidInput, match="must be a regular file"):
         Store.open(path)
+
+
+@pytest.mark.parametrize(
+    ("pragma", "message"),
+    [
+        ("max_page_count = 1", r"cannot write to .* is full\); free some space, then resume"),
+        ("query_only = ON", r"must be readable and writable .*readonly"),
+    ],
+)
+def test_a_disk_that_fills_up_after_opening_is_named_and_loses_no_event(path, pragma, message):
+    with Store.open(path) as store:
+        store.create_job("job", job_spec())
+        store._db.execute(f"PRAGMA {pragma}")
+        with pytest.raises(InvalidInput, match=message):
+            for number in range(1000):
+                store.create_job(f"job{number}", job_spec())
+    with Store.open(path) as store:
+        assert store.job("job") == job_spec()
+
+
+def test_a_store_that_another_process_holds_is_named_after_the_wait(path):
+    with Store.open(path) as store, sqlite3.connect(path) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        store._db.execute("PRAGMA busy_timeout = 0")
+        with pytest.raises(InvalidInput, match="has been locked for 30 s; stop the process"):
+            store.create_job("job", job_spec())
