@@ -71,22 +71,18 @@ def _whole_text(value: float) -> str:
 def search_chart(history: History) -> Markup | None:
     """Step time over trials: candidates, references and failures, and the best so far as a line."""
     trials = [trial for trial in history.trials if trial.request.role is not Role.AB]
-    shown_s = {
-        trial.request.number: _shown_s(history, trial)
-        for trial in trials
-        if isinstance(trial.outcome, Measured)
-    }
+    # References as measured; candidates corrected by them.
+    shown_s = dict(history.references) | history.steady_by_number
     if not shown_s:
         return None
     # References differ from candidates, so they would widen the fences; all of them are shown.
     references = [shown_s[number] for number, _ in history.references]
-    numbers = [trial.request.number for trial in history.candidates]
-    candidates = [shown_s[number] for number in numbers if number in shown_s]
+    candidates = list(history.steady_by_number.values())
     x = _scale([float(trial.request.number) for trial in trials], LEFT, WIDE - RIGHT, 0.02)
     y = _scale(axis_range(candidates, references), HEIGHT - BOTTOM, TOP + 12)
     failed = [trial for trial in trials if isinstance(trial.outcome, Failed)]
     marks = [_failure(trial, x) for trial in failed]
-    dots, best_line, best_s = [], [], math.inf
+    dots, best_line, best_s, last = [], [], math.inf, max(shown_s)
     for trial in trials:
         number = trial.request.number
         if number not in shown_s:
@@ -103,9 +99,9 @@ def search_chart(history: History) -> Markup | None:
                 beyond,
             )
         )
-        if style == "candidate":
-            best_s = min(best_s, shown_s[number])
-        if y.low <= best_s <= y.high:
+        is_better = style == "candidate" and shown_s[number] < best_s
+        best_s = shown_s[number] if is_better else best_s
+        if y.low <= best_s <= y.high and (is_better or number == last):
             best_line.append((x(number), y(best_s)))
     steps = [
         point for before, after in pairwise(best_line) for point in (before, (after[0], before[1]))
@@ -115,13 +111,6 @@ def search_chart(history: History) -> Markup | None:
     title = "Step time of every trial of the search and the best so far"
     x_axis = _Axis(x, "trial", _whole_text, 8, whole=True)
     return _frame(x_axis, _Axis(y, "step time", format_seconds), body, title, WIDE)
-
-
-def _shown_s(history: History, trial: TrialFinished) -> float:
-    """References as measured; candidates corrected by them."""
-    assert isinstance(trial.outcome, Measured)
-    is_reference = trial.request.role is Role.REFERENCE
-    return trial.outcome.median_s if is_reference else history.steady_s(trial)
 
 
 def _style(history: History, trial: TrialFinished) -> str:
@@ -160,7 +149,7 @@ def prediction_chart(history: History) -> Markup | None:
     None without predictions, and if dots would cover each other in very few places.
     """
     pairs = [
-        (trial.request.predicted_s, history.steady_s(trial), trial)
+        (trial.request.predicted_s, history.steady_by_number[trial.request.number], trial)
         for trial in history.candidates
         if isinstance(trial.outcome, Measured) and trial.request.predicted_s is not None
     ]

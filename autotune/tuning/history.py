@@ -242,6 +242,14 @@ class History:
         numbers, median_s = np.array([trial.request.number]), np.array([trial.outcome.median_s])
         return float(self._corrected_s(numbers, median_s)[0])
 
+    @cached_property
+    def steady_by_number(self) -> dict[int, float]:
+        """Trial number of every measured candidate -> its `steady_s`."""
+        columns = self._columns
+        numbers = columns.numbers[columns.measured]
+        corrected_s = self._corrected_s(numbers, columns.median_s[columns.measured])
+        return dict(zip(numbers.tolist(), corrected_s.tolist(), strict=True))
+
     def _corrected_s(self, numbers: IntArray, median_s: FloatArray) -> FloatArray:
         if self.reference_s is None:
             return median_s
