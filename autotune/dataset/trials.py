@@ -11,6 +11,7 @@ import numpy as np
 
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
+from autotune.limits import MAX_COUNT, check_range
 from autotune.records import CURRENT_SETUP, Conditions, Failed, Measured, Role, TrialRequest
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Strategy
@@ -18,6 +19,8 @@ from autotune.tuning.events import TrialFinished
 from autotune.tuning.history import History
 from autotune.workload import Workload
 
+MAX_TIME_S = 253_402_300_799
+"""The last second of the year 9999, the last one with an ISO date."""
 REFERENCE = "reference"
 """Source of a trial of the script's own DDP, which has neither strategy nor plan."""
 DEVIATION = 0.15
@@ -101,6 +104,8 @@ class DatasetTrial:
             slowest_s = self.outcome.slowest_s
             if not np.all(np.isfinite(slowest_s) & (slowest_s > 0)):
                 raise InvalidInput(f"trial {self.number} needs finite step times above 0")
+        check_range(self.time_s, 0, MAX_TIME_S, f"time of trial {self.number} (Unix seconds)")
+        check_range(self.load, 0, MAX_COUNT, f"load average of trial {self.number}")
         if self.stolen is not None and not 0.0 <= self.stolen <= 1.0:
             rule = "stolen must be a share from 0 to 1, or None where it was not recorded"
             raise InvalidInput(f"trial {self.number}: {rule}, but is {self.stolen}")

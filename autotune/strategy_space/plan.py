@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from autotune.canonical import LATER, canonical_json, content_id, stored_as, to_data
-from autotune.errors import InvalidStrategy
+from autotune.errors import InvalidInput, InvalidStrategy
 from autotune.parsing import parse, parse_json, refuse_newer, schema_of_stored
 from autotune.strategy_space.strategy import (
     Compressor,
@@ -70,6 +70,10 @@ class Message:
     ranks: tuple[int, ...] = ()
 
     __get_pydantic_core_schema__ = classmethod(schema_of_stored)
+
+    def __post_init__(self) -> None:
+        if self.ratio is not None and not 0 < self.ratio <= 1:
+            raise InvalidInput(f"the ratio of a message must lie in (0, 1], but is {self.ratio}")
 
     @cached_property
     def elements(self) -> int:

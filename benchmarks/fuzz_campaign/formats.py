@@ -141,10 +141,10 @@ def parquet_file(content: bytes, rng: random.Random) -> bytes:
         rows.insert(rng.randrange(len(rows)), rng.choice(rows))
     try:
         changed = pa.Table.from_pylist(rows, table.schema)
+        sink = io.BytesIO()
+        pq.write_table(changed, sink)
     except (pa.ArrowException, TypeError, OverflowError, ValueError):
         return mutated_bytes(content, rng)  # the value does not fit the column
-    sink = io.BytesIO()
-    pq.write_table(changed, sink)
     return sink.getvalue()
 
 

@@ -346,3 +346,11 @@ def test_steps_much_longer_than_their_trials_others_have_stalled() -> None:
 def test_importing_the_package_needs_no_pyarrow() -> None:
     code = "import sys, autotune; assert 'pyarrow' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ})
+
+
+@pytest.mark.parametrize("wrong", [{"time_s": 1e308}, {"time_s": -1.0}, {"load": float("nan")}])
+def test_a_trial_has_a_time_that_a_card_can_show(wrong):
+    values = {"load": 0.0, "time_s": 0.0, **wrong}
+    outcome = Measured(((0.1,),))
+    with pytest.raises(InvalidInput, match=f"{'time' if 'time_s' in wrong else 'load'}.* must be"):
+        DatasetTrial(0, "reference", None, None, outcome, session="s", **values)

@@ -65,6 +65,12 @@ def messages(chosen):
 GROUP = shard(group=0)
 
 
+@pytest.mark.parametrize("ratio", [0.0, -0.5, 1.5, float("inf"), float("nan")])
+def test_a_stored_message_has_a_share_as_its_ratio(ratio):
+    with pytest.raises(InvalidInput, match="ratio of a message must lie in"):
+        Message((), Synchronizer.ALL_REDUCE, Compressor.TOP_K, "float32", ratio=ratio)
+
+
 @pytest.mark.parametrize(
     ("chosen", "expected"),
     [
