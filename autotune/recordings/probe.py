@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from autotune.cluster import Where
+from autotune.cluster import MAX_ERROR, Where
 from autotune.errors import InvalidInput
 from autotune.limits import MAX_BYTES, MAX_COUNT, MAX_RANKS, check_range, check_rate, check_seconds
 
@@ -36,7 +36,7 @@ class ProbePoint:
         what = f"of a probe with {self.size_bytes} bytes"
         check_range(self.size_bytes, 0, MAX_BYTES, "bytes of a probe")
         check_seconds(self.seconds, f"time {what}")
-        check_range(self.spread, 0, math.inf, f"spread {what}")
+        check_range(self.spread, 0, MAX_ERROR, f"spread {what}")
         check_range(self.repeats, 1, MAX_COUNT, f"repeats {what}")
         if not math.isfinite(self.cpu_s):  # the loss of computation may be below 0
             raise InvalidInput(f"CPU time {what} must be finite, but is {self.cpu_s}")
@@ -83,7 +83,7 @@ class LinkCost:
         check_rate(self.bytes_per_s, "rate of a link")
         check_seconds(self.latency_s, "latency of a link")
         for error in (self.relative_error, self.spread):
-            check_range(error, 0, math.inf, "errors of a link")
+            check_range(error, 0, MAX_ERROR, "errors of a link")
 
 
 @dataclass(frozen=True)
