@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from autotune.arrays import BoolArray, FloatArray, IntArray
+from autotune.errors import InvalidInput
 from autotune.records import CURRENT_SETUP, Conditions, Failed, Measured, Role
 from autotune.strategy_space.builders.collectives import bucketed
 from autotune.strategy_space.describe import plan_text
@@ -76,17 +77,20 @@ class History:
         """A proposed strategy with its plan; None for the current setup.
 
         Events store strategies without plans, so each is planned here, once for all histories of
-        a job; `keep_plan` hands over the plan that a proposer has already.
+        a job; `keep_plan` hands over the plan that a proposer has already. Raises
+        `InvalidInput` for a strategy that was not proposed, as in a damaged store.
         """
         if strategy_id == CURRENT_SETUP:
             return None
         if strategy_id not in self._planned:
-            assert self.profiled is not None
-            self._planned[strategy_id] = PlannedStrategy.of(
-                self.proposals[strategy_id].strategy,
-                self.profiled.workload,
-                self.profiled.cluster.world_size,
-            )
+            proposal = self.proposals.get(strategy_id)
+            if proposal is None or self.profiled is None:
+                raise InvalidInput(
+                    f"a trial's strategy must be proposed after a profile, but the job's events "
+                    f"do not do so for {strategy_id!r}; the store is damaged, restore it"
+                )
+            workload, ranks = self.profiled.workload, self.profiled.cluster.world_size
+            self._planned[strategy_id] = PlannedStrategy.of(proposal.strategy, workload, ranks)
         return self._planned[strategy_id]
 
     @cached_property

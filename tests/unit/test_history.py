@@ -10,6 +10,7 @@ import pytest
 from synthetic_job import WORKLOAD, SyntheticWorld, drive, job_spec, measured, strategy
 
 from autotune.cluster import Cluster
+from autotune.errors import InvalidInput
 from autotune.records import CURRENT_SETUP, Failed, FailureKind, Measured, Role, TrialRequest
 from autotune.rng import generator
 from autotune.strategy_space.plan import PlannedStrategy
@@ -133,3 +134,8 @@ def test_a_strategy_is_planned_once_for_all_histories_of_a_job():
     assert planned == PlannedStrategy.of(strategies[1], WORKLOAD, 2)
     assert longer.planned(strategies[1].id) is planned
     assert longer.planned(CURRENT_SETUP) is None
+
+
+def test_a_trial_of_a_strategy_that_was_never_proposed_is_refused():
+    with pytest.raises(InvalidInput, match="must be proposed after a profile"):
+        history_of("A", 0.1).planned(IDS[0])
