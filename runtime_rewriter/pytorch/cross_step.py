@@ -26,10 +26,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from threading import RLock
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -38,14 +38,13 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from autotune.errors import SynchronizationError
 from runtime_rewriter.pytorch.addresses import note_addresses
 from runtime_rewriter.pytorch.aliases import COUNTS_ALIASES, NO_COUNT, aliased, state_is_held
 from runtime_rewriter.pytorch.exchange.device import Device
+from runtime_rewriter.pytorch.learned_reads import LearnedReads
 from runtime_rewriter.pytorch.optimizer_guard import guard, unguard
 from runtime_rewriter.pytorch.reads import (
     can_watch,
-    is_watched,
     notice_arguments,
     outside_modes,
     unwatch,
@@ -53,21 +52,10 @@ from runtime_rewriter.pytorch.reads import (
 )
 from runtime_rewriter.pytorch.script_reads import ScriptReads
 from runtime_rewriter.pytorch.script_steps import ScriptSteps
+from runtime_rewriter.pytorch.under_way import Arriving, MessagesUnderWay
 from runtime_rewriter.pytorch.unseen_calls import UnseenFunctions, UnseenModules
 from runtime_rewriter.pytorch.update_gate import UpdateGate
 from runtime_rewriter.pytorch.updates import DueUpdate, coupling_reason, group_numbers
-
-
-class Arriving(Protocol):
-    """A message under way."""
-
-    @property
-    def number(self) -> int: ...
-
-    @property
-    def arrived(self) -> bool: ...
-
-    def wait(self) -> None: ...
 
 
 @dataclass
@@ -108,19 +96,11 @@ class CrossStepUpdates:
         self._withheld: dict[int, Tensor] = {}
         self.updates_played = False
         """The emulated accelerator plays the updates, too: optimizers find no gradients."""
-        self._outstanding: dict[int, Arriving] = {}
-        self._messages_of: Sequence[Sequence[Arriving]] = ()
-        self._variables_of: dict[int, list[int]] = {}  # by number of the message, once per slice
-        self._missing: list[int] = []  # slices of each variable that are under way
-        self._complete: list[int] = []  # pending variables of which none is
+        self._under_way = MessagesUnderWay()
         self._enabled = False
-        self._unseen: set[int] | None = None  # None: not known yet
-        self._unread: set[int] | None = None  # during the forward pass that finds it
-        self._hidden: set[int] = set()  # also read in a way that is not detected
+        self._reads = LearnedReads(parameters)
         self._script = ScriptSteps(parameters, _OWN_HOOKS)
         self._lock = RLock()
-        self.broken: str | None = None
-        """The error that a wait for a message raised."""
         self.gate: UpdateGate | None = None
         """Compares updates that cross the step with updates within it, while set."""
         self.script_reads: ScriptReads | None = None
@@ -135,7 +115,6 @@ class CrossStepUpdates:
         ours = self._position_of.keys()
         self._modules = UnseenModules(ours, lambda _: self.flush())
         self._functions = UnseenFunctions(self.flush)
-        self._learning_modules = UnseenModules(ours, self._hide)
         _register(self)
 
     # -- conditions
@@ -152,7 +131,12 @@ class CrossStepUpdates:
     @property
     def unseen(self) -> frozenset[int]:
         """Variables whose reads are not detected, as found in a forward pass under the plan."""
-        return frozenset(self._unseen or ())
+        return frozenset(self._reads.unseen or ())
+
+    @property
+    def broken(self) -> str | None:
+        """The error that a wait for a message raised."""
+        return self._under_way.broken
 
     def enable(self, messages_of: Sequence[Sequence[Arriving]] | None) -> None:
         """Set the messages of each variable under a plan that crosses the step; None: any other.
@@ -160,21 +144,17 @@ class CrossStepUpdates:
         Call it between two steps, with nothing pending.
         """
         self._enabled = messages_of is not None
-        self._messages_of = messages_of or ()
+        self._under_way.plan(messages_of or ())
         self.forget_reads()
-        self._variables_of = {}
-        for position, messages in enumerate(self._messages_of):
-            for message in messages:
-                self._variables_of.setdefault(message.number, []).append(position)
 
     def forget_reads(self) -> None:
         """Find anew in the next forward pass which reads are detected; with nothing pending."""
-        self._unseen = None
+        self._reads.forget()
 
     @property
     def defers(self) -> bool:
         """Whether the backward pass that ends now leaves its messages to the next forward pass."""
-        return self._enabled and self._unseen is not None and self.refusal_reason() is None
+        return self._enabled and self._reads.unseen is not None and self.refusal_reason() is None
 
     def close(self) -> None:
         _PRESENT.discard(self)
@@ -188,42 +168,18 @@ class CrossStepUpdates:
         self._script.stop_looking()
         if (
             self._enabled
-            and self._unseen is None
+            and self._reads.unseen is None
             and self._script.seen > 0
             and self.refusal_reason() is None
         ):
-            self._learn_reads(observable)
+            self._reads.begin(observable)
 
     def forward_ended(self) -> None:
         """Call before the backward pass, which fills the messages' buffers again."""
         self.flush()
         if self.gate is not None:
             self.gate.step_ended()
-        if self._unread is not None:
-            for position in self._unread:
-                unwatch(self._parameters[position])
-            self._unseen, self._unread = self._unread | self._hidden, None
-            self._learning_modules.stop()
-
-    def _learn_reads(self, observable: bool) -> None:
-        """Watch all variables during a forward pass: those without a detected read are unseen."""
-        if not observable:
-            self._unseen = set()
-            return
-        for position in self._unread or ():  # an earlier forward pass was interrupted
-            unwatch(self._parameters[position])
-        unread = {n for n, parameter in enumerate(self._parameters) if not is_watched(parameter)}
-        self._unread = unread
-        self._hidden.clear()
-        self._learning_modules.watch()
-        for position in tuple(unread):
-            if can_watch(self._parameters[position]):
-                watch(self._parameters[position], partial(_mark_read, unread, position))
-
-    def _hide(self, module: nn.Module) -> None:
-        """`module` reads its parameters in a way that is not detected."""
-        identities = (id(parameter) for parameter in module.parameters())
-        self._hidden.update(self._position_of[i] for i in identities if i in self._position_of)
+        self._reads.end()
 
     # -- backward
 
@@ -234,13 +190,10 @@ class CrossStepUpdates:
 
     def defer(self, messages: Sequence[Arriving], positions: Iterable[int]) -> None:
         """Leave the messages, all under way, and the averages of `positions` to the next step."""
-        assert self._unseen is not None
         with self._lock:
             self._stashed.clear()
             self._stream = self._device.stream()
-            self._outstanding = {message.number: message for message in messages}
-            self._missing = [len(of_variable) for of_variable in self._messages_of]
-            self._complete = []
+            self._under_way.begin(messages)
             self._pending = {
                 position: _Pending(self._parameters[position].grad) for position in positions
             }
@@ -256,8 +209,7 @@ class CrossStepUpdates:
 
     def _unwatchable(self) -> set[int]:
         """Pending variables whose reads, or those of their gradients, cannot be detected."""
-        assert self._unseen is not None
-        found = self._unseen & self._pending.keys()
+        found = set(self.unseen & self._pending.keys())
         watchable = []
         for position, pending in self._pending.items():
             parameter, gradient = self._parameters[position], pending.gradient
@@ -283,12 +235,12 @@ class CrossStepUpdates:
 
     def flush(self) -> None:
         """Wait for all messages and apply all pending averages and updates."""
-        if self._outstanding or self._pending:
+        if self._under_way or self._pending:
             self.flush_variables(tuple(self._pending), rest=True)
 
     def flush_arrived(self) -> None:
         """Apply what has arrived, without waiting."""
-        if self._outstanding:
+        if self._under_way:
             self.flush_variables(())
 
     def flush_variables(self, positions: Iterable[int], rest: bool = False) -> float:
@@ -297,11 +249,11 @@ class CrossStepUpdates:
         `rest`: wait for every message, also of variables that are not pending. Returns the seconds
         spent waiting for messages.
         """
+        under_way = self._under_way
         with self._lock:
             pending = [position for position in positions if position in self._pending]
-            needed = {m.number for position in pending for m in self._messages_of[position]}
-            waited_for = sorted(self._outstanding if rest else needed & self._outstanding.keys())
-            if not (waited_for or self._complete or self._next_arrived()):
+            waited_for = under_way.all_numbers() if rest else under_way.numbers_of(pending)
+            if not (waited_for or under_way.complete or under_way.next_arrived()):
                 return 0.0  # most reads; leaving torch's modes costs more than all else here
             # On a GPU everything runs on the backward pass's stream: others may read on others.
             with outside_modes(), self._device.on(self._stream):
@@ -309,31 +261,14 @@ class CrossStepUpdates:
                     self.before_wait(pending)
                 began_s = time.perf_counter()
                 for number in waited_for:
-                    self._receive(number)
+                    under_way.receive(number)
                 waited_s = time.perf_counter() - began_s
                 self.waited_s += waited_s
-                while self._next_arrived():
-                    self._receive(next(iter(self._outstanding)))
-                if self._complete:
-                    complete, self._complete = self._complete, []
+                under_way.receive_arrived()
+                complete = [n for n in under_way.take_complete() if n in self._pending]
+                if complete:
                     self._finish(complete)
             return waited_s
-
-    def _next_arrived(self) -> bool:
-        """Whether the first outstanding message has arrived. They mostly arrive in issue order."""
-        return bool(self._outstanding) and next(iter(self._outstanding.values())).arrived
-
-    def _receive(self, number: int) -> None:
-        try:
-            self._outstanding[number].wait()
-        except SynchronizationError as error:
-            self.broken = str(error)
-            raise
-        del self._outstanding[number]
-        for position in self._variables_of[number]:
-            self._missing[position] -= 1
-            if self._missing[position] == 0 and position in self._pending:
-                self._complete.append(position)
 
     def _finish(self, positions: list[int]) -> None:
         """Average and update `positions`, all of whose messages have arrived."""
@@ -476,7 +411,7 @@ class CrossStepUpdates:
     def forget(self) -> None:
         """Drop what is pending, in a forked process, where no message will ever arrive."""
         self._lock = RLock()
-        self._outstanding, self._complete = {}, []
+        self._under_way.forget()
         for position, pending in self._pending.items():
             unwatch(self._parameters[position])
             if pending.gradient is not None:
@@ -494,10 +429,6 @@ class CrossStepUpdates:
 
 _PRESENT: WeakSet[CrossStepUpdates] = WeakSet()
 _OWN_HOOKS: set[int] = set()
-
-
-def _mark_read(unread: set[int], position: int, _: Tensor) -> None:
-    unread.discard(position)
 
 
 def _register(cross_step: CrossStepUpdates) -> None:

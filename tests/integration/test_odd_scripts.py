@@ -26,6 +26,7 @@ from autotune.strategy_space.plan import Plan
 from runtime_rewriter.pytorch.cross_step import CrossStepUpdates
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
+from runtime_rewriter.pytorch.under_way import MessagesUnderWay
 
 TRIAL_STEP = 3
 """The step before which a trial loads its plan."""
@@ -111,8 +112,8 @@ def outcome(script: Script, run: PlannedRun, expected: Any) -> str:
         own_update(self, done)
 
     # Nothing is applied before it is read, however fast messages are.
-    late = CrossStepUpdates._next_arrived
-    CrossStepUpdates._next_arrived = lambda self: False  # type: ignore[method-assign]
+    late = MessagesUnderWay.next_arrived
+    MessagesUnderWay.next_arrived = lambda self: False  # type: ignore[method-assign]
     CrossStepUpdates._update = counted  # type: ignore[method-assign]
     try:
         torch.manual_seed(run.rank)
@@ -123,7 +124,7 @@ def outcome(script: Script, run: PlannedRun, expected: Any) -> str:
     except AssertionError as difference:
         return f"DIFFER: {difference}"
     finally:
-        CrossStepUpdates._next_arrived = late  # type: ignore[method-assign]
+        MessagesUnderWay.next_arrived = late  # type: ignore[method-assign]
         CrossStepUpdates._update = own_update  # type: ignore[method-assign]
         for model in run.models:
             model.synchronizer.close()

@@ -347,7 +347,8 @@ def test_a_played_pass_has_no_work_left_after_its_last_read(rank: int) -> None:
     model.synchronizer.load(replace(uniform(model.module, 2), cross_step=True))
     accelerator = emulated(model.synchronizer)
     # Messages, however fast, are taken in only when a variable is read.
-    model.synchronizer.cross_step._next_arrived = lambda: False  # type: ignore[method-assign]
+    under_way = model.synchronizer.cross_step._under_way
+    under_way.next_arrived = lambda: False  # type: ignore[method-assign]
     for _ in range(2):
         step()
     done: list[str] = []

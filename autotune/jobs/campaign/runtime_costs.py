@@ -29,7 +29,7 @@ from autotune.strategy_space.plan import Message, Plan, TensorSlice
 from autotune.strategy_space.strategy import Compressor, Synchronizer
 from autotune.workload import Variable, Workload
 from runtime_rewriter.emulation import timetable_of
-from runtime_rewriter.pytorch.cross_step import Arriving, CrossStepUpdates
+from runtime_rewriter.pytorch.cross_step import CrossStepUpdates
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.pytorch.emulation import EmulatedAccelerator
 from runtime_rewriter.pytorch.exchange.lanes import Lanes, Step
@@ -44,6 +44,7 @@ from runtime_rewriter.pytorch.exchange.rows import (
     summed,
 )
 from runtime_rewriter.pytorch.exchange.top_k import PickedRows, picked
+from runtime_rewriter.pytorch.under_way import Arriving
 from runtime_rewriter.scheduling import take_round_robin
 
 SMALL, LARGE = 2**14, 2**21
