@@ -12,6 +12,7 @@ import json
 import shutil
 import sqlite3
 import tempfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -244,12 +245,20 @@ def store() -> Files:
 @cache
 def dataset() -> Files:
     """The first trials of a collected domain."""
+    from autotune.dataset.card import card_data, card_text
     from autotune.dataset.columns import table_bytes
     from autotune.dataset.folder import read_domain
 
-    trials = read_domain(DOMAIN).trials[:4]
-    files = {name: (DOMAIN / name).read_bytes() for name in ("domain.json", "card.json", "card.md")}
-    return with_sums({**files, "trials.parquet": table_bytes(trials, {})})
+    domain = read_domain(DOMAIN)
+    domain = replace(domain, trials=domain.trials[:4])
+    return with_sums(
+        {
+            "domain.json": (DOMAIN / "domain.json").read_bytes(),
+            "card.json": _json(card_data(domain)),
+            "card.md": card_text(domain).encode(),
+            "trials.parquet": table_bytes(domain.trials, {}),
+        }
+    )
 
 
 def with_sums(files: Files) -> Files:
