@@ -19,15 +19,15 @@ from autotune.arrays import FloatArray
 from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec
 
-FEWEST_FRONT = 3
-"""Strategies whose spread says something about that of others."""
+RARE = 0.1
+"""Share of fast strategies that the search must not miss: so many are tried that one of them was
+among these with the confidence, as the fronts of tried strategies say nothing about others."""
 
 
 def nothing_to_win(spec: JobSpec, history: History, most_trials: int) -> str:
     """Why no strategy is expected to beat the current setup by more than `ab_precision`.
 
-    Empty if one may. Ask after two rounds: then the search has learned from trials. No more than
-    `most_trials` are left, or as many as there is time for.
+    Empty if one may. No more than `most_trials` are left, or as many as there is time for.
     """
     assert history.reference_s is not None
     ranking = history.ranking()
@@ -53,29 +53,35 @@ def best_expected(
 ) -> float:
     """Lower bound of g of the fastest strategy, measured or among `further` ones; -inf: unknown.
 
-    Differences that noise alone explains are removed first: every g moves towards their median by
-    the share noise^2 / variance (James and Stein, 1961), with the largest variance that the
-    confidence allows. Further strategies are taken to be like
-    the front, as the search proposes what looks fast. The bound of their smallest g is Student's
+    Differences that noise alone explains are removed first, among all and then within the front:
+    every g moves towards the median by the share noise^2 / variance (James and Stein, 1961), with
+    the largest variance that the confidence allows. Further strategies are taken to be like the
+    front, as the search proposes what looks fast. The bound of their smallest g is Student's
     prediction limit, with the error probability divided by their number (Bonferroni); the error of
     the front's own mean and of `references` runs of the current setup is subtracted.
     """
     values = np.asarray(g, dtype=np.float64)
     f = (len(values) + 1) // 2
-    if f < FEWEST_FRONT or references == 0:
-        return -math.inf
     tail = 1 - confidence
-    front = np.sort(_without_noise(values, noise, tail))[:f]
+    if len(values) < math.log(tail) / math.log(1 - RARE) or references == 0:
+        return -math.inf
+    share = _share_beside(noise, values, tail)
+    front = np.sort(_towards_median(values, share))[:f]
+    front = _towards_median(front, _share_beside(share * noise, front, tail))
     limit = float(stdtrit(f - 1, 1 - tail / max(1, further)))
     spread = float(np.std(front, ddof=1)) * math.sqrt(1 + 1 / f)
     error = NormalDist().inv_cdf(1 - tail) * noise * math.sqrt(1 / f + 1 / references)
     return min(float(front[0]), float(front.mean()) - limit * spread) - error
 
 
-def _without_noise(values: FloatArray, noise: float, tail: float) -> FloatArray:
-    """The values, with as much spread as they may have beside the noise at this confidence."""
-    n, center, variance = len(values), float(np.median(values)), float(np.var(values, ddof=1))
-    largest = variance * (n - 1) / float(chdtri(n - 1, 1 - tail))
-    share = max(0.0, 1 - noise**2 / largest) if largest > 0 else 0.0
-    shrunk: FloatArray = center + share * (values - center)
-    return shrunk
+def _share_beside(noise: float, values: FloatArray, tail: float) -> float:
+    """The share of the values' variance that noise leaves, at most at this confidence."""
+    variance = float(np.var(values, ddof=1))
+    largest = variance * (len(values) - 1) / float(chdtri(len(values) - 1, 1 - tail))
+    return max(0.0, 1 - noise**2 / largest) if largest > 0 else 0.0
+
+
+def _towards_median(values: FloatArray, share: float) -> FloatArray:
+    median = float(np.median(values))
+    moved: FloatArray = median + share * (values - median)
+    return moved

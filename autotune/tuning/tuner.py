@@ -119,7 +119,7 @@ def _explore(spec: JobSpec, history: History) -> Instruction | None:
     if history.rounds and _round_unbracketed(spec, history):
         return _reference(spec, history)
     left, rounds = spec.max_trials - _trials_spent(history), len(history.rounds)
-    if rounds > 1 and (reason := nothing_to_win(spec, history, left)):
+    if rounds and (reason := nothing_to_win(spec, history, left)):
         return Finish(Decision(CURRENT_SETUP, reason, None, contender(history)))
     return Propose(rounds, min(spec.top_k, left))
 

@@ -16,6 +16,8 @@ from autotune.tuning.tuner import Finish
 
 PRECISION = 0.01
 TRIALS, ROUND = 60, 6
+TOLERANCE = 0.03
+"""Two standard deviations of a share of 5 % among 200 jobs."""
 Draw = Callable[[np.random.Generator], float]
 
 
@@ -30,12 +32,11 @@ def stopped(draw: Draw, noise: float, seed: int) -> tuple[bool, float]:
             true.append(draw(rng))
             measured.append(true[-1] + rng.normal(0, noise))
         references.append(rng.normal(0, noise))
-        if len(true) >= 2 * ROUND:
-            g = [value - float(np.median(references)) for value in measured]
-            left = TRIALS - len(true)
-            bound = best_expected(g, max(noise, 0.01), len(references), left, 0.95)
-            if bound >= math.log(1 - PRECISION):
-                return True, min(true)
+        g = [value - float(np.median(references)) for value in measured]
+        left = TRIALS - len(true)
+        bound = best_expected(g, max(noise, 0.01), len(references), left, 0.95)
+        if bound >= math.log(1 - PRECISION):
+            return True, min(true)
     return False, min(true)
 
 
@@ -58,7 +59,8 @@ def mostly(value: float, share: float) -> Draw:
     ("draw", "noise", "least"),
     [
         (lambda rng: 0.0, 0.005, 0.95),
-        (lambda rng: 0.0, 0.01, 0.35),
+        (lambda rng: 0.0, 0.01, 0.7),
+        (mostly(0.0, 0.0), 0.01, 0.9),
         (mostly(0.0, 0.0), 0.005, 0.9),
         (lambda rng: rng.normal(0.03, 0.01), 0.005, 0.8),
     ],
@@ -72,34 +74,37 @@ def test_a_job_without_gains_ends_early(draw: Draw, noise: float, least: float) 
     "draw",
     [
         mostly(-0.05, 0.3),
+        mostly(-0.05, 0.1),
         lambda rng: rng.normal(-0.02, 0.02),
         lambda rng: rng.normal(0.0, 0.02),
         lambda rng: -0.05 if rng.random() < 0.1 else rng.normal(0.0, 0.015),
     ],
 )
 def test_a_job_in_which_5_percent_can_be_won_goes_on(draw: Draw, noise: float) -> None:
-    assert share_stopped(draw, noise) <= 0.05  # 1 - confidence
+    assert share_stopped(draw, noise) <= 0.05 + TOLERANCE  # 1 - confidence
 
 
 def test_a_gain_that_was_measured_is_not_given_up() -> None:
     for noise in (0.005, 0.01, 0.02):
         known = [stopped(mostly(-0.05, 0.1), noise, seed) for seed in range(200)]
-        assert sum(ended and best < -0.03 for ended, best in known) <= 0.01 * len(known)
+        assert sum(ended and best < -0.03 for ended, best in known) <= 0.02 * len(known)
 
 
 def test_too_few_strategies_say_nothing() -> None:
     assert best_expected([], 0.01, 3, 10, 0.95) == -math.inf
-    assert best_expected([0.5] * 4, 0.01, 3, 10, 0.95) == -math.inf
-    assert best_expected([0.5] * 12, 0.01, 3, 10, 0.95) > 0.45
+    assert best_expected([0.5] * 28, 0.01, 3, 10, 0.95) == -math.inf
+    assert best_expected([0.5] * 30, 0.01, 3, 10, 0.95) > 0.45
 
 
 def test_the_end_of_a_job_is_decided_without_a_comparison_and_with_figures() -> None:
-    spec = job_spec()
+    spec = job_spec(max_trials=60)
     history, instruction = drive(spec, SyntheticWorld(default_s=0.11, noise=0.01))
-    assert isinstance(instruction, Finish) and len(history.rounds) == 2
+    assert isinstance(instruction, Finish) and len(history.rounds) == 8
     decision = instruction.decision
     assert decision.strategy_id == CURRENT_SETUP and decision.comparison is None
     assert not any(trial.request.role is Role.AB for trial in history.trials)
-    assert decision.reason.startswith("nothing to win: the fastest of 8 strategies is ")
-    assert "slower than the current setup, and with 95% confidence 4 more trials" in decision.reason
+    assert decision.reason.startswith("nothing to win: the fastest of 32 strategies is ")
+    assert (
+        "slower than the current setup, and with 95% confidence 28 more trials" in decision.reason
+    )
     assert "1.0% is the precision asked for; so the current setup stays" in decision.reason
