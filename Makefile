@@ -18,9 +18,16 @@ setup: $(VENV)/.compiled
 # Only files whose hashes are listed. A torch with CUDA needs its libraries; `pip check` says so, and
 # at the end that every requirement of pyproject.toml is pinned and installed.
 LOCKED := install --quiet --no-compile --no-deps --require-hashes --only-binary :all: --requirement
+TORCH := $(shell grep -o '^torch==[0-9.]*' constraints.txt)
 
+# pip chooses the wheel of torch without hashes, as it would for a user, and checks it afterwards:
+# with hashes it would prefer a large one with CUDA from an index to one for CPUs on disk.
 $(VENV)/.installed: pyproject.toml constraints.txt constraints-cuda.txt
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip download --quiet --no-deps --only-binary :all: --dest $(VENV)/torch $(TORCH)
+	sed -n '/^torch==/,/[^\\]$$/p' constraints.txt > $(VENV)/torch/pin.txt
+	$(BIN)/pip $(LOCKED) $(VENV)/torch/pin.txt --no-index --find-links $(VENV)/torch
+	rm -r $(VENV)/torch
 	$(BIN)/pip $(LOCKED) constraints.txt
 	$(BIN)/pip check >/dev/null || $(BIN)/pip $(LOCKED) constraints-cuda.txt
 	$(BIN)/pip install --quiet --no-compile --no-deps --no-build-isolation --editable .
