@@ -99,6 +99,7 @@ def test_ranks_run_host_by_host_on_the_nodes_of_an_address(address, environment,
     assert report["local_ranks"] == ["0", "0"]
     assert report["master"] == "127.0.0.3"
     assert report["logs_exist"] == [True, True] and not report["logs_in_our_directory"]
+    assert len(set(report["views"])) == 2, "each host has its own view of the sent directory"
     have = "127.0.0.2 with 2 CPUs, 127.0.0.3 with 2 CPUs"
     need = "the ranks need 2 hosts with 3, 1 CPUs (one for each rank), but the Ray cluster has "
     assert all(text in report["refusal"] for text in (need, *have.split(", ")))

@@ -15,6 +15,7 @@ from autotune.tuning import statistics
 from runtime_rewriter.world.command import read_command
 from runtime_rewriter.world.ray_cluster import Deadlines, RayCluster, RayPlace
 from runtime_rewriter.world.ray_world import ray_world
+from runtime_rewriter.world.views import Protected
 from runtime_rewriter.world.world import World
 
 
@@ -35,6 +36,7 @@ def world(
         60.0,
         statistics,
         probe_s=1.0,
+        protected=Protected.of([Path.cwd()]),
         devices_per_host=devices_per_host,
         addresses=addresses,
     )
@@ -88,6 +90,7 @@ def main() -> None:
         "hosts": profile.hosts,
         "local_ranks": [environment["LOCAL_RANK"] for environment in launch.environments],
         "master": launch.environments[0]["MASTER_ADDR"],
+        "views": [environment["AUTOTUNE_FILE_VIEW"] for environment in launch.environments],
         "logs_exist": [Path(path).is_file() for path in launch.log_paths],
         "logs_in_our_directory": Path("jobs").exists(),
         "refusal": refusal(address),

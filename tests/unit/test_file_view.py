@@ -127,6 +127,35 @@ assert not held.scratch.exists()
     assert done.returncode == 0, done.stderr
 
 
+IN_MEMORY = """
+import json, subprocess, sys
+from runtime_rewriter.world import view_holder
+words = [sys.executable, "-I", "-S", view_holder.__file__]
+holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+parent = os.environ["REAL"]  # an overlay, which can hold no copies of another one
+request = {"folders": [os.environ["ELSEWHERE"]], "kept": [], "parents": [parent]}
+holder.stdin.write(json.dumps(request) + "\\n")
+holder.stdin.flush()
+answer = json.loads(holder.stdout.readline())
+mounts = open(f"/proc/{answer['holder']}/mountinfo").read()
+kinds = {line.split()[4]: line.split(" - ")[1].split()[0] for line in mounts.splitlines()}
+scratch = answer["scratch"].replace(" ", "\\\\040")
+assert kinds[scratch] == "tmpfs" and kinds[os.environ["ELSEWHERE"]] == "overlay", kinds
+holder.stdin.close()
+holder.stdout.read()
+assert not os.path.exists(answer["scratch"])
+"""
+
+
+@possible
+@pytest.mark.skipif(os.getuid() != 0, reason="mounts in the view, which root may do")
+def test_copies_that_no_folder_can_hold_lie_in_memory(held, project, tmp_path, monkeypatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.setenv("ELSEWHERE", str(tmp_path / "elsewhere"))
+    done = inside(held, project, IN_MEMORY)
+    assert done.returncode == 0, done.stderr
+
+
 @possible
 def test_a_view_whose_holder_was_killed_is_not_entered_and_the_next_one_removes_its_copies(
     held, project
