@@ -9,15 +9,16 @@ from rich.table import Table
 
 from autotune.canonical import to_data
 from autotune.commands.arguments import add_directory
-from autotune.commands.render.progress import first_line, short_name
+from autotune.commands.render.names import first_line, short_name
 from autotune.commands.render.tables import plain_table, table_text, terminal_width
-from autotune.jobs.overview import job_overview
+from autotune.commands.render.terminal import Terminal
+from autotune.errors import InvalidInput
+from autotune.jobs.overview import Overview, job_overview, overview_data
 from autotune.jobs.results import job_facts, taken_under
 from autotune.jobs.workspace import Workspace
-from autotune.records import CURRENT_SETUP, Measured
+from autotune.records import CURRENT_SETUP
 from autotune.storage.store import Store
-from autotune.tuning.events import TrialFinished
-from autotune.tuning.history import History
+from autotune.tuning.figures import TrialSummary
 from autotune.units import format_seconds
 
 TRIAL_COLUMNS = (
@@ -32,12 +33,27 @@ WINNER = "*"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_directory(parser)
     parser.add_argument("job", nargs="?", help="default: list all jobs")
+    parser.add_argument(
+        "--report",
+        action="store_true",
+        help="write the report of JOB now if it has no decision yet, which takes a while if it has "
+        "thousands of trials",
+    )
 
 
 def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Only the data or only the text of a job: its trials may be thousands."""
     workspace = Workspace.existing(options.directory)
     with Store.open(workspace.store_path) as store:
-        return _job(workspace, store, options.job) if options.job else _jobs(store)
+        if not options.job:
+            if options.report:
+                raise InvalidInput("--report needs a job; use `autotune show JOB --report`")
+            return _jobs(store)
+        if missing := store.missing_summaries(options.job):
+            text = f"autotune: summarizing {missing} events of an older version, once"
+            Terminal().print(text)
+        overview = job_overview(workspace, store, options.job, options.report)
+        return (overview_data(store, overview), "") if options.json else ({}, _text(overview))
 
 
 def _jobs(store: Store) -> tuple[dict[str, Any], str]:
@@ -47,57 +63,49 @@ def _jobs(store: Store) -> tuple[dict[str, Any], str]:
     return {"jobs": to_data(store.jobs())}, table_text(table)
 
 
-def _job(workspace: Workspace, store: Store, job_id: str) -> tuple[dict[str, Any], str]:
-    history, decision = store.history(job_id), store.decision(job_id)
-    data = job_overview(workspace, store, job_id, history, decision)
+def _text(overview: Overview) -> str:
+    summary, decision = overview.summary, overview.decision
     exported = decision.strategy_id if decision else None
-    words: dict[str, str] = {}
-    rows = (_row(trial, history, exported, words) for trial in history.trials)
+    rows = (_row(trial, overview, exported) for trial in summary.trials)
     table = plain_table(TRIAL_COLUMNS, rows, terminal_width(), SPARE)
-    limits = f"{history.profiled.limits}\n" if history.profiled and history.profiled.limits else ""
-    summary = f"not finished ({history.quality}); `autotune tune --resume` continues"
+    limits = f"{summary.profiled.limits}\n" if summary.profiled and summary.profiled.limits else ""
+    headline = f"not finished ({summary.quality}); `autotune tune --resume` continues"
     if decision:
-        winner = history.in_words(decision.strategy_id)
-        summary = (
+        winner = summary.in_words(decision.strategy_id)
+        headline = (
             f"{decision.strategy_id} ({winner}): {decision.reason}" if winner else decision.reason
         )
-    summary += taken_under(history.conditions(store.job(job_id).conditions))
-    if data["carrier"]:
-        summary += f"; {data['carrier']}"
-    head = f"{job_id} ({data['status']}): {summary}"
+    headline += taken_under(overview.conditions)
+    if overview.backend:
+        headline += f"; {overview.backend}"
+    head = f"{overview.job_id} ({overview.status}): {headline}"
     why = f"why: {decision.explanation}\n" if decision and decision.explanation else ""
-    facts = "".join(f"{fact}\n" for fact in job_facts(history))
-    return data, f"{table}{limits}{head}\n{why}{facts}report: {data['report']}"
+    facts = "".join(f"{fact}\n" for fact in job_facts(summary))
+    report = overview.report or f"`autotune show {overview.job_id} --report` writes it"
+    return f"{table}{limits}{head}\n{why}{facts}report: {report}"
 
 
-def _row(
-    trial: TrialFinished, history: History, exported: str | None, words: dict[str, str]
-) -> tuple[str, ...]:
-    """The cells of one trial. `words` keeps the descriptions of strategies that were met."""
-    request, outcome = trial.request, trial.outcome
-    strategy_id = request.strategy_id
-    if strategy_id not in words:
-        proposal = history.proposals.get(strategy_id)
-        origin = f" ({proposal.origin})" if proposal else ""
-        words[strategy_id] = history.in_words(strategy_id) + origin
-    notes = [words[strategy_id]]
-    if isinstance(outcome, Measured):
-        low, high = (format_seconds(value) for value in outcome.quartiles_s)
+def _row(trial: TrialSummary, overview: Overview, exported: str | None) -> tuple[str, ...]:
+    """The cells of one trial."""
+    row, summary = trial.figures, overview.summary
+    origin, words = summary.origin(row.strategy_id), summary.in_words(row.strategy_id)
+    notes = [f"{words} ({origin})" if origin else words]
+    if trial.quartiles_s is not None and row.median_s is not None:
+        low, high = (format_seconds(value) for value in trial.quartiles_s)
         error = f"± {trial.interval.half_width:.1%}" if trial.interval else ""
-        steps = str(len(outcome.slowest_s))
-        steps += f", {outcome.stopped.value}" if outcome.stopped else ""
-        figures = (format_seconds(outcome.median_s), error, f"{low} - {high}", steps)
-        if request.number in history.disturbed:
+        steps = f"{trial.steps}, {trial.stopped.value}" if trial.stopped else str(trial.steps)
+        figures = (format_seconds(row.median_s), error, f"{low} - {high}", steps)
+        if row.number in summary.disturbed:
             notes.insert(0, "disturbed")
     else:
         figures = ("failed", "", "", "")
-        notes = [f"{outcome.kind}: {first_line(outcome.message, 60)}"]
+        notes = [f"{trial.failure}: {first_line(trial.message, 60)}"]
     return (
-        WINNER if strategy_id == exported != CURRENT_SETUP else "",
-        str(request.number),
-        request.role.value,
-        short_name(strategy_id),
+        WINNER if row.strategy_id == exported != CURRENT_SETUP else "",
+        str(row.number),
+        row.role.value,
+        short_name(row.strategy_id),
         *figures,
-        format_seconds(request.predicted_s) if request.predicted_s else "",
+        format_seconds(trial.predicted_s) if trial.predicted_s else "",
         "; ".join(filter(None, notes)),
     )

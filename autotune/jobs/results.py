@@ -9,11 +9,12 @@ from pathlib import Path
 from autotune.jobs.exports import job_export
 from autotune.jobs.workspace import Workspace
 from autotune.records import CURRENT_SETUP, Conditions, Decision
-from autotune.reports.job_page import write_report
 from autotune.storage.store import Store
-from autotune.tuning.history import History
+from autotune.tuning.figures import JobFigures
 from autotune.tuning.job import JobSpec
 from runtime_rewriter.world.results import Trained
+
+EXPORT, REPORT = "best.json", "report.html"
 
 
 @dataclass(frozen=True)
@@ -25,29 +26,39 @@ class Results:
 def write_results(workspace: Workspace, store: Store, job_id: str, decision: Decision) -> Results:
     """Write both files of a decided job. Writing them again gives the same."""
     folder = workspace.job(job_id)
-    export = folder / "best.json"
+    export = folder / EXPORT
     job_export(store, job_id, decision).write(export)
-    report = folder / "report.html"
-    write_report(report, store.job(job_id), store.history(job_id), decision, export)
-    return Results(export, report)
+    return Results(export, _write_report(store, job_id, folder, decision))
 
 
 def job_report(
-    workspace: Workspace, spec: JobSpec, job_id: str, history: History, decision: Decision | None
-) -> Path:
-    """The report of a job in any state. That of a decided job is final, and written once."""
-    report = workspace.job(job_id) / "report.html"
-    export = workspace.job(job_id) / "best.json"
-    if decision is None or not report.exists():
-        write_report(report, spec, history, decision, export if decision else None)
+    workspace: Workspace, store: Store, job_id: str, decision: Decision | None, now: bool
+) -> Path | None:
+    """The report of a job. That of a decided job is final, and written once.
+
+    That of an undecided job takes as long as the job has trials: it is written, anew, only if
+    `now`; else there is none.
+    """
+    folder = workspace.job(job_id)
+    if decision is None:
+        return _write_report(store, job_id, folder, decision) if now else None
+    report = folder / REPORT
+    return report if report.exists() else _write_report(store, job_id, folder, decision)
+
+
+def _write_report(store: Store, job_id: str, folder: Path, decision: Decision | None) -> Path:
+    from autotune.reports.job_page import write_report  # heavy, as it imports numba
+
+    report, export = folder / REPORT, folder / EXPORT if decision else None
+    write_report(report, store.job(job_id), store.history(job_id), decision, export)
     return report
 
 
-def job_facts(history: History) -> list[str]:
+def job_facts(figures: JobFigures) -> list[str]:
     """Lines about the trials of a job: how many, and the overrun of emulated accelerators."""
-    facts = [f"trials   {history.counts}"]
-    if history.overrun_range:
-        facts.append(f"overrun  emulated accelerators were late by {history.overrun_range}")
+    facts = [f"trials   {figures.counts}"]
+    if figures.overrun_range:
+        facts.append(f"overrun  emulated accelerators were late by {figures.overrun_range}")
     return facts
 
 

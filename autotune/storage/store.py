@@ -1,9 +1,8 @@
 """The trial store: one SQLite file that survives kill -9 with every acknowledged event.
 
-The tables `events` and `jobs` are the source. Trials, strategies, workloads and clusters are
-derived from them in the same transaction; `Store.rebuild` derives them again. Every commit is on
-disk when the call returns (write-ahead log, synchronous=FULL). Jobs in one file learn from each
-other through `past_trials`.
+The tables `events` and `jobs` are the source. All others are derived from them in the same
+transaction; `Store.rebuild` derives them again. Every commit is on disk when the call returns
+(write-ahead log, synchronous=FULL). Jobs in one file learn from each other through `past_trials`.
 """
 
 from __future__ import annotations
@@ -24,19 +23,28 @@ from autotune.errors import InvalidInput, StoreVersionError
 from autotune.files import is_file, is_folder
 from autotune.parsing import parse, parse_json
 from autotune.records import CURRENT_SETUP, Decision, Role
+from autotune.storage import summaries
+from autotune.storage.damage import BUSY_S, SQLITE_ERRORS, text_in, unusable
 from autotune.storage.rows import add_to_outbox, derive, fill_outbox
+from autotune.storage.schema import migrations, statements
+from autotune.storage.summaries import EventRows
 from autotune.strategy_space.strategy import Strategy
-from autotune.tuning.events import Event, event_from_data, event_to_data
+from autotune.tuning.events import (
+    Event,
+    Profiled,
+    Proposed,
+    TrialFinished,
+    event_from_data,
+    event_to_data,
+)
+from autotune.tuning.figures import JobSummary
 from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec
 from autotune.workload import Workload
 
 T = TypeVar("T")
 
-SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
-"""A damaged file may also give text that is not UTF-8."""
-BUSY_S = 30.0
-"""Maximum wait of a writer for another one; a transaction takes milliseconds."""
+ALL_EVENTS = "SELECT seq, body FROM events WHERE job = ? ORDER BY seq"
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -95,14 +103,14 @@ class Store:
             path.parent.mkdir(parents=True, exist_ok=True)
             connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
         except (OSError, *SQLITE_ERRORS) as error:
-            raise _unusable(path, error) from error
+            raise unusable(path, error) from error
         try:
             connection.row_factory = sqlite3.Row
             store = Store(path, connection)
             store._prepare()
         except SQLITE_ERRORS as error:
             connection.close()
-            raise _unusable(path, error) from error
+            raise unusable(path, error) from error
         except BaseException:
             connection.close()
             raise
@@ -137,11 +145,11 @@ class Store:
 
     def job(self, job_id: str) -> JobSpec:
         where = f"job {job_id}"
-        return JobSpec.from_data(parse_json(_text(self._job_row(job_id), "spec"), where), where)
+        return JobSpec.from_data(parse_json(text_in(self._job_row(job_id), "spec"), where), where)
 
     def created_at(self, job_id: str) -> datetime:
         """When the job was created, UTC."""
-        text = _text(self._job_row(job_id), "created_at")
+        text = text_in(self._job_row(job_id), "created_at")
         try:
             return datetime.fromisoformat(text)
         except ValueError as error:
@@ -157,7 +165,7 @@ class Store:
         row, where = self._job_row(job_id), f"decision of job {job_id}"
         if row["decision"] is None:
             return None
-        return parse(Decision, parse_json(_text(row, "decision"), where), where)
+        return parse(Decision, parse_json(text_in(row, "decision"), where), where)
 
     def jobs(self) -> list[JobRow]:
         """All jobs, oldest first."""
@@ -192,7 +200,77 @@ class Store:
                 (job_id, seq, canonical_json(event_to_data(event))),
             )
             derive(db, job_id, seq, event)
+            if self._covered(job_id) == seq:
+                profiled = self.profiled(job_id) if isinstance(event, Proposed) else None
+                summaries.insert(db, job_id, [EventRows.of(seq, event, profiled)])
             add_to_outbox(db, job_id, "event", {"seq": seq})
+
+    def profiled(self, job_id: str) -> Profiled | None:
+        """The first profile of a job."""
+        query = (
+            "SELECT seq, body FROM events WHERE job = ? "
+            "AND json_extract(body, '$.kind') = 'profiled' ORDER BY seq LIMIT 1"
+        )
+        for _, event in self._events(job_id, query):
+            assert isinstance(event, Profiled)
+            return event
+        return None
+
+    def summary(self, job_id: str) -> JobSummary:
+        """A job's trials without their step times and strategies."""
+        spec, where = self.job(job_id), f"a summary of job {job_id}"
+        self.add_missing_summaries(job_id)
+        trials = self._rows(
+            "SELECT body FROM event_summaries WHERE job = ? AND body IS NOT NULL ORDER BY seq",
+            (job_id,),
+        )
+        proposals = self._rows("SELECT * FROM proposals WHERE job = ?", (job_id,))
+        [(rounds,)] = self._rows(
+            "SELECT count(*) FROM event_summaries WHERE job = ? AND kind = 'proposed'", (job_id,)
+        )
+        return JobSummary(
+            summaries.parse_trials((text_in(row, "body") for row in trials), where),
+            summaries.parse_proposals(proposals, where),
+            self.profiled(job_id),
+            rounds,
+            spec.deviation,
+        )
+
+    def missing_summaries(self, job_id: str) -> int:
+        """The number of events that were stored without a summary, by an older version."""
+        query = "SELECT coalesce(max(seq), -1) + 1 AS count FROM events WHERE job = ?"
+        [row] = self._rows(query, (job_id,))
+        return int(row["count"]) - self._covered(job_id)
+
+    def _covered(self, job_id: str) -> int:
+        """The number of events that have their summary."""
+        query = "SELECT coalesce(max(seq), -1) + 1 AS count FROM event_summaries WHERE job = ?"
+        [row] = self._rows(query, (job_id,))
+        return int(row["count"])
+
+    def add_missing_summaries(self, job_id: str) -> None:
+        """Derive the summaries of events that have none, in milliseconds per trial."""
+        # Not in the transaction: another process may be adding events.
+        query = "SELECT seq, body FROM events WHERE job = ? AND seq >= ? ORDER BY seq"
+        events = self._events(job_id, query, self._covered(job_id))
+        if events:
+            rows = summaries.rows_of_job(events, self.profiled(job_id))
+            with self._transaction() as db:
+                summaries.insert(db, job_id, rows)
+
+    def trials(self, job_id: str) -> list[TrialFinished]:
+        """All trials of a job with their step times, in order."""
+        self.add_missing_summaries(job_id)
+        query = (
+            "SELECT seq, events.body FROM event_summaries JOIN events USING (job, seq) "
+            "WHERE job = ? AND kind = 'trial_finished' ORDER BY seq"
+        )
+        events = [event for _, event in self._events(job_id, query)]
+        return [event for event in events if isinstance(event, TrialFinished)]
+
+    def strategy(self, strategy_id: str) -> Strategy:
+        """A strategy that some job proposed."""
+        return _Bodies(self).get("strategies", Strategy, strategy_id)
 
     def history(self, job_id: str) -> History:
         """All events of a job with its tolerance."""
@@ -218,7 +296,7 @@ class Store:
         for job in self.jobs():
             if job.id == excluding:
                 continue
-            disturbed = self.history(job.id).disturbed
+            disturbed = self.summary(job.id).disturbed
             rows = self._rows(
                 "SELECT * FROM trials WHERE job = ? AND role = ? AND status = 'measured' "
                 "AND strategy_id != ? ORDER BY number",
@@ -268,7 +346,7 @@ class Store:
             {
                 "position": row["position"],
                 "kind": row["kind"],
-                "body": parse_json(_text(row, "body"), where),
+                "body": parse_json(text_in(row, "body"), where),
             }
             for row in rows
         ]
@@ -298,23 +376,27 @@ class Store:
         return [str(row["message"]) for row in rows]
 
     def rebuild(self) -> None:
-        """Derive trials, strategies, workloads and clusters again from the events."""
+        """Derive all other tables again from the events."""
         with self._transaction() as db:
             self._derive_all(db)
 
     def _derive_all(self, db: sqlite3.Connection) -> None:
-        for table in ("trials", "strategies", "workloads", "clusters"):
+        tables = ("trials", "strategies", "workloads", "clusters", "event_summaries", "proposals")
+        for table in tables:
             db.execute(f"DELETE FROM {table}")
         for row in db.execute("SELECT id FROM jobs ORDER BY rowid").fetchall():
-            for seq, event in self._events(row["id"]):
+            events = self._events(row["id"])
+            for seq, event in events:
                 derive(db, row["id"], seq, event)
+            summaries.insert(db, row["id"], summaries.rows_of_job(events))
 
-    def _events(self, job_id: str) -> list[tuple[int, Event]]:
-        query = "SELECT seq, body FROM events WHERE job = ? ORDER BY seq"
+    def _events(
+        self, job_id: str, query: str = ALL_EVENTS, *parameters: object
+    ) -> list[tuple[int, Event]]:
         events = []
-        for row in self._rows(query, (job_id,)):
+        for row in self._rows(query, (job_id, *parameters)):
             where = f"event {row['seq']} of job {job_id}"
-            data = parse_json(_text(row, "body"), where)
+            data = parse_json(text_in(row, "body"), where)
             events.append((row["seq"], event_from_data(data, where)))
         return events
 
@@ -329,7 +411,7 @@ class Store:
         try:
             return self._db.execute(query, parameters).fetchall()
         except SQLITE_ERRORS as error:
-            raise _unusable(self.path, error) from error
+            raise unusable(self.path, error) from error
 
     def _no_job(self, job_id: str) -> InvalidInput:
         known = ", ".join(job.id for job in self.jobs()[-5:]) or "none"
@@ -338,7 +420,7 @@ class Store:
         )
 
     def _prepare(self) -> None:
-        version, newest = self._version(), len(_migrations())
+        version, newest = self._version(), len(migrations())
         if version > newest:
             raise StoreVersionError(
                 f"{self.path} has store version {version}, but this autotune reads up to {newest}; "
@@ -357,8 +439,8 @@ class Store:
         """Run all missing migrations in one transaction; another waiting process then runs none."""
         with self._transaction() as db:
             version = self._version()
-            for number, script in enumerate(_migrations()[version:], start=version + 1):
-                for statement in _statements(script):
+            for number, script in enumerate(migrations()[version:], start=version + 1):
+                for statement in statements(script):
                     db.execute(statement)
                 db.execute(f"PRAGMA user_version = {number}")
             if version == 1:
@@ -375,7 +457,7 @@ class Store:
             yield self._db
             self._db.execute("COMMIT")
         except SQLITE_ERRORS as error:
-            raise _unusable(self.path, error) from error
+            raise unusable(self.path, error) from error
         finally:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
@@ -394,55 +476,6 @@ class _Bodies:
             if not rows:
                 path = self._store.path
                 raise InvalidInput(f"{path} must hold {id_!r} in {table}, but does not; restore it")
-            self._parsed[id_] = parse(kind, parse_json(_text(rows[0], "body"), id_), str(id_))
+            self._parsed[id_] = parse(kind, parse_json(text_in(rows[0], "body"), id_), str(id_))
         body: T = self._parsed[id_]
         return body
-
-
-def _text(row: sqlite3.Row, column: str) -> str:
-    """The text in a column, where SQLite may hold a value of any type."""
-    value = row[column]
-    if not isinstance(value, str):
-        raise InvalidInput(
-            f"the trial store must hold text in column {column}, but has {str(value)[:40]!r}; "
-            "restore it, or give another path"
-        )
-    return value
-
-
-def _migrations() -> list[str]:
-    """The scripts in order; script number n brings a file from version n-1 to n."""
-    scripts = sorted((Path(__file__).parent / "migrations").glob("*.sql"))
-    return [script.read_text(encoding="utf-8") for script in scripts]
-
-
-def _statements(script: str) -> Iterator[str]:
-    """Complete statements of a script (`executescript` would commit the open transaction)."""
-    collected = ""
-    for line in script.splitlines(keepends=True):
-        collected += line
-        if sqlite3.complete_statement(collected):
-            yield collected
-            collected = ""
-
-
-def _unusable(path: Path, error: Exception) -> InvalidInput:
-    text = str(error)
-    if any(sign in text for sign in ("not a database", "malformed", "decode", "no such")):
-        return InvalidInput(
-            f"{path} must be a trial store, but is not an intact SQLite file ({text}); "
-            "restore it or give another path"
-        )
-    if "full" in text:
-        return InvalidInput(
-            f"cannot write to {path} ({text}); free some space, then resume the job"
-        )
-    if "locked" in text or "busy" in text:
-        return InvalidInput(
-            f"{path} has been locked for {BUSY_S:.0f} s; stop the process that holds it, then try "
-            "again"
-        )
-    return InvalidInput(
-        f"the trial store {path} must be readable and writable ({text}); check its permissions or "
-        "give another path"
-    )

@@ -15,13 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from autotune.arrays import BoolArray, FloatArray, IntArray
-from autotune.records import Measured
-from autotune.tuning.events import TrialFinished
+from autotune.tuning.events import TrialFigures
 
 
 @dataclass(frozen=True, eq=False)
 class CandidateColumns:
-    """Each has shape (C,). `median_s` is NaN for a failure; `unsteady` as in `TrialFinished`."""
+    """Each has shape (C,). `median_s` is NaN for a failure; `unsteady` as in `TrialFigures`."""
 
     numbers: IntArray
     strategies: IntArray
@@ -29,17 +28,13 @@ class CandidateColumns:
     unsteady: BoolArray
 
     @staticmethod
-    def of(trials: Sequence[TrialFinished], numbering: dict[str, int]) -> CandidateColumns:
+    def of(trials: Sequence[TrialFigures], numbering: dict[str, int]) -> CandidateColumns:
         """`numbering`: strategy id -> its number; new strategies are added."""
-        ids = [trial.request.strategy_id for trial in trials]
-        outcomes = [trial.outcome for trial in trials]
-        medians_s = [
-            outcome.median_s if isinstance(outcome, Measured) else np.nan for outcome in outcomes
-        ]
+        ids = [trial.strategy_id for trial in trials]
         return CandidateColumns(
-            np.array([trial.request.number for trial in trials], dtype=np.int64),
+            np.array([trial.number for trial in trials], dtype=np.int64),
             np.array([numbering.setdefault(id_, len(numbering)) for id_ in ids], dtype=np.int64),
-            np.array(medians_s, dtype=np.float64),
+            np.array([trial.median_s for trial in trials], dtype=np.float64),  # None becomes NaN
             np.array([trial.unsteady for trial in trials], dtype=bool),
         )
 

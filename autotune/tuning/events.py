@@ -21,8 +21,11 @@ from autotune.records import (
     FailureKind,
     Measured,
     RankingQuality,
+    Role,
     TrialRequest,
 )
+from autotune.strategy_space.describe import plan_text
+from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Strategy
 from autotune.tuning.statistics import Interval, changed_within, trial_interval
 from autotune.workload import Workload
@@ -57,6 +60,10 @@ class Profiled:
     cross_step_refused: str = ""
     current_buckets: tuple[tuple[str, ...], ...] = ()
 
+    def in_words(self, plan: Plan) -> str:
+        """The effect of a plan compared with the current setup."""
+        return plan_text(plan, len(self.current_buckets))
+
     @property
     def limits(self) -> str:
         """The strategies that this script rules out or slows down, for people; empty if none."""
@@ -87,6 +94,25 @@ class Proposed:
 
 
 @dataclass(frozen=True)
+class TrialFigures:
+    """A trial as the figures of its job need it.
+
+    `median_s` is None for a failure, and `overrun` for real accelerators. `unsteady`: the steps of
+    a candidate show that the machine changed.
+    """
+
+    number: int
+    role: Role
+    strategy_id: str
+    round: int
+    attempt: int
+    median_s: float | None
+    overrun: float | None
+    unsteady: bool
+    conditions: Conditions
+
+
+@dataclass(frozen=True)
 class TrialFinished:
     """A trial and its outcome. `plan_id` is None for the current setup.
 
@@ -105,6 +131,22 @@ class TrialFinished:
     def interval(self) -> Interval | None:
         """Interval of the median step time; None for a failure or too few steps."""
         return trial_interval(self.outcome) if isinstance(self.outcome, Measured) else None
+
+    @cached_property
+    def figures(self) -> TrialFigures:
+        request = self.request
+        measured = self.outcome if isinstance(self.outcome, Measured) else None
+        return TrialFigures(
+            request.number,
+            request.role,
+            request.strategy_id,
+            request.round,
+            request.attempt,
+            measured.median_s if measured else None,
+            measured.overrun if measured else None,
+            request.role is Role.CANDIDATE and self.unsteady,
+            self.conditions,
+        )
 
     @property
     def refused(self) -> bool:
@@ -128,8 +170,12 @@ _KINDS: dict[str, type[Profiled] | type[Proposed] | type[TrialFinished]] = {
 
 def event_to_data(event: Event) -> dict[str, Any]:
     """The event as JSON types, with its kind as a further key."""
-    kind = next(name for name, cls in _KINDS.items() if isinstance(event, cls))
-    return {"kind": kind, **to_data(event)}
+    return {"kind": kind_of(event), **to_data(event)}
+
+
+def kind_of(event: Event) -> str:
+    """The name of the event's class in stored events."""
+    return next(name for name, cls in _KINDS.items() if isinstance(event, cls))
 
 
 def event_from_data(data: Any, where: str = "event") -> Event:

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from autotune.arrays import BoolArray, FloatArray, IntArray
-from autotune.errors import InvalidInput
-from autotune.records import CURRENT_SETUP, Conditions, Failed, Measured, Role
+from autotune.arrays import FloatArray, IntArray
+from autotune.records import CURRENT_SETUP, Failed, Measured, Role
 from autotune.strategy_space.builders.collectives import bucketed
-from autotune.strategy_space.describe import plan_text
 from autotune.strategy_space.plan import Plan, PlannedStrategy, plan
-from autotune.tuning.candidates import CandidateColumns, ReferenceColumns, medians
-from autotune.tuning.events import Event, Profiled, Proposal, Proposed, TrialFinished
-from autotune.tuning.statistics import neighbour_noise, reference_tolerance
-
-LEAST_NOISE = 0.01
-"""Two medians closer than this count as equal, however quiet the references were."""
-SMALLEST_SPREAD = 4
-"""Number of references from which on their spread is meaningful."""
+from autotune.tuning.candidates import CandidateColumns, medians
+from autotune.tuning.events import Event, Profiled, Proposal, Proposed, TrialFigures, TrialFinished
+from autotune.tuning.figures import JobFigures, not_proposed, of_role, references
 
 
 @dataclass(frozen=True)
-class History:
-    """All events of a job. `deviation` is the job's relative tolerance for the reference."""
+class History(JobFigures):
+    """All events of a job."""
 
     events: tuple[Event, ...]
     deviation: float
@@ -42,7 +35,8 @@ class History:
             if name in known:
                 new[name] = (*known[name], *part((event,)))
         if "_columns" in known:
-            columns = CandidateColumns.of(_candidates((event,)), self._numbering)
+            candidates = of_role(_figures((event,)), Role.CANDIDATE)
+            columns = CandidateColumns.of(candidates, self._numbering)
             new["_columns"] = self._columns.then(columns)
         proposed = _rounds((event,))
         if "_proposed" in known:
@@ -71,7 +65,7 @@ class History:
         planned = self.planned(strategy_id)
         if planned is None or self.profiled is None:
             return ""
-        return plan_text(planned.plan, len(self.profiled.current_buckets))
+        return self.profiled.in_words(planned.plan)
 
     def planned(self, strategy_id: str) -> PlannedStrategy | None:
         """A proposed strategy with its plan; None for the current setup.
@@ -85,10 +79,7 @@ class History:
         if strategy_id not in self._planned:
             proposal = self.proposals.get(strategy_id)
             if proposal is None or self.profiled is None:
-                raise InvalidInput(
-                    f"a trial's strategy must be proposed after a profile, but the job's events "
-                    f"do not do so for {strategy_id!r}; the store is damaged, restore it"
-                )
+                raise not_proposed(strategy_id)
             workload, ranks = self.profiled.workload, self.profiled.cluster.world_size
             self._planned[strategy_id] = PlannedStrategy.of(proposal.strategy, workload, ranks)
         return self._planned[strategy_id]
@@ -115,6 +106,14 @@ class History:
     def rounds(self) -> tuple[Proposed, ...]:
         return _rounds(self.events)
 
+    @property
+    def round_count(self) -> int:
+        return len(self.rounds)
+
+    @cached_property
+    def figures(self) -> tuple[TrialFigures, ...]:
+        return _figures(self.events)
+
     @cached_property
     def trials(self) -> tuple[TrialFinished, ...]:
         return _trials(self.events)
@@ -131,15 +130,6 @@ class History:
     def refused(self) -> tuple[TrialFinished, ...]:
         """The candidate trials that the ranks refused."""
         return _refused(self.events)
-
-    @cached_property
-    def references(self) -> tuple[tuple[int, float], ...]:
-        """(trial number, median step time) of every measured reference, in order."""
-        return _references(self.events)
-
-    @cached_property
-    def _columns(self) -> CandidateColumns:
-        return CandidateColumns.of(self.candidates, self._numbering)
 
     @cached_property
     def _failures(self) -> tuple[TrialFinished, ...]:
@@ -183,58 +173,9 @@ class History:
             position -= len(proposed.proposals)
         raise AssertionError("a numbered proposal is in a round")
 
-    def conditions(self, requested: Conditions) -> Conditions:
-        """The conditions of the trials; `requested`, the job's own, before the first trial.
-
-        Round-robin scheduling counts only if every trial had it: a restarted script may not get it
-        again.
-        """
-        if not self.trials:
-            return requested
-        round_robin = all(trial.conditions.round_robin for trial in self.trials)
-        return replace(self.trials[-1].conditions, round_robin=round_robin)
-
     @property
     def elapsed_s(self) -> float:
         return self.events[-1].elapsed_s if self.events else 0.0
-
-    @cached_property
-    def _reference_columns(self) -> ReferenceColumns:
-        return ReferenceColumns.of(self.references)
-
-    @cached_property
-    def tolerance(self) -> float:
-        """Maximum relative difference of two neighbouring references on a steady machine.
-
-        It is `deviation`, or less if the references agree better.
-        """
-        return reference_tolerance(self._reference_columns.median_s, self.deviation)
-
-    @cached_property
-    def disturbed(self) -> frozenset[int]:
-        """Numbers of the candidate trials during which the machine changed.
-
-        Either the trial's own steps show the change, or the two references around it differ by
-        more than the tolerance; then the moment is unknown. A machine that is slower for long
-        disturbs no trial once it is steady: see `measured_s`.
-        """
-        return frozenset(self._columns.numbers[self._is_disturbed].tolist())
-
-    @cached_property
-    def _is_disturbed(self) -> BoolArray:
-        columns = self._columns
-        before_s, after_s = self._reference_columns.around_s(columns.numbers)
-        slower_s, faster_s = np.maximum(before_s, after_s), np.minimum(before_s, after_s)
-        # A comparison with NaN is false.
-        return columns.unsteady | (slower_s > (1 + self.tolerance) * faster_s)
-
-    @cached_property
-    def repeated(self) -> int:
-        """Number of trials in the search that repeat a disturbed one."""
-        return sum(
-            trial.request.attempt > 0 and trial.request.round < len(self.rounds)
-            for trial in self.candidates
-        )
 
     def steady_s(self, trial: TrialFinished) -> float:
         """A measured trial's median step time, corrected to the machine's usual speed.
@@ -287,59 +228,6 @@ class History:
     def failed(self) -> dict[str, TrialFinished]:
         """Strategy id -> its failed trial."""
         return {trial.request.strategy_id: trial for trial in self._failures}
-
-    @cached_property
-    def overruns(self) -> dict[str, float]:
-        """Strategy id -> median overrun of its trials; empty where accelerators are real."""
-        overruns: dict[str, list[float]] = {}
-        for trial in self.trials:
-            if isinstance(trial.outcome, Measured) and trial.outcome.overrun is not None:
-                overruns.setdefault(trial.request.strategy_id, []).append(trial.outcome.overrun)
-        return {strategy_id: float(np.median(values)) for strategy_id, values in overruns.items()}
-
-    @cached_property
-    def reference_s(self) -> float | None:
-        """Median step time of the current setup over all its reference trials."""
-        return float(np.median(self._reference_columns.median_s)) if self.references else None
-
-    @cached_property
-    def noise(self) -> float:
-        """Relative standard deviation of a trial median on a steady machine, or `LEAST_NOISE`."""
-        return max(LEAST_NOISE, self.reference_noise or 0.0)
-
-    @cached_property
-    def reference_noise(self) -> float | None:
-        """The noise that the references show; None if there are too few."""
-        if len(self.references) < SMALLEST_SPREAD:
-            return None
-        return neighbour_noise(self._reference_columns.median_s)
-
-    @property
-    def counts(self) -> str:
-        """The number of trials in all, and of each role."""
-        candidates, compared = len(self.candidates), len(self.ab_trials)
-        references = len(self.trials) - candidates - compared
-        return (
-            f"{len(self.trials)} ({candidates} of candidates, {references} of the current setup, "
-            f"{compared} in the closing comparison)"
-        )
-
-    @property
-    def overrun_range(self) -> str:
-        """The overrun of emulated accelerators in words; empty where they are real."""
-        if not self.overruns:
-            return ""
-        low, high = min(self.overruns.values()), max(self.overruns.values())
-        return f"{low:.1%} to {high:.1%} of the profile's step"
-
-    @property
-    def quality(self) -> str:
-        """The quality of the search's measurements, for people."""
-        noise = "unknown" if self.reference_noise is None else f"{self.reference_noise:.1%}"
-        return (
-            f"noise between runs of the current setup {noise}, {len(self.disturbed)} of "
-            f"{len(self.candidates)} candidate trials disturbed, {self.repeated} repeated"
-        )
 
     @property
     def _ineligible(self) -> set[str]:
@@ -398,17 +286,18 @@ def _failures(events: Sequence[Event]) -> tuple[TrialFinished, ...]:
     return tuple(trial for trial in _trials(events) if isinstance(trial.outcome, Failed))
 
 
+def _figures(events: Sequence[Event]) -> tuple[TrialFigures, ...]:
+    return tuple(trial.figures for trial in _trials(events))
+
+
 def _references(events: Sequence[Event]) -> tuple[tuple[int, float], ...]:
-    return tuple(
-        (trial.request.number, trial.outcome.median_s)
-        for trial in _of_role(events, Role.REFERENCE)
-        if isinstance(trial.outcome, Measured)
-    )
+    return references(_figures(events))
 
 
 _PARTS: dict[str, Callable[[Sequence[Event]], tuple[Any, ...]]] = {
     "rounds": _rounds,
     "trials": _trials,
+    "figures": _figures,
     "candidates": _candidates,
     "ab_trials": _ab_trials,
     "refused": _refused,

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from statistics import NormalDist
 
 import numpy as np
-from scipy.special import chdtri, stdtrit
 
 from autotune.arrays import FloatArray
 from autotune.tuning.history import History
@@ -60,6 +59,8 @@ def best_expected(
     prediction limit, with the error probability divided by their number (Bonferroni); the error of
     the front's own mean and of `references` runs of the current setup is subtracted.
     """
+    from scipy.special import stdtrit  # a third of the start of commands that need no bound
+
     values = np.asarray(g, dtype=np.float64)
     f = (len(values) + 1) // 2
     tail = 1 - confidence
@@ -76,6 +77,8 @@ def best_expected(
 
 def _share_beside(noise: float, values: FloatArray, tail: float) -> float:
     """The share of the values' variance that noise leaves, at most at this confidence."""
+    from scipy.special import chdtri
+
     variance = float(np.var(values, ddof=1))
     largest = variance * (len(values) - 1) / float(chdtri(len(values) - 1, 1 - tail))
     return max(0.0, 1 - noise**2 / largest) if largest > 0 else 0.0

@@ -3,7 +3,8 @@
 A job's log is filled with `--trials` synthetic trials. `next_instruction_s` is the median time in
 which the tuner takes in an event and decides, over the last `--steps` events; `slowest_s` is the
 longest. `show_s` is the median wall time of `autotune show JOB`, a new process, over `--repeats`
-runs. `append_s` is the median time to store an event. The last line is one JSON object.
+runs; `show_json_s` that of `autotune show JOB --json`. `append_s` is the median time to store an
+event. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main() -> int:
     parser.add_argument("--model", default="resnet50")
     parser.add_argument("--trials", type=int, default=10_000)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     spec = JobSpec.from_data(
         {
@@ -59,10 +60,12 @@ def main() -> int:
             store.create_job(JOB, spec)
             decided_s, append_s = _fill(store, spec, options.model, options.trials, options.steps)
         show_s = [_show_s(workspace) for _ in range(options.repeats)]
+        show_json_s = [_show_s(workspace, "--json") for _ in range(options.repeats)]
     result = {
         "next_instruction_s": round(statistics.median(decided_s), 5),
         "slowest_s": round(max(decided_s), 5),
         "show_s": round(statistics.median(show_s), 2),
+        "show_json_s": round(statistics.median(show_json_s), 2),
         "append_s": round(statistics.median(append_s), 5),
         "trials": options.trials,
         "machine": platform.machine(),
@@ -124,9 +127,9 @@ class _SyntheticJob:
         return TrialFinished(request, Measured(step_s, 0.0), None, now_s)
 
 
-def _show_s(workspace: Workspace) -> float:
+def _show_s(workspace: Workspace, *options: str) -> float:
     began_s = time.perf_counter()
-    command = [sys.executable, "-m", "autotune", "show", JOB]
+    command = [sys.executable, "-m", "autotune", "show", JOB, *options]
     command += ["--directory", str(workspace.directory)]
     subprocess.run(command, stdout=subprocess.DEVNULL, check=True, timeout=600)
     return time.perf_counter() - began_s

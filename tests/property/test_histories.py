@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from synthetic_job import job_spec, strategy
 
 from autotune.records import CURRENT_SETUP, Failed, FailureKind, Measured, Role, TrialRequest
+from autotune.storage.summaries import parse_trials, rows_of_job
 from autotune.tuning.events import Event, Proposal, Proposed, TrialFinished
+from autotune.tuning.figures import JobSummary, TrialSummary
 from autotune.tuning.history import History
 
 FAILED = Failed(FailureKind.CRASH, "rank 1 exited with code 1", 1)
@@ -104,7 +106,20 @@ def test_a_growing_history_equals_its_twin(events, most_repeats) -> None:
             pending = chosen and (chosen[0].round, chosen[1].strategy.id, chosen[2])
             assert pending == next_proposal(history, most_repeats)
     again = History(tuple(events), history.deviation)
-    for name in ("rounds", "trials", "candidates", "ab_trials", "refused", "references"):
+    for name in ("rounds", "trials", "candidates", "ab_trials", "refused", "references", "figures"):
         assert getattr(history, name) == getattr(again, name)
     assert list(history.proposals.items()) == list(again.proposals.items())
     assert list(history.measured_s) == list(again.measured_s)
+
+
+@settings(max_examples=100, deadline=None)
+@given(logs())
+def test_the_rows_of_a_list_give_the_figures_of_the_history(events) -> None:
+    history = History(tuple(events), job_spec().deviation)
+    bodies = [row.body for row in rows_of_job(enumerate(events)) if row.body is not None]
+    trials = parse_trials(bodies, "a summary")
+    summary = JobSummary(trials, {}, None, len(history.rounds), history.deviation)
+    assert trials == tuple(map(TrialSummary.of, history.trials))
+    for name in ("figures", "tolerance", "disturbed", "repeated", "overruns", "references"):
+        assert getattr(summary, name) == getattr(history, name), name
+    assert (summary.counts, summary.quality) == (history.counts, history.quality)

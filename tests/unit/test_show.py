@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from synthetic_job import SyntheticWorld, drive, job_spec
 
+from autotune.canonical import to_data
 from autotune.commands import show
 from autotune.commands.render.tables import plain_table
+from autotune.errors import InvalidInput
 from autotune.jobs.results import job_facts
 from autotune.jobs.workspace import Workspace
 from autotune.records import CURRENT_SETUP, Measured
@@ -36,11 +41,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def options(folder: Path, **others: Any) -> Namespace:
+    return Namespace(**{"directory": folder, "job": "job", "json": False, "report": False} | others)
+
+
 def shown(folder: Path, monkeypatch: pytest.MonkeyPatch, width: int | None) -> list[str]:
     monkeypatch.setattr(show, "terminal_width", lambda: width)
-    data, text = show.run(Namespace(directory=folder, job="job"))
+    data, text = show.run(options(folder))
     lines: list[str] = text.splitlines()
-    assert len(data["trials"]) == data["trial_count"]
+    assert data == {}
     return lines
 
 
@@ -61,6 +70,44 @@ def test_every_trial_is_one_line_that_fits(folder, monkeypatch, width) -> None:
     assert ("quartiles" in lines[0]) is (width is None or width > 120)
     assert f"why: {LINE}" in lines
     assert f"trials   {history.counts}" in lines and history.counts.startswith(f"{counted} (")
+
+
+def test_the_data_hold_every_trial_with_its_step_times(folder) -> None:
+    data, text = show.run(options(folder, json=True))
+    with Store.open(folder / "autotune.db") as store:
+        history = store.history("job")
+    assert text == "" and data["trial_count"] == len(history.trials)
+    expected = [
+        to_data(trial)
+        | {
+            "disturbed": trial.request.number in history.disturbed,
+            "interval": to_data(trial.interval),
+        }
+        for trial in history.trials
+    ]
+    assert data["trials"] == expected
+    assert Path(data["report"]).is_file()
+
+
+def test_the_report_of_an_undecided_job_is_written_when_asked_for(folder, tmp_path) -> None:
+    with Store.open(tmp_path / "autotune.db") as store, Store.open(folder / "autotune.db") as old:
+        store.create_job("job", SPEC)
+        for seq, event in enumerate(old.history("job").events[:4]):
+            store.append("job", seq, event)
+    _, text = show.run(options(tmp_path))
+    assert text.endswith("report: `autotune show job --report` writes it")
+    assert show.run(options(tmp_path, json=True))[0]["report"] is None
+    assert not (tmp_path / "job").exists()
+    data, _ = show.run(options(tmp_path, json=True, report=True))
+    assert Path(data["report"]).is_file()
+    with pytest.raises(InvalidInput, match="--report needs a job"):
+        show.run(options(tmp_path, job=None, report=True))
+
+
+def test_show_imports_nothing_that_computes() -> None:
+    heavy = "{'torch', 'ray', 'mlflow', 'numba', 'scipy', 'sklearn'}"
+    code = f"import sys, autotune.commands.show; assert not {heavy} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_counts_of_all_roles_add_up() -> None:

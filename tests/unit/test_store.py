@@ -14,8 +14,11 @@ from synthetic_job import WORKLOAD, SyntheticWorld, decided, job_spec, strategy
 
 from autotune.canonical import canonical_json
 from autotune.errors import InvalidInput, StoreVersionError
-from autotune.storage.store import Store, _migrations, _statements
+from autotune.records import CURRENT_SETUP, Conditions, Network
+from autotune.storage.schema import migrations, statements
+from autotune.storage.store import Store
 from autotune.tuning.events import event_to_data
+from autotune.tuning.figures import TrialSummary
 
 WORLD = SyntheticWorld(
     {5: 0.06},
@@ -43,7 +46,7 @@ def record(store, *job_ids):
 
 
 def derived_rows(path):
-    tables = ("trials", "strategies", "workloads", "clusters")
+    tables = ("trials", "strategies", "workloads", "clusters", "event_summaries", "proposals")
     with sqlite3.connect(path) as db:
         rows = [db.execute(f"SELECT * FROM {table} ORDER BY 1, 2").fetchall() for table in tables]
     return dict(zip(tables, rows, strict=True))
@@ -53,11 +56,25 @@ def kinds(store, job_id="job"):
     return [item.kind for item in store.waiting(job_id)]
 
 
+def assert_same_figures(summary, history):
+    """The rows of the store say the same as the events."""
+    names = "figures round_count tolerance disturbed repeated overruns reference_s reference_noise"
+    for name in (*names.split(), "counts", "quality", "overrun_range", "profiled"):
+        assert getattr(summary, name) == getattr(history, name), name
+    requested = Conditions(network=Network.LOOPBACK)
+    assert summary.conditions(requested) == history.conditions(requested)
+    assert [trial.interval for trial in summary.trials] == [t.interval for t in history.trials]
+    assert list(summary.trials) == [TrialSummary.of(trial) for trial in history.trials]
+    for id_, proposal in history.proposals.items():
+        assert summary.in_words(id_) == history.in_words(id_) != ""
+        assert summary.origin(id_) == proposal.origin
+
+
 def version_1_file(path):
     """A file of the first version: jobs and events, no derived tables."""
     path.parent.mkdir()
     with sqlite3.connect(path) as db:
-        for statement in _statements(_migrations()[0]):
+        for statement in statements(migrations()[0]):
             db.execute(statement)
         db.execute("PRAGMA user_version = 1")
         spec, decision = canonical_json(job_spec()), canonical_json(DECISION)
@@ -131,6 +148,40 @@ def test_a_file_of_version_1_is_migrated_with_everything_derived(path, tmp_path)
     assert derived_rows(path) == derived_rows(fresh)
 
 
+def test_a_job_of_a_store_without_summaries_is_summarized_when_it_is_read(path):
+    with Store.open(path) as store:
+        record(store, "job", "other")
+    before = derived_rows(path)
+    with sqlite3.connect(path) as db:
+        db.execute("DROP TABLE event_summaries")
+        db.execute("DROP TABLE proposals")
+        db.execute("PRAGMA user_version = 2")
+    with Store.open(path) as store:
+        store.create_job("continued", job_spec())
+        first, second, *_ = HISTORY.events
+        store.append("continued", 0, first)
+        store._db.execute("DELETE FROM event_summaries")
+        store.append("continued", 1, second)
+        assert store.missing_summaries("continued") == 2
+        assert store.missing_summaries("job") == len(HISTORY.events)
+        for job_id in ("job", "other"):
+            assert_same_figures(store.summary(job_id), HISTORY)
+            assert store.missing_summaries(job_id) == 0
+    after = derived_rows(path)
+    assert after["event_summaries"] == before["event_summaries"]
+    assert after["proposals"] == before["proposals"]
+
+
+def test_a_strategy_that_was_never_proposed_is_refused_by_a_summary(path):
+    with Store.open(path) as store:
+        record(store, "job")
+        store._db.execute("DELETE FROM proposals")
+        summary = store.summary("job")
+    assert summary.in_words(CURRENT_SETUP) == summary.origin(CURRENT_SETUP) == ""
+    with pytest.raises(InvalidInput, match="must be proposed after a profile"):
+        summary.in_words(strategy(0).id)
+
+
 def test_a_failing_migration_leaves_the_file_as_it_was(path):
     version_1_file(path)
     with sqlite3.connect(path) as db:
@@ -146,7 +197,7 @@ def test_a_newer_store_is_refused_with_both_versions_and_the_fix(path):
     Store.open(path).close()
     with sqlite3.connect(path) as db:
         db.execute("PRAGMA user_version = 99")
-    rule = r"version 99, but this autotune reads up to 2; update autotune"
+    rule = r"version 99, but this autotune reads up to 3; update autotune"
     with pytest.raises(StoreVersionError, match=rule):
         Store.open(path)
 

@@ -11,7 +11,8 @@ import time
 from rich.console import Console
 from rich.markup import escape
 
-from autotune.records import CURRENT_SETUP, Measured, Role, Stopped
+from autotune.commands.render.names import first_line, short_name
+from autotune.records import Measured, Role, Stopped
 from autotune.tuning.events import Event, Profiled, Proposed, TrialFinished
 from autotune.tuning.history import History
 from autotune.tuning.job import NO_LIMIT_S, JobSpec
@@ -205,18 +206,6 @@ def _best(history: History) -> str:
     best_s = ranking[0][1]
     speedup = history.reference_s / best_s
     return f"; best {format_seconds(best_s)}, {speedup:.2f}x the current setup"
-
-
-def short_name(strategy_id: str) -> str:
-    """The current setup, or the beginning of a strategy's id."""
-    if strategy_id == CURRENT_SETUP:
-        return "current setup"
-    return strategy_id.removeprefix("strategy-")[:8]
-
-
-def first_line(text: str, characters: int = 160) -> str:
-    """The first characters of a message, which may be empty."""
-    return text.partition("\n")[0][:characters]
 
 
 def _clock(seconds: float) -> str:
