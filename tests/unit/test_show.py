@@ -31,8 +31,10 @@ LINE = "predicted 60 ms, measured 61 ms (+1.7%: within ± 2%, the noise of measu
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("jobs")
-    history, end = drive(SPEC, SyntheticWorld({5: 0.06}))
+    world = SyntheticWorld({5: 0.06}, factor=lambda number: 1.5 if 6 <= number <= 10 else 1.0)
+    history, end = drive(SPEC, world)
     assert isinstance(end, Finish) and end.decision.strategy_id != CURRENT_SETUP
+    assert history.disturbed
     with Store.open(path / "autotune.db") as store:
         store.create_job("job", SPEC)
         for seq, event in enumerate(history.events):
