@@ -44,6 +44,8 @@ from autotune.workload import Workload
 
 T = TypeVar("T")
 
+COVERED = "(SELECT coalesce(max(seq), -1) + 1 FROM event_summaries WHERE job = ?)"
+"""The first event of a job without a summary; all before it have one."""
 ALL_EVENTS = "SELECT seq, body FROM events WHERE job = ? ORDER BY seq"
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -200,7 +202,7 @@ class Store:
                 (job_id, seq, canonical_json(event_to_data(event))),
             )
             derive(db, job_id, seq, event)
-            if self._covered(job_id) == seq:
+            if db.execute(f"SELECT {COVERED}", (job_id,)).fetchone()[0] == seq:
                 profiled = self.profiled(job_id) if isinstance(event, Proposed) else None
                 summaries.insert(db, job_id, [EventRows.of(seq, event, profiled)])
             add_to_outbox(db, job_id, "event", {"seq": seq})
@@ -238,21 +240,15 @@ class Store:
 
     def missing_summaries(self, job_id: str) -> int:
         """The number of events that were stored without a summary, by an older version."""
-        query = "SELECT coalesce(max(seq), -1) + 1 AS count FROM events WHERE job = ?"
-        [row] = self._rows(query, (job_id,))
-        return int(row["count"]) - self._covered(job_id)
-
-    def _covered(self, job_id: str) -> int:
-        """The number of events that have their summary."""
-        query = "SELECT coalesce(max(seq), -1) + 1 AS count FROM event_summaries WHERE job = ?"
-        [row] = self._rows(query, (job_id,))
-        return int(row["count"])
+        query = f"SELECT count(*) AS missing FROM events WHERE job = ? AND seq >= {COVERED}"
+        [row] = self._rows(query, (job_id, job_id))
+        return int(row["missing"])
 
     def add_missing_summaries(self, job_id: str) -> None:
         """Derive the summaries of events that have none, in milliseconds per trial."""
         # Not in the transaction: another process may be adding events.
-        query = "SELECT seq, body FROM events WHERE job = ? AND seq >= ? ORDER BY seq"
-        events = self._events(job_id, query, self._covered(job_id))
+        query = f"SELECT seq, body FROM events WHERE job = ? AND seq >= {COVERED} ORDER BY seq"
+        events = self._events(job_id, query, job_id)
         if events:
             rows = summaries.rows_of_job(events, self.profiled(job_id))
             with self._transaction() as db:

@@ -229,7 +229,8 @@ def store() -> Files:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "autotune.db"
         shutil.copy(STORED / "jobs" / "autotune.db", path)
-        Store.open(path).close()
+        with Store.open(path) as opened:
+            opened.summary("interrupted")
         with sqlite3.connect(path) as db:
             db.execute("PRAGMA foreign_keys = ON")
             db.execute("DELETE FROM jobs WHERE id != 'interrupted'")

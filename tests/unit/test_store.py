@@ -172,6 +172,14 @@ def test_a_job_of_a_store_without_summaries_is_summarized_when_it_is_read(path):
     assert after["proposals"] == before["proposals"]
 
 
+def test_a_summary_with_an_impossible_number_is_no_overflow(path):
+    with Store.open(path) as store:
+        record(store, "job")
+        store._db.execute(f"UPDATE event_summaries SET seq = {2**63 - 1} WHERE seq = 1")
+        assert store.missing_summaries("job") == 0
+        assert len(store.summary("job").trials) == len(HISTORY.trials)
+
+
 def test_a_strategy_that_was_never_proposed_is_refused_by_a_summary(path):
     with Store.open(path) as store:
         record(store, "job")
