@@ -35,6 +35,8 @@ BUCKET, BUFFERS, SCRIPT, MESSAGE, AUTOTUNE = "bucket", "buffers", "script", "mes
 DDP's reducer, DDP for the module's buffers, the script or its libraries, a message of a plan, and
 our own agreement among the ranks."""
 
+_CALLS_ON = "runtime_rewriter.pytorch.reads"
+"""Watches what the script hands to a process group, and then calls torch."""
 GLOO_THREADS = 2
 """Default number of threads of a Gloo process group (torch: ProcessGroupGloo::Options)."""
 
@@ -280,9 +282,9 @@ def _origin() -> tuple[str, str]:
             return BUFFERS, ""
         if module.startswith("torch.autograd"):
             return BUCKET, ""
-        if module.startswith("runtime_rewriter."):
+        if module.startswith("runtime_rewriter.") and module != _CALLS_ON:
             return AUTOTUNE, ""
-        if not module.startswith("torch."):
+        if not module.startswith("torch.") and module != _CALLS_ON:
             return SCRIPT, f"{above.f_code.co_filename}:{above.f_lineno}"
         above = above.f_back
     return SCRIPT, ""

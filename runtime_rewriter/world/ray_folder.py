@@ -98,8 +98,11 @@ def remove_abandoned() -> None:
 
 def end(folder: Path) -> None:
     """Kill every process of the folder's cluster, and remove the folder."""
-    kill(folder)
-    shutil.rmtree(folder, ignore_errors=True)
+    for _ in range(_KILLS):
+        kill(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():  # a process that just ended may have written into it
+            break
 
 
 def kill(folder: Path) -> None:

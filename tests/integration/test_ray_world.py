@@ -40,7 +40,9 @@ from runtime_rewriter.world.world import World
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train_small.py"
 RANKS = 2
 IMPATIENT = Deadlines(answer_s=5.0, shutdown_s=5.0)
-IN_A_HURRY = Deadlines(answer_s=1.0, placement_s=1.0, shutdown_s=1.0)
+IN_A_HURRY = Deadlines(answer_s=1.0, placement_s=1.0, shutdown_s=60.0)
+"""Its shutdown ends by itself, seconds after its servers were killed; the next cluster of the same
+process needs that."""
 PROFILE = small_model(emulated=True)
 REQUEST = TrialRequest(0, "strategy-under-test", Role.CANDIDATE, warmup_steps=1, timed_steps=3)
 

@@ -150,4 +150,4 @@ def test_an_emulated_read_of_the_script_delays_what_follows_it(rank: int) -> Non
             assert read_s[-1] >= boundaries.synchronized_s + 0.019, "not before the profile's read"
     model(torch.ones(3, 4))
     waits_s = [end_s - read for end_s, read in zip(boundaries.at_s[3:6], read_s[4:7], strict=True)]
-    assert rank or min(waits_s) >= 0.029, waits_s
+    assert rank or min(waits_s) >= 0.025, waits_s  # 0.03 by the profile

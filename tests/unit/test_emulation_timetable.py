@@ -59,8 +59,8 @@ def test_times_within_a_millisecond_become_the_last_one() -> None:
             "must be in the order .* 'a' is ready after 0.3 s and 'b' after 0.1 s",
         ),
         ({"backward_s": 0.0}, "backward_s of a profile must be finite and above 0, but is 0.0"),
-        ({"forward_s": -1.0}, "forward_s is -1.0"),
-        ({"update_s": math.inf}, "update_s is inf"),
+        ({"forward_s": -1.0}, "forward_s of 'Net' .* must be .* but is -1.0"),
+        ({"update_s": math.inf}, "update_s of 'Net' .* must be .* but is inf"),
     ],
 )
 def test_a_profile_without_usable_times_is_refused_with_the_rule(

@@ -103,9 +103,9 @@ PUBLISHED |= {"densenet121": 2.87e9, "bert-base": 11.2e9}
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_assumed_arithmetic_matches_publications(name: str) -> None:
-    counting = AssumedDevice(flop_per_s=2.0, memory_bytes_per_s=1e30, efficiency=1.0, kernel_s=0.0)
+    counting = AssumedDevice(flop_per_s=2e9, memory_bytes_per_s=1e30, efficiency=1.0, kernel_s=0.0)
     forward_s = assumed_ops(name, 1, counting).workload().forward_s
-    assert forward_s == pytest.approx(PUBLISHED[name], rel=0.08)
+    assert 1e9 * forward_s == pytest.approx(PUBLISHED[name], rel=0.08)
 
 
 def test_unknown_models_and_empty_batches_are_refused() -> None:
