@@ -358,11 +358,12 @@ class RayCluster:
             self._asked(ray.shutdown, self._deadlines.shutdown_s)
         self._left.set()
         if self._folder is not None:
-            self._folder.end()
-            self._folder = None
-            if self._stuck:  # with its servers dead, the rest in this process ends
+            if self._stuck:  # with its servers dead, the rest in this process ends; it still writes
+                self._folder.kill()
                 with contextlib.suppress(Overdue):
                     within(self._deadlines.shutdown_s, ray.shutdown)
+            self._folder.end()
+            self._folder = None
         self._quiet.close()
 
 
