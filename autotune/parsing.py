@@ -28,7 +28,7 @@ T = TypeVar("T")
 MAX_YAML_BYTES = 2**20
 """YAML is written by hand; a probed cluster of 1000 hosts has 0.4 MB."""
 MAX_INTEGER_CHARACTERS = 20
-"""Of a 64-bit integer with its sign. Python refuses to print one of more than 4300 digits."""
+"""A 64-bit integer and its sign fit. Python refuses to print more than 4300 digits."""
 MAX_SHOWN = 80
 """Characters of a wrong value that an error message quotes."""
 

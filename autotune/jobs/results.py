@@ -68,7 +68,7 @@ def taken_under(conditions: Conditions) -> str:
 
 
 def training_text(spec: JobSpec) -> str:
-    """What happens to the training and its files, as the job starts."""
+    """Describe, as the job starts, what happens to the training and its files."""
     if spec.continue_training:
         return (
             "the trials are steps of your training, which writes your real files and goes on under "

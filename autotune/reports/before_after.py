@@ -45,7 +45,7 @@ def before_and_after(
     exported = decision.strategy_id == best
     title = "The exported strategy" if exported else "The best candidate (not exported)"
     shown.append((best, f"{title}: {history.in_words(best)}", planned.plan))
-    # What runs into the next step is seen only if there is one.
+    # A message that runs into the next step shows only if that step is drawn.
     count = 2 if planned.plan.cross_step else 1
     replayed = [explainer.replays.steady(plan, count) for _, _, plan in shown]
     axis_s = max(steps.end_s - steps.begin_s for steps in replayed)

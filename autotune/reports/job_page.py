@@ -81,7 +81,7 @@ def _context(
 def _explained(
     spec: JobSpec, history: History, decision: Decision | None, sides: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """What only the report of a decided job has: replaying takes long."""
+    """Return the parts that only a decided job has, since replaying takes long."""
     if decision is None or history.profiled is None:
         return {"timelines": None, "predictions": [], "missed": 0}
     explainer = Explainer(history, spec.conditions)

@@ -156,7 +156,7 @@ class Explainer:
     def _correction(
         self, strategy_id: str, predicted_s: float, replayed_s: float
     ) -> tuple[float, str]:
-        """What the ranking made of the replay."""
+        """Compare the ranking with the replay."""
         ranker = next(
             event.ranker
             for event in self._history.rounds

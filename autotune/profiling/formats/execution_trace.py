@@ -40,7 +40,7 @@ from autotune.profiling.formats.rank_trace import MISSING, Comm
 
 MAX_NODES = 20_000_000
 MAX_ELEMENT_BYTES = 16
-"""Of complex128, the largest type of torch."""
+"""The size of complex128, the largest type of torch."""
 MAX_BYTES = MAX_ELEMENTS * MAX_ELEMENT_BYTES
 
 
