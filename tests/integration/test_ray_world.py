@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
 import socket
-import stat
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,18 +33,16 @@ from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.plan import plan
 from autotune.tuning import statistics
 from runtime_rewriter.world.command import read_command
-from runtime_rewriter.world.ray_cluster import Deadlines, RayCluster, RayPlace, RayStuck
-from runtime_rewriter.world.ray_folder import FOLDER_VARIABLE, processes_of
+from runtime_rewriter.world.ray_cluster import Deadlines, RayCluster, RayPlace
+from runtime_rewriter.world.ray_folder import processes_of
 from runtime_rewriter.world.ray_world import ray_world
 from runtime_rewriter.world.views import Protected
 from runtime_rewriter.world.world import World
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train_small.py"
+FROZEN_RAY = Path(__file__).with_name("frozen_ray.py")
 RANKS = 2
 IMPATIENT = Deadlines(answer_s=5.0, shutdown_s=5.0)
-IN_A_HURRY = Deadlines(answer_s=1.0, placement_s=1.0, shutdown_s=60.0)
-"""Its shutdown ends by itself, seconds after its servers were killed; the next cluster of the same
-process needs that."""
 PROFILE = small_model(emulated=True)
 REQUEST = TrialRequest(0, "strategy-under-test", Role.CANDIDATE, warmup_steps=1, timed_steps=3)
 
@@ -52,12 +52,6 @@ class Clusters:
     """Two private clusters, started one after the other; the second has room for two ranks."""
 
     connected: RayCluster
-    frozen: LaunchError
-    """The refusal of the first one while its `gcs_server` is frozen."""
-    mode: int
-    """Permissions of its folder."""
-    left: list[int]
-    """Its processes after it was closed."""
     tokens: tuple[str, str]
     handlers: tuple[object, object]
     """Handlers of SIGTERM before the first and after the second."""
@@ -66,39 +60,30 @@ class Clusters:
 @pytest.fixture(scope="module")
 def clusters() -> Iterator[Clusters]:
     before = signal.getsignal(signal.SIGTERM)
-    first = RayCluster(RayPlace(), 1, IN_A_HURRY)
-    token, folder = os.environ["RAY_AUTH_TOKEN"], freeze("gcs_server")
-    mode = stat.S_IMODE(folder.stat().st_mode)
-    with pytest.raises(RayStuck) as frozen:
-        first.reserve(1, ())
+    first = RayCluster(RayPlace(), 1, IMPATIENT)
+    token = os.environ["RAY_AUTH_TOKEN"]
     first.close()
-    left = list(processes_of(folder))
     connected = RayCluster(RayPlace(), RANKS, IMPATIENT)
     tokens = (token, os.environ["RAY_AUTH_TOKEN"])
     handlers = (before, signal.getsignal(signal.SIGTERM))
-    yield Clusters(connected, frozen.value, mode, left, tokens, handlers)
+    yield Clusters(connected, tokens, handlers)
     connected.close()
 
 
-def freeze(server: str) -> Path:
-    """Stop a server of the running private cluster; return the cluster's folder."""
-    folder = Path(os.environ[FOLDER_VARIABLE])
-    [process] = [
-        process
-        for process in processes_of(folder)
-        if Path(f"/proc/{process}/exe").readlink().name == server
-    ]
-    os.kill(process, signal.SIGSTOP)
-    return folder
-
-
-def test_a_frozen_server_of_ray_ends_the_cluster_with_a_reason(clusters) -> None:
-    assert str(clusters.frozen) == "Ray no longer answers; start the command again"
-    assert not clusters.left
-
-
-def test_the_files_of_a_private_cluster_are_closed_to_others(clusters) -> None:
-    assert clusters.mode == 0o700
+@pytest.mark.parametrize(
+    ("server", "outcome"),
+    [("gcs_server", "Ray no longer answers; start the command again"), ("raylet", "measured")],
+)
+def test_a_frozen_server_of_ray_leaves_nothing_behind_and_lets_the_process_end(
+    server, outcome, tmp_path
+) -> None:
+    program = [sys.executable, FROZEN_RAY, server]
+    result = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    (folder, mode), printed = (json.loads(line) for line in result.stdout.splitlines())
+    assert printed == outcome
+    assert mode == 0o700, "the cluster's files are closed to others"
+    assert not list(processes_of(Path(folder))) and not Path(folder).exists()
 
 
 def test_successive_private_clusters_have_other_tokens_and_keep_the_sigterm_handler(
@@ -240,13 +225,3 @@ def test_more_hosts_than_the_cluster_has_are_refused_with_both_numbers(make_worl
         make_world(devices_per_host=(1, 1)).run_trial(REQUEST, None)
     with pytest.raises(LaunchError, match="must add up to the 2 workers, but are 2, 1"):
         make_world(devices_per_host=(2, 1))
-
-
-def test_a_frozen_raylet_leaves_no_process_behind(clusters, make_world) -> None:
-    """The last test, as it ends the cluster."""
-    world = make_world()
-    assert isinstance(world.run_trial(REQUEST, None), Measured)
-    folder = freeze("raylet")
-    world.close()
-    clusters.connected.close()
-    assert not list(processes_of(folder)) and not folder.exists()
