@@ -1,4 +1,5 @@
 # `make tune` runs the main job and `make test` all checks. Both run `make setup` first.
+# `make horovod` adds TensorFlow and Horovod, which only their own scripts and tests need.
 PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -11,7 +12,7 @@ ACCELERATORS ?= emulated
 # If the environment sets it, every process compiles our packages again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup tune test lint docs wheel-test clean
+.PHONY: setup tensorflow horovod tune test lint docs wheel-test clean
 
 setup: $(VENV)/.compiled
 
@@ -40,6 +41,21 @@ $(VENV)/.compiled: $(VENV)/.installed
 	$(BIN)/python -W ignore -m compileall -q -j 0 -x '/tests/' $(VENV)/lib >/dev/null || true
 	touch $@
 
+tensorflow: $(VENV)/.tensorflow
+
+$(VENV)/.tensorflow: $(VENV)/.installed constraints-tensorflow.txt
+	$(BIN)/pip $(LOCKED) constraints-tensorflow.txt
+	$(BIN)/pip check >/dev/null || { $(BIN)/pip check; exit 1; }
+	touch $@
+
+# Built once for each compiler and version of a framework: minutes, then seconds.
+horovod: $(VENV)/.horovod
+
+$(VENV)/.horovod: $(VENV)/.tensorflow $(wildcard third_party/horovod/*)
+	$(BIN)/python third_party/horovod/build.py
+	$(BIN)/pip check >/dev/null || { $(BIN)/pip check; exit 1; }
+	touch $@
+
 # On four emulated hosts if this machine can emulate them (root, Linux), otherwise on loopback. The
 # example trains longer than the budget; a script that ends is started again.
 tune: setup
@@ -56,9 +72,9 @@ lint: $(VENV)/.installed
 	$(BIN)/lint-imports
 
 # Three test files at a time, in the order of tests/conftest.py: most tests wait for processes.
-# mypy and the compilation of modules use one core each.
+# mypy and the download of TensorFlow use one core each; the compilations fill what they leave.
 test:
-	$(MAKE) --jobs 2 --output-sync lint setup docs
+	$(MAKE) --jobs 3 --output-sync horovod lint setup docs
 	$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 	$(MAKE) wheel-test PYTHONS=$(PYTHON)
 

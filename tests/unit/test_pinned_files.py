@@ -12,7 +12,13 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
-FILES = ("constraints.txt", "constraints-cuda.txt")
+FILES = (
+    "constraints.txt",
+    "constraints-cuda.txt",
+    "constraints-tensorflow.txt",
+    "third_party/horovod/cmake.txt",
+    "third_party/horovod/sources.txt",
+)
 ENTRY = re.compile(r"^(\S+)==(\S+) ((?:\\\n    --hash=sha256:[0-9a-f]{64}(?: |(?=\n)))+)\n", re.M)
 
 
@@ -33,8 +39,13 @@ def test_every_requirement_of_the_project_and_of_its_build_is_pinned():
     extras = project["project"]["optional-dependencies"].values()
     listed = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
     listed += [text for extra in extras for text in extra]
-    pinned = pins("constraints.txt")
+    pinned = {name: pin for file in FILES for name, pin in pins(file).items()}
     for requirement in map(Requirement, listed):
         if requirement.name != "autotune":
             version = pinned[canonicalize_name(requirement.name)]
             assert requirement.specifier.contains(version, prereleases=True), requirement
+
+
+def test_no_name_is_pinned_twice():
+    names = [name for file in FILES for name in pins(file)]
+    assert len(names) == len(set(names))
