@@ -1,4 +1,6 @@
-"""`autotune replay`: align and replay the traces of a job, and break an iteration down."""
+"""`autotune replay`: align and replay the traces of a job, and break an iteration down.
+
+Rank 0's timeline of Horovod is replayed alone."""
 
 from __future__ import annotations
 
@@ -11,6 +13,12 @@ import numpy as np
 
 from autotune.cluster import Cluster
 from autotune.commands.arguments import add_ranks, add_replay_outputs
+from autotune.commands.render.horovod import (
+    ShownTimeline,
+    timeline_data,
+    timeline_page,
+    timeline_text,
+)
 from autotune.commands.render.iteration import (
     iteration_data,
     iteration_facts,
@@ -28,10 +36,12 @@ from autotune.dfg.replay import replay
 from autotune.dfg.utilisation import IterationSummary, iteration_summary
 from autotune.errors import InvalidInput
 from autotune.memory.peak import highest_peak
+from autotune.profiling.formats.horovod import HorovodTimeline
 from autotune.profiling.formats.rank_trace import repair_lines
 from autotune.profiling.graph.global_graph import build_dfg
+from autotune.profiling.graph.horovod_steps import chosen_step, horovod_steps, step_dfg
 from autotune.profiling.graph.traced_steps import TracedSteps
-from autotune.profiling.traces.job import TraceJob, read_job
+from autotune.profiling.traces.job import TraceJob, read_job, read_timeline
 from autotune.recordings.job_file import RecordedJob
 from autotune.recordings.memory_file import RecordedMemory
 from autotune.reports.timeline_page import Fact, Listing, Page, write_timeline_report
@@ -48,7 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "traces",
         nargs="+",
-        help="Kineto traces of one job's ranks: files, folders, archives, or patterns",
+        help="Kineto traces of one job's ranks: files, folders, archives, or patterns; or the "
+        "timeline that Horovod's rank 0 wrote",
     )
     parser.add_argument(
         "--step", default="median", help="number of the step (default: the one of median time)"
@@ -71,6 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Read, align and replay the traces; show the chosen step."""
+    if (timeline := read_timeline(options.traces)) is not None:
+        return _run_timeline(timeline, options)
     job = read_job(options.traces, options.hosts, options.ranks)
     aligned = _aligned(job, options.align)
     steps = TracedSteps(job, aligned)
@@ -93,6 +106,21 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         write_timeline_report(options.report, _page(shown), summary)
     tables = iteration_table(summary) + memory_table(shown.memory)
     return _data(shown), "\n".join([*_head(shown), tables + _tail(options)]).rstrip()
+
+
+def _run_timeline(
+    timeline: HorovodTimeline, options: argparse.Namespace
+) -> tuple[dict[str, Any], str]:
+    steps = horovod_steps(timeline)
+    wanted = _step(options.step)
+    step = chosen_step(steps, None if wanted == "median" else wanted)
+    summary = iteration_summary(replay(step_dfg(timeline, step)))
+    shown = ShownTimeline(timeline, step, len(steps), summary)
+    if options.timeline is not None:
+        write_timeline(summary, options.timeline)
+    if options.report is not None:
+        write_timeline_report(options.report, timeline_page(shown), summary)
+    return timeline_data(shown), (timeline_text(shown) + _tail(options)).rstrip()
 
 
 @dataclass(frozen=True, eq=False)

@@ -53,6 +53,23 @@ def _replayed(folder: Path) -> object:
     return summary
 
 
+def _replayed_horovod(folder: Path) -> object:
+    """Read a timeline of Horovod as `autotune replay` does."""
+    from autotune.dfg.replay import replay
+    from autotune.dfg.utilisation import iteration_summary
+    from autotune.profiling.graph.horovod_steps import chosen_step, horovod_steps, step_dfg
+    from autotune.profiling.traces.job import read_timeline
+
+    timeline = read_timeline(folder)
+    if timeline is None:
+        return None
+    step = chosen_step(horovod_steps(timeline), None)
+    summary = iteration_summary(replay(step_dfg(timeline, step)))
+    _require_sound("seconds", step.measured_s, summary.iteration_s)
+    _require_sound("bytes", *(batch.size_bytes for batch in timeline.batches))
+    return summary
+
+
 def _optimizable(folder: Path) -> object:
     from autotune.jobs.sources import read_source
 
@@ -239,6 +256,14 @@ READERS = (
         samples.chakra_trace,
         _replayed,
         {"et_rank0.json": formats.json_file},
+        _REPLAY,
+        weight=0.2,
+    ),
+    Reader(
+        "horovod_timeline",
+        samples.horovod_timeline,
+        _replayed_horovod,
+        {"timeline.json": formats.json_file},
         _REPLAY,
         weight=0.2,
     ),

@@ -133,6 +133,33 @@ def chakra_trace() -> Files:
     return {"et_rank0.json": _json({"nodes": nodes}), "rank0.json": kineto()["rank0.json"]}
 
 
+@cache
+def horovod_timeline() -> Files:
+    """Two steps of two fused tensors on two ranks."""
+    first = {"start_time_since_epoch_in_micros": int(_EPOCH_US)}
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": first}]
+    for pid in (1, 2):
+        name = {"name": f"allreduce.{pid}"}
+        events.append({"ph": "M", "name": "process_name", "pid": pid, "args": name})
+    stages = ("ALLREDUCE", "MEMCPY_IN_FUSION_BUFFER", "GLOO_ALLREDUCE", "MEMCPY_OUT_FUSION_BUFFER")
+    for step in range(STEPS):
+        at = step * int(STEP_US)
+        events.append({"ph": "i", "name": "CYCLE_START", "ts": at, "s": "g"})
+        for pid in (1, 2):
+            event = {"pid": pid, "ts": at + pid}
+            events.append({"ph": "B", "name": "NEGOTIATE_ALLREDUCE", **event})
+            events += [{"ph": "X", "name": str(rank), "dur": 0, **event} for rank in range(RANKS)]
+            events.append({"ph": "E", **event})
+        for place, stage in enumerate(stages):
+            begin = at + 10 + 20 * place
+            events += [{"ph": "B", "name": stage, "ts": begin, "pid": pid} for pid in (1, 2)]
+            if place:
+                events += [{"ph": "E", "ts": begin + 15, "pid": pid} for pid in (1, 2)]
+        described = {"dtype": "float32", "shape": "[3, 4]"}
+        events += [{"ph": "E", "ts": at + 99, "pid": pid, "args": described} for pid in (1, 2)]
+    return {"timeline.json": _json(events)}
+
+
 LAYERS = (
     ("Input0", 0, 0, "0.0", 0),
     ("Conv2d(3, 8, kernel_size=(3, 5), stride=(1, 1), groups=1, bias=False)", 1, 2, "64.0", 1440),

@@ -35,6 +35,10 @@ Read = Callable[[int], bytes]
 """`read(n)` returns up to n bytes, none at the end."""
 
 
+class _EndsWithinValue(InvalidInput):
+    """The text ends within a value."""
+
+
 @dataclass(frozen=True)
 class Field:
     """A value next to the array."""
@@ -50,11 +54,14 @@ class JsonItems:
     Raises `InvalidInput`, naming `where` and the item, for text that is not JSON, is cut off, nests
     too deeply or holds a value above `MAX_VALUE_CHARS`. `replaced` counts bytes that are not UTF-8;
     `not_numbers` counts bare `nan` and `inf`, which some profilers write, and which become null.
+    With `may_be_cut`, a bare array may end anywhere, even within an item; `cut` states that it did.
     """
 
     read: Read
     array_key: str
     where: str
+    may_be_cut: bool = False
+    cut: bool = False
     replaced: int = 0
     not_numbers: int = 0
     items: int = 0
@@ -78,7 +85,7 @@ class JsonItems:
             raise InvalidInput(
                 f"{self.where} must hold a JSON object or array, but begins with {opening[:1]!r}"
             )
-        if self._peek():
+        if not self.cut and self._peek():
             rest = self._text[self._at : self._at + 20]
             raise InvalidInput(
                 f"{self.where} must end after its JSON value, but goes on with {rest!r}"
@@ -113,15 +120,26 @@ class JsonItems:
         if self._peek() == "]":
             self._at += 1
             return
-        while True:
-            value = self._value(f"item {self.items}")
+        while not self._ends_here():
+            try:
+                value = self._value(f"item {self.items}")
+            except _EndsWithinValue:
+                if not self.may_be_cut:
+                    raise
+                self.cut = True
+                return
             self.items += 1
             yield value
-            if self._expect(",", "]") == "]":
+            if self._ends_here() or self._expect(",", "]") == "]":
                 return
             if self._peek() == "]":  # some writers leave a comma after the last item
                 self._at += 1
                 return
+
+    def _ends_here(self) -> bool:
+        """Whether the text ends at the cursor, where that is permitted."""
+        self.cut = self.cut or (self.may_be_cut and not self._peek())
+        return self.cut
 
     def _value(self, what: str) -> Any:
         """The value at the cursor; reads on until it is complete."""
@@ -144,10 +162,10 @@ class JsonItems:
             if self._may_hold_not_numbers(problem) and self._without_not_numbers():
                 continue
             if not self._more():
-                reason = "the file ends within it" if self._cut_off(problem) else str(problem)
-                raise InvalidInput(
-                    f"{self.where}: {what} is not JSON: {reason}; is the file complete?"
-                )
+                cut_off = self._cut_off(problem)
+                reason = "the file ends within it" if cut_off else str(problem)
+                text = f"{self.where}: {what} is not JSON: {reason}; is the file complete?"
+                raise _EndsWithinValue(text) if cut_off else InvalidInput(text)
 
     def _is_complete(self, value: Any, end: int) -> bool:
         """False for a number at the end of the buffer: its next digits may be in the next chunk."""

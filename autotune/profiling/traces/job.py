@@ -16,6 +16,7 @@ from autotune.errors import InvalidInput
 from autotune.files import MAX_FILE_BYTES
 from autotune.parsing import parse_json
 from autotune.profiling.formats.execution_trace import ExecutionTrace, read_execution_trace
+from autotune.profiling.formats.horovod import BEGINNING, HorovodTimeline, read_horovod
 from autotune.profiling.formats.json_stream import Read
 from autotune.profiling.formats.kineto import read_kineto
 from autotune.profiling.formats.rank_trace import RankTrace, Repair, listed_numbers
@@ -119,6 +120,11 @@ def read_job(
             if source.file_name == MEMORY_FILE:
                 continue
             beginning, read = _sniffed(read)
+            if _is_timeline(beginning):
+                raise InvalidInput(
+                    f"a timeline of Horovod is replayed alone, but {source.name} is one among "
+                    "other files; name it alone"
+                )
             if b'"nodes"' in beginning and b'"traceEvents"' not in beginning:
                 execution.append(read_execution_trace(read, source.name))
             else:
@@ -129,6 +135,26 @@ def read_job(
     listed = [paths] if isinstance(paths, str | Path) else paths
     source_names = ", ".join(str(path) for path in listed)
     return assemble(traces, execution, details, source_names, hosts, ranks)
+
+
+def read_timeline(paths: str | Path | Sequence[str | Path]) -> HorovodTimeline | None:
+    """Read the timeline of Horovod that `paths` name; None if the first file is none.
+
+    Raises `InvalidInput` for a timeline that cannot be read, and for files next to it.
+    """
+    timeline: HorovodTimeline | None = None
+    for source in find_sources(paths):
+        if timeline is not None:
+            raise InvalidInput(
+                f"a timeline of Horovod is replayed alone, but {source.name} is named, too; rank 0 "
+                "writes the only timeline of a job"
+            )
+        with source.open() as read:
+            beginning, read = _sniffed(read)
+            if not _is_timeline(beginning):
+                return None
+            timeline = read_horovod(read, source.name)
+    return timeline
 
 
 def assemble(
@@ -197,6 +223,10 @@ def _sniffed(read: Read) -> tuple[bytes, Read]:
         return part
 
     return beginning, read_again
+
+
+def _is_timeline(beginning: bytes) -> bool:
+    return BEGINNING in beginning and beginning.lstrip().startswith(b"[")
 
 
 def _job_file(read: Read, where: str) -> dict[str, Any]:
