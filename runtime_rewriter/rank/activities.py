@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from autotune.errors import AutotuneError
 from autotune.workload import Workload
 from runtime_rewriter.emulation import timetable_of
@@ -25,13 +23,6 @@ from runtime_rewriter.software import software_versions
 
 RECORDED_STEPS = 1
 """Real steps before emulated ones. Batches of other shapes are recorded when they come."""
-
-
-class Activity(Protocol):
-    def step_finished(self, step_s: float, clean: bool) -> bool:
-        """Take one step; True once it was the last."""
-
-    def answer(self) -> RankEvent: ...
 
 
 GATED_UPDATES = 3
