@@ -70,11 +70,17 @@ def recipe(compiler: Path) -> Recipe:
         SETTINGS | {name: os.environ.get(name, "") for name in FLAGS},
         {
             "compiler": output([str(compiler), "--version"]).partition("\n")[0],
-            "machine": platform.machine(),
+            "processor": " ".join([platform.machine(), *instruction_sets()]),
             "python": sys.version,
             **{name: framework_version(name) for name in FRAMEWORKS},
         },
     )
+
+
+def instruction_sets() -> list[str]:
+    """Return those that Horovod's build looks for on this machine, and uses."""
+    cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+    return sorted({"avx", "f16c", "fma"}.intersection(cpu))
 
 
 def framework_version(name: str) -> str:
@@ -95,7 +101,7 @@ def find_compiler() -> Path:
             f"Horovod is built with a C++ compiler, and {name!r} is none on the PATH: install one "
             "(Debian: apt-get install g++ make) or set CXX to its path"
         )
-    return Path(found)
+    return Path(found).absolute()
 
 
 def check_compiler(compiler: Path) -> None:
@@ -229,16 +235,19 @@ def run(
 def failure(what: str, log: TextIO) -> CannotBuild:
     text = Path(log.name).read_text(encoding="utf-8", errors="replace")
     return CannotBuild(
-        f"the build of Horovod {what}. Its last lines, and all of them in {log.name}:\n"
-        + last_lines(text, 20)
+        f"the build of Horovod {what}. Its errors and last lines, from {log.name}:\n"
+        + last_lines(text, 10)
     )
 
 
 def last_lines(text: str, count: int) -> str:
-    """Return the first error of a compiler, if any, and the last lines, each cut to a width."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines[:-count] if ": error: " in line]
-    return "\n".join(line[:200] for line in [*errors[:1], *lines[-count:]])
+    """Return the last lines, after the first errors of earlier ones, each cut to a width.
+
+    pip and setuptools clean up after an error of the compiler, which takes pages.
+    """
+    lines = [line.strip()[:200] for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines[:-count] if "error: " in line]
+    return "\n".join([*errors[:3], *lines[-count:]])
 
 
 def say(line: str) -> None:
@@ -246,7 +255,8 @@ def say(line: str) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # to end what runs and to remove files
+    for number in (signal.SIGINT, signal.SIGTERM):  # end what runs, and remove files
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     compiler = find_compiler()
     cache, key = cache_folder(), recipe(compiler).key()
     log = cache / f"{key}.log"
