@@ -1,0 +1,54 @@
+"""What the TensorFlow rewriter refuses, by name, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autotune.errors import InvalidInput, ModelMismatch
+from autotune.strategy_space.enactable import describe, refusal_reason
+from autotune.strategy_space.plan import Message, Plan
+from autotune.strategy_space.strategy import CASTS, Compressor
+from runtime_rewriter.tensorflow.training_graph import TrainingGraph
+
+_WIRE_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def refuse(training: TrainingGraph, plan: Plan, devices: Sequence[str]) -> None:
+    """Raise `InvalidInput` if the rewriter cannot enact `plan` for this graph."""
+    if len(devices) != plan.world_size or len(set(devices)) != len(devices):
+        raise InvalidInput(
+            f"a plan for {plan.world_size} ranks needs as many distinct devices, "
+            f"but got {', '.join(devices)}"
+        )
+    planned = {part.variable for message in plan.messages for part in message.slices}
+    for name in sorted(planned ^ set(training.gradient_of)):
+        side = "the plan lacks" if name in training.gradient_of else "the graph lacks"
+        raise ModelMismatch(
+            f"a plan must name exactly the variables with gradients, but {side} {name!r}"
+        )
+    reason = refusal_reason(plan) or plan_refusal(plan)
+    if reason is not None:
+        raise InvalidInput(f"TensorFlow cannot enact this plan: {reason}")
+
+
+def plan_refusal(plan: Plan) -> str | None:
+    """Return the rule that keeps TensorFlow from enacting `plan`, or None."""
+    if plan.cross_step:
+        return "a step ends with its updates, but cross_step lets messages continue into the next"
+    if plan.ring_order not in (None, tuple(range(plan.world_size))):
+        return f"TensorFlow's ring follows the ranks, but ring_order is {plan.ring_order}"
+    for number, message in enumerate(plan.messages):
+        reason = _message_refusal(message)
+        if reason is not None:
+            return f"message {number} ({describe(message)}): {reason}"
+    return None
+
+
+def _message_refusal(message: Message) -> str | None:
+    if message.dtype not in _WIRE_DTYPES:
+        return f"TensorFlow's collectives sum {', '.join(_WIRE_DTYPES)}, but it is {message.dtype}"
+    if message.compressor is not Compressor.NONE and message.compressor not in CASTS:
+        return f"the compressor must be none, fp16 or bf16, but is {message.compressor}"
+    if message.hierarchical:
+        return "hierarchical messages are not rewritten; set hierarchical = false"
+    return None

@@ -1,0 +1,73 @@
+"""A single-device training program as a graph: what the rewriter reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from tensorflow.core.framework.graph_pb2 import GraphDef
+
+from runtime_rewriter.tensorflow.graph_view import GraphView, TensorName
+
+
+@dataclass(frozen=True)
+class GraphVariable:
+    """A resource variable. `name` is also the name of its VarHandleOp in the graph."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The gradient of a variable: one dense tensor, or rows (`values`) and their `indices`."""
+
+    variable: str
+    values: TensorName
+    indices: TensorName | None = None
+
+    @property
+    def sparse(self) -> bool:
+        return self.indices is not None
+
+
+@dataclass(frozen=True)
+class Feed:
+    """A placeholder that each step fills. `split`: its batch dimension is unknown."""
+
+    name: str
+    tensor: TensorName
+    split: bool
+
+
+@dataclass(frozen=True)
+class TrainingGraph:
+    """One training step on one device.
+
+    A step fills the `feeds`, runs the nodes `targets` and returns the tensors `fetches`.
+    `gradients` are in the order in which the program computes them. `initial` holds a value for
+    each variable.
+    """
+
+    graph_def: GraphDef
+    variables: tuple[GraphVariable, ...]
+    gradients: tuple[Gradient, ...]
+    feeds: tuple[Feed, ...]
+    targets: tuple[str, ...]
+    fetches: Mapping[str, TensorName]
+    initial: Mapping[str, np.ndarray]
+
+    @cached_property
+    def view(self) -> GraphView:
+        return GraphView(self.graph_def)
+
+    @cached_property
+    def by_name(self) -> dict[str, GraphVariable]:
+        return {variable.name: variable for variable in self.variables}
+
+    @cached_property
+    def gradient_of(self) -> dict[str, Gradient]:
+        return {gradient.variable: gradient for gradient in self.gradients}

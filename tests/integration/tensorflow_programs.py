@@ -1,0 +1,213 @@
+"""Small TensorFlow programs, run on one device as the reference and as rewritten graphs.
+
+The reference never uses the rewriter: it computes the gradients of each replica's batch from the
+same parameters, averages them and updates once. Statistics and seeds belong to a replica.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.update(KERAS_BACKEND="tensorflow", CUDA_VISIBLE_DEVICES="", TF_CPP_MIN_LOG_LEVEL="3")
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+from autotune.strategy_space.plan import Plan
+from runtime_rewriter.tensorflow.capture import capture_function
+from runtime_rewriter.tensorflow.checkpoints import gather, scatter
+from runtime_rewriter.tensorflow.distribute import distribute
+from runtime_rewriter.tensorflow.distributed_graph import DistributedGraph
+from runtime_rewriter.tensorflow.training_graph import TrainingGraph
+
+Batch = dict[str, np.ndarray]
+SEED = 3
+
+
+@dataclass
+class Program:
+    """A model, its optimizer and loss, and the signature of a step's feeds."""
+
+    model: Any
+    optimizer: Any
+    loss: Callable[[Any, Any], Any]
+    signature: dict[str, tf.TensorSpec]
+
+    def gradients(self, feeds: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+        with tf.GradientTape() as tape:
+            inputs = [value for name, value in feeds.items() if name != "label"]
+            given = inputs if len(inputs) > 1 else inputs[0]
+            loss = self.loss(feeds["label"], self.model(given, training=True))
+        return loss, tape.gradient(loss, self.model.trainable_variables)
+
+    def capture(self) -> TrainingGraph:
+        def step(*feeds):
+            loss, gradients = self.gradients(dict(zip(self.signature, feeds, strict=True)))
+            self.optimizer.apply(gradients, self.model.trainable_variables)
+            return {"loss": loss}
+
+        return capture_function(step, list(self.signature.values()))
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        both = [*self.model.variables, *self.optimizer.variables]
+        return {one.value.name.partition(":")[0]: one for one in both}
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The variables of each replica: statistics and seeds."""
+        trainable = {id(one) for one in self.model.trainable_variables}
+        return {
+            name: one
+            for name, one in self.variables.items()
+            if id(one) not in trainable and any(one is other for other in self.model.variables)
+        }
+
+
+def averaged_steps(program: Program, batches: Sequence[Batch], replicas: int) -> Batch:
+    """Train on one device as `replicas` would; return all variables as the first replica's."""
+    compute = tf.function(program.gradients, autograph=False)
+    held = [_start_of(program.own, rank) for rank in range(replicas)]
+    for batch in batches:
+        parts = {name: np.split(value, replicas) for name, value in batch.items()}
+        sums: list[Any] | None = None
+        for rank in range(replicas):
+            _assign(program.own, held[rank])
+            feeds = {name: tf.constant(value[rank]) for name, value in parts.items()}
+            _, gradients = compute(feeds)
+            held[rank] = {name: one.numpy() for name, one in program.own.items()}
+            scaled = [_scaled(one, 1 / replicas) for one in gradients]
+            sums = (
+                scaled
+                if sums is None
+                else [_added(a, b) for a, b in zip(sums, scaled, strict=True)]
+            )
+        merged = [_merged(one) for one in sums]
+        program.optimizer.apply(merged, program.model.trainable_variables)
+    _assign(program.own, held[0])
+    return {name: one.numpy() for name, one in program.variables.items()}
+
+
+def _start_of(own: Mapping[str, Any], rank: int) -> Batch:
+    start = {name: np.array(one.numpy()) for name, one in own.items()}
+    for name, value in start.items():
+        if "seed_generator" in name:
+            value[0] += rank
+    return start
+
+
+def _assign(variables: Mapping[str, Any], values: Batch) -> None:
+    for name, one in variables.items():
+        one.assign(values[name])
+
+
+def _scaled(gradient: Any, factor: float) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
+    return gradient * factor
+
+
+def _added(left: Any, right: Any) -> Any:
+    if isinstance(left, tf.IndexedSlices):
+        values = tf.concat([left.values, right.values], 0)
+        indices = tf.concat([left.indices, right.indices], 0)
+        return tf.IndexedSlices(values, indices, left.dense_shape)
+    return left + right
+
+
+def _merged(gradient: Any) -> Any:
+    """Add up rows of equal index, which Keras does not: an average has one row per index."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    indices, places = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(indices))
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+
+def rewritten_steps(
+    training: TrainingGraph, plan: Plan, batches: Sequence[Batch], values: Batch
+) -> tuple[DistributedGraph, Batch]:
+    """Train the plan's graph on virtual devices of this process; return all variables."""
+    devices = [f"/device:CPU:{rank}" for rank in range(plan.world_size)]
+    distributed = distribute(training, plan, devices)
+    with session(distributed) as running:
+        scatter(running, distributed, values)
+        for batch in batches:
+            running.run(
+                [dict(distributed.fetches), *distributed.targets], distributed.feed_dict(batch)
+            )
+        return distributed, gather(running, distributed)
+
+
+def session(distributed: DistributedGraph) -> Any:
+    """A session of this process with a device per rank, without Grappler."""
+    config = tf.compat.v1.ConfigProto(device_count={"CPU": len(distributed.devices)})
+    config.graph_options.optimizer_options.opt_level = -1
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    graph = tf.Graph()
+    with graph.as_default():
+        tf.import_graph_def(distributed.graph_def, name="")
+    return tf.compat.v1.Session(graph=graph, config=config)
+
+
+def small_resnet() -> Program:
+    keras.utils.set_random_seed(SEED)
+    image = keras.Input((8, 8, 3))
+    value = layers.Conv2D(8, 3, padding="same", use_bias=False)(image)
+    for _ in range(2):
+        inner = layers.Conv2D(8, 3, padding="same", use_bias=False)(value)
+        inner = layers.Activation("relu")(layers.BatchNormalization()(inner))
+        value = layers.Add()([value, layers.BatchNormalization()(inner)])
+    value = layers.GlobalAveragePooling2D()(value)
+    model = keras.Model(image, layers.Dense(10)(value))
+    return _program(model, keras.optimizers.SGD(0.1, momentum=0.9), {"image": (8, 8, 3)}, "float32")
+
+
+def small_transformer() -> Program:
+    keras.utils.set_random_seed(SEED)
+    tokens = keras.Input((6,), dtype="int32")
+    value = layers.Embedding(50, 16)(tokens)
+    attended = layers.MultiHeadAttention(2, 8, dropout=0.1, use_bias=False)(value, value)
+    value = layers.LayerNormalization()(layers.Add()([value, attended]))
+    inner = layers.Dense(16)(layers.Dense(32, activation="gelu")(value))
+    value = layers.LayerNormalization()(layers.Add()([value, layers.Dropout(0.1)(inner)]))
+    model = keras.Model(tokens, layers.Dense(10)(layers.Flatten()(value)))
+    adam = keras.optimizers.Adam(1e-2, global_clipnorm=1.0)
+    return _program(model, adam, {"tokens": (6,)}, "int32")
+
+
+def collaborative_filtering() -> Program:
+    keras.utils.set_random_seed(SEED)
+    user, item = keras.Input((), dtype="int32"), keras.Input((), dtype="int32")
+    both = [layers.Embedding(40, 8)(user), layers.Embedding(60, 8)(item)]
+    value = layers.Dense(16, activation="relu")(layers.Concatenate()(both))
+    model = keras.Model([user, item], layers.Dense(10)(value))
+    adagrad = keras.optimizers.Adagrad(0.1)
+    return _program(model, adagrad, {"user": (), "item": ()}, "int32")
+
+
+def _program(model: Any, optimizer: Any, inputs: Mapping[str, tuple[int, ...]], dtype: str):
+    optimizer.build(model.trainable_variables)
+    signature = {name: tf.TensorSpec([None, *shape], dtype, name) for name, shape in inputs.items()}
+    signature["label"] = tf.TensorSpec([None], "int32", "label")
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return Program(model, optimizer, loss, signature)
+
+
+def batches_of(program: Program, rows: int, count: int) -> list[Batch]:
+    rng = np.random.default_rng(SEED)
+    return [
+        {
+            name: rng.normal(size=(rows, *spec.shape[1:])).astype("float32")
+            if spec.dtype == tf.float32
+            else rng.integers(0, 10, (rows, *spec.shape[1:])).astype("int32")
+            for name, spec in program.signature.items()
+        }
+        for _ in range(count)
+    ]
