@@ -24,7 +24,7 @@ from runtime_rewriter.pytorch.observers import Accelerator
 BROADCAST_BYTES = 250 * 2**20  # as torch's DDP
 
 
-class _ForwardHook:
+class ForwardHook:
     """A hook of the synchronizer on a module; it does nothing on a copied or unpickled module."""
 
     def __init__(self, call: Callable[..., None]) -> None:
@@ -37,43 +37,33 @@ class _ForwardHook:
     def owner(self) -> object:
         return getattr(self._call, "__self__", None)
 
-    def __deepcopy__(self, memo: object) -> _ForwardHook:
-        return _ForwardHook(_nothing)
+    def __deepcopy__(self, memo: object) -> ForwardHook:
+        return ForwardHook(_nothing)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _ForwardHook, (_nothing,)
+        return ForwardHook, (_nothing,)
 
 
 def _nothing(*arguments: object) -> None:
     """The hook of a copy."""
 
 
-class AttachedSynchronizer(GradientSynchronizer):
-    """The synchronizer of a plain module.
+class HookedSynchronizer(GradientSynchronizer):
+    """A synchronizer that hooks on the module's forward pass drive."""
 
-    Only a DDP can drive a reducer that finds unused parameters or learns a static graph.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        process_group: dist.ProcessGroup | None,
-        broadcast_buffers: bool,
-        **options: Any,
-    ) -> None:
-        simple = not (options.get("find_unused_parameters") or options.get("static_graph"))
-        self._driven = ModuleBackend(module, enabled=simple)
-        super().__init__(
-            module, process_group, backend=self._driven, buffers=self._sent_buffers, **options
-        )
-        self._broadcast_buffers = broadcast_buffers
-        self._sync_next = True
+    def __init__(self, module: nn.Module, *arguments: Any, **options: Any) -> None:
+        super().__init__(module, *arguments, **options)
         self._own_forward: dict[str, Any] | None = None  # while an accelerator replaces it
-        self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._forward_handles: list[RemovableHandle] = [
-            module.register_forward_pre_hook(_ForwardHook(self._before), prepend=True),
-            module.register_forward_hook(_ForwardHook(self._after)),
+            module.register_forward_pre_hook(ForwardHook(self._before), prepend=True),
+            module.register_forward_hook(ForwardHook(self._after)),
         ]
+
+    def _before(self, module: nn.Module, inputs: object) -> None:
+        raise NotImplementedError
+
+    def _after(self, module: nn.Module, inputs: object, output: object) -> None:
+        raise NotImplementedError
 
     def close(self) -> None:
         for handle in self._forward_handles:
@@ -95,6 +85,29 @@ class AttachedSynchronizer(GradientSynchronizer):
             present = "forward" in attributes
             self._own_forward = {"forward": attributes["forward"]} if present else {}
             attributes["forward"] = lambda *inputs, **kwargs: self.compute(forward, inputs, kwargs)
+
+
+class AttachedSynchronizer(HookedSynchronizer):
+    """The synchronizer of a plain module.
+
+    Only a DDP can drive a reducer that finds unused parameters or learns a static graph.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | None,
+        broadcast_buffers: bool,
+        **options: Any,
+    ) -> None:
+        simple = not (options.get("find_unused_parameters") or options.get("static_graph"))
+        self._driven = ModuleBackend(module, enabled=simple)
+        super().__init__(
+            module, process_group, backend=self._driven, buffers=self._sent_buffers, **options
+        )
+        self._broadcast_buffers = broadcast_buffers
+        self._sync_next = True
+        self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
     def _before(self, module: nn.Module, inputs: object) -> None:
         training = torch.is_grad_enabled()
@@ -170,6 +183,6 @@ def attach(
 def attached_to(module: nn.Module) -> GradientSynchronizer | None:
     """The synchronizer that `attach` created for this module, or None."""
     owners = (
-        hook.owner for hook in module._forward_pre_hooks.values() if isinstance(hook, _ForwardHook)
+        hook.owner for hook in module._forward_pre_hooks.values() if isinstance(hook, ForwardHook)
     )
     return next((owner for owner in owners if isinstance(owner, GradientSynchronizer)), None)

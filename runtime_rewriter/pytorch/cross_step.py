@@ -112,6 +112,12 @@ class CrossStepUpdates:
         # The number of updates of single variables that are due, of each optimizer.
         self._due: Counter[Optimizer] = Counter()
         self._stepping: Optimizer | None = None  # the optimizer whose step() runs
+        self.forbidden: str | None = None
+        """Why the script's synchronization forbids that it crosses the step, if it does."""
+        self.outer: Optimizer | None = None
+        """An optimizer whose step() synchronizes and then calls step() of its base class, which
+        alone updates."""
+        self._inside_outer = False
         ours = self._position_of.keys()
         self._modules = UnseenModules(ours, lambda _: self.flush())
         self._functions = UnseenFunctions(self.flush)
@@ -121,6 +127,8 @@ class CrossStepUpdates:
 
     def refusal_reason(self) -> str | None:
         """Why this script's updates cannot cross the step, judged by its steps so far."""
+        if self.forbidden is not None:
+            return self.forbidden
         return self._script.refusal_reason() if COUNTS_ALIASES else NO_COUNT
 
     @property
@@ -164,6 +172,7 @@ class CrossStepUpdates:
     def forward_begins(self, observable: bool = True) -> None:
         """`observable`: the module itself computes; otherwise its emulation reads the variables."""
         self._end_interrupted_step()
+        self._inside_outer = False
         self._modules.stop()
         self._script.stop_looking()
         if (
@@ -335,6 +344,9 @@ class CrossStepUpdates:
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        if optimizer is self.outer and not self._inside_outer:
+            self._inside_outer = True
+            return
         numbers = group_numbers(optimizer)
         if self._position_of.keys().isdisjoint(numbers):
             return
@@ -389,6 +401,8 @@ class CrossStepUpdates:
 
     def after_step(self, optimizer: Optimizer) -> None:
         if optimizer is not self._stepping:
+            if optimizer is self.outer:
+                self._inside_outer = False
             return
         self._stepping = None
         with DisableTorchFunctionSubclass():

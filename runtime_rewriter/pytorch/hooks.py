@@ -66,6 +66,8 @@ class GradientSynchronizer:
     often each is accumulated. `refusal_reason` returns why the module's wrapper forbids all plans.
     `on_byte_scale` scales the bytes that the wrapper itself sends. `backend` lets the wrapper drive
     a reducer of torch. `buffers` returns the buffers that rank 0 sends before forward passes.
+    `lanes` builds the lanes on which messages travel. With `summed` gradients are summed instead of
+    averaged. With `unused_as_zeros` a parameter without a gradient counts as zeros.
     """
 
     def __init__(
@@ -81,6 +83,9 @@ class GradientSynchronizer:
         on_byte_scale: Callable[[float], None] = lambda byte_scale: None,
         backend: Backend | None = None,
         buffers: Callable[[], Sequence[Tensor]] = lambda: (),
+        lanes: Callable[[SynchronizerGroups, Device], Lanes] = Lanes,
+        summed: bool = False,
+        unused_as_zeros: bool = False,
     ) -> None:
         self.module = module
         named = trainable_parameters(module)
@@ -88,7 +93,9 @@ class GradientSynchronizer:
         self.parameters: tuple[nn.Parameter, ...] = tuple(named.values())
         self.ranks = SynchronizerGroups.of(process_group, timeout_s, agreement_timeout_s)
         self.device = Device(self.parameters[0].device)
-        self.lanes = Lanes(self.ranks, self.device)
+        self.lanes = lanes(self.ranks, self.device)
+        self.divisor = 1 if summed else self.ranks.size
+        """Divides the sums of all ranks' gradients."""
         self.residuals = Residuals(named, self.ranks.rank, self.ranks.size)
         self.listeners: list[StepListener] = []
         self.observers: list[BackwardObserver] = []
@@ -124,6 +131,7 @@ class GradientSynchronizer:
             self.cross_step,
             find_unused=find_unused_parameters,
             static=static_graph,
+            unused_as_zeros=unused_as_zeros,
         )
 
     # -- plans
@@ -188,7 +196,7 @@ class GradientSynchronizer:
         if plan is not None and buckets is None:
             transfers = build_transfers(plan, named, self.residuals, self.lanes, self.byte_scale)
         packing = Packing(
-            self.names, self.parameters, transfers, self.residuals, self.ranks.size, self._sparse
+            self.names, self.parameters, transfers, self.residuals, self.divisor, self._sparse
         )
         crossing = plan is not None and plan.cross_step
         # On the messages' own group a vote would wait for messages that cross the step.
@@ -204,10 +212,7 @@ class GradientSynchronizer:
         self._reachable = set()
         self.cross_step.enable(packing.messages_of if crossing else None)
         if plan is not None and self.native is None:
-            self._handles = [
-                parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, position))
-                for position, parameter in enumerate(self.parameters)
-            ]
+            self._hook()
         if crossing:
             freeze_garbage()
         else:
@@ -280,6 +285,13 @@ class GradientSynchronizer:
             self.lanes.close()
             self.ranks.destroy()
 
+    def _hook(self) -> None:
+        """Follow the gradients of backward passes under the plan, until `_unhook`."""
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, position))
+            for position, parameter in enumerate(self.parameters)
+        ]
+
     def _unhook(self) -> None:
         for handle in self._handles:
             handle.remove()
@@ -314,12 +326,7 @@ class GradientSynchronizer:
         """Call first in every forward pass with gradients; `synchronize` its backward pass or
         not."""
         self._check_usable()
-        if self._pass.under_way or (self.native is not None and self._begun):
-            raise SynchronizationError(
-                "a backward pass must end before the next forward pass begins, but the last one "
-                "was interrupted"
-            )
-        self._begun = False  # an exception may have ended a pass before it accumulated anything
+        self._end_last_pass()
         if self._boundary_due:
             self._boundary_due = False
             if self.accelerator is not None:
@@ -335,6 +342,14 @@ class GradientSynchronizer:
         self._come_last()
         self.cross_step.forward_begins(observable=self.accelerator is None)
         self._armed = synchronize
+
+    def _end_last_pass(self) -> None:
+        if self._pass.under_way or (self.native is not None and self._begun):
+            raise SynchronizationError(
+                "a backward pass must end before the next forward pass begins, but the last one "
+                "was interrupted"
+            )
+        self._begun = False  # an exception may have ended a pass before it accumulated anything
 
     @property
     def synchronizing(self) -> bool:

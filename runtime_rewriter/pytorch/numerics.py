@@ -134,7 +134,7 @@ class GradientGate(BackwardObserver):
         waiting = self._synchronizer.residuals.of(self._synchronizer.names[index])
         if waiting is not None:
             self._local[index] = _dense(self._local[index]).add_(
-                waiting, alpha=self._synchronizer.ranks.size
+                waiting, alpha=self._synchronizer.divisor
             )
 
     def on_synchronized(self, unused: frozenset[int]) -> None:
@@ -181,7 +181,7 @@ class GradientGate(BackwardObserver):
         for position in positions:
             stayed = self._synchronizer.residuals.of(self._synchronizer.names[position])
             if stayed is not None and position not in self._summed:  # rows leave nothing
-                self._local[position].sub_(stayed, alpha=self._synchronizer.ranks.size)
+                self._local[position].sub_(stayed, alpha=self._synchronizer.divisor)
 
     def _travels_as_rows(self, position: int) -> bool:
         if self._in_rows is None:  # a plan may be loaded after `arm`
@@ -213,7 +213,8 @@ class GradientGate(BackwardObserver):
             for i in positions
         ]
         sizes = [tensor.numel() for tensor in local]
-        reference = torch.cat([tensor.reshape(-1) for tensor in local]) * (1.0 / ranks.size)
+        divisor = self._synchronizer.divisor
+        reference = torch.cat([tensor.reshape(-1) for tensor in local]) * (1.0 / divisor)
         dist.all_reduce(reference, group=ranks.first)
         synchronized = torch.cat([tensor.reshape(-1) for tensor in result])
         root = synchronized.clone()

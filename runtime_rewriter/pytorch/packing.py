@@ -38,10 +38,10 @@ def build_transfers(
 
 
 class Packing:
-    """Packs local gradients, scaled by 1/w, and writes the averages back into `.grad`.
+    """Packs local gradients, divided by `divisor`, and writes the sums back into `.grad`.
 
-    `sparse`: positions of the parameters whose gradients are sparse by DDP's rule. `messages_of`:
-    the messages of each parameter, once per slice.
+    `divisor`: w for averages. `sparse`: positions of the parameters whose gradients are sparse by
+    DDP's rule. `messages_of`: the messages of each parameter, once per slice.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class Packing:
         parameters: Sequence[nn.Parameter],
         transfers: Sequence[Transfer | RowTransfer],
         residuals: Residuals,
-        world_size: int,
+        divisor: int,
         sparse: Collection[int],
     ) -> None:
         self._names, self._parameters, self._residuals = names, parameters, residuals
-        self._scale = 1.0 / world_size
+        self._scale = 1.0 / divisor
         self._position_of = {name: position for position, name in enumerate(names)}
         self._slots: list[list[tuple[TensorSlice, Tensor]]] = [[] for _ in names]
         # Slices that are packed as soon as they are ready.

@@ -21,7 +21,8 @@ from runtime_rewriter.pytorch.packing import Packing
 class PlannedPass:
     """Issues complete messages in plan order, and waits for them or leaves them to `cross_step`.
 
-    `find_unused` and `static` as in DDP. After a `SynchronizationError` the ranks must restart.
+    `find_unused` and `static` as in DDP. With `unused_as_zeros` every pass sends and writes all
+    variables, even those without a gradient. After a `SynchronizationError` the ranks must restart.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class PlannedPass:
         *,
         find_unused: bool,
         static: bool,
+        unused_as_zeros: bool = False,
     ) -> None:
         self._names = names
         self._parameters = parameters
@@ -40,6 +42,7 @@ class PlannedPass:
         self._cross_step = cross_step
         self._find_unused = find_unused
         self._static = static
+        self._unused_as_zeros = unused_as_zeros
         self._transfers: Sequence[Transfer | RowTransfer] = ()
         self._packing: Packing
         self._votes: dist.ProcessGroup
@@ -154,7 +157,7 @@ class PlannedPass:
         Returns whether every `.grad` is final. None: nothing was accumulated (torch.autograd.grad),
         and nothing has happened.
         """
-        if not self._accumulated:
+        if not self._accumulated and not self._unused_as_zeros:
             self._reset()
             return None
         crossing = self._cross_step.defers and not self._observers and not self._late
@@ -163,7 +166,7 @@ class PlannedPass:
             self._learned = list(self._fired)
         self._used = [False] * len(self._names)
         self._reset()
-        if missing and not self._find_unused:
+        if missing and not (self._find_unused or self._unused_as_zeros):
             raise self._unused(missing)
         return not crossing
 

@@ -154,12 +154,15 @@ def _run_recorded(settings: Path, words: list[str]) -> int:
 @contextlib.contextmanager
 def _steered_by(session: Session) -> Iterator[None]:
     """Let `session` steer the models that the script builds."""
+    from runtime_rewriter.horovod.torch_scripts import horovod_steered
     from runtime_rewriter.pytorch.ddp import replaced_ddp
+    from runtime_rewriter.pytorch.exchange.ranks import TUNING_TIMEOUTS
     from runtime_rewriter.rank.own_ranks import spawned_ranks_controlled
 
     waits = session.timeouts
     ddp = replaced_ddp(session, timeout_s=waits.message_s, agreement_timeout_s=waits.agreement_s)
-    with ddp, spawned_ranks_controlled(), active_session(session):
+    horovod = horovod_steered(session, waits, tuned=waits == TUNING_TIMEOUTS)
+    with ddp, horovod, spawned_ranks_controlled(), active_session(session):
         yield
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from autotune.errors import InvalidInput
 from autotune.files import is_file
 from runtime_rewriter.world import launchers
+from runtime_rewriter.world.horovodrun import read_horovodrun
 from runtime_rewriter.world.script_command import ScriptCommand
 from runtime_rewriter.world.starting import launcher_words
 
@@ -17,7 +18,8 @@ from runtime_rewriter.world.starting import launcher_words
 def read_command(words: Sequence[str]) -> ScriptCommand:
     """Read `[env A=1] [uv run] LAUNCHER [options] script args` or `script.py args`.
 
-    LAUNCHER: torchrun, accelerate launch, mpirun, python, or their modules after `python -m`.
+    LAUNCHER: torchrun, accelerate launch, horovodrun, mpirun, python, or the modules of torchrun
+    and accelerate after `python -m`.
     Raises `InvalidInput`.
     """
     if not words:
@@ -47,8 +49,8 @@ def _read(words: list[str]) -> ScriptCommand:
         return launchers.read_accelerate(rest[1:])
     if first == "accelerate-launch":
         return launchers.read_accelerate(rest)
-    if first in ("mpirun", "mpiexec"):
-        return _of_mpirun(words)
+    if first in _STARTS_RANKS:
+        return _STARTS_RANKS[first](words)
     if first.startswith("python"):
         while rest and rest[0] in ("-u", "-O", "-B"):  # do not change what is run
             rest = rest[1:]
@@ -75,18 +77,29 @@ def _of_python(words: list[str]) -> ScriptCommand:
 
 def _of_mpirun(words: list[str]) -> ScriptCommand:
     options, variables, workers, rest = launchers.read_mpirun(words[1:])
-    command = _read(rest)
+    command = _started_by("mpirun", variables, workers, rest)
+    return replace(command, mpirun_words=(words[0], *options))
+
+
+def _of_horovodrun(words: list[str]) -> ScriptCommand:
+    options, variables, workers, rest = read_horovodrun(words[1:])
+    command = _started_by("horovodrun", variables, workers, rest)
+    return replace(command, horovodrun_words=(words[0], *options))
+
+
+_STARTS_RANKS = {"mpirun": _of_mpirun, "mpiexec": _of_mpirun, "horovodrun": _of_horovodrun}
+
+
+def _started_by(
+    launcher: str, variables: dict[str, str], workers: int, words: list[str]
+) -> ScriptCommand:
+    command = _read(words)
     if command.workers is not None:
         raise InvalidInput(
-            "mpirun must start the script itself, but starts another launcher: "
-            f"{' '.join(rest)!r}; leave out one of them"
+            f"{launcher} must start the script itself, but starts another launcher: "
+            f"{' '.join(words)!r}; leave out one of them"
         )
-    return replace(
-        command,
-        workers=workers,
-        environment={**variables, **command.environment},
-        mpirun_words=(words[0], *options),
-    )
+    return replace(command, workers=workers, environment={**variables, **command.environment})
 
 
 def with_launcher(command: ScriptCommand, workers: int, mode: Sequence[str]) -> list[str]:
@@ -96,8 +109,9 @@ def with_launcher(command: ScriptCommand, workers: int, mode: Sequence[str]) -> 
     environment.
     """
     launcher = (*launcher_words(), *mode, "--", *command.as_python_words())
-    if command.mpirun_words:
-        return [*command.mpirun_words, sys.executable, "-u", *launcher]
+    own_launcher = command.mpirun_words or command.horovodrun_words
+    if own_launcher:
+        return [*own_launcher, sys.executable, "-u", *launcher]
     options = command.torchrun_options or (
         "--standalone",
         *("--nproc-per-node", str(command.workers or workers)),

@@ -28,7 +28,6 @@ _NOT_DDP = {
     "DistributedDataParallel does; start a script that uses DistributedDataParallel by torchrun",
     "srun": "inside the allocation start Ray on every node, and give autotune its --address and "
     "the script without srun (docs/launching.md#slurm)",
-    "horovodrun": "start a script that uses DistributedDataParallel by torchrun",
 }
 
 
@@ -37,8 +36,8 @@ def refusal(first: str, words: list[str]) -> str:
     if first in _NOT_DDP:
         return f"{first} cannot be controlled: {_NOT_DDP[first]}"
     return (
-        "the command must start with torchrun, accelerate launch, mpirun, python or a script.py, "
-        f"perhaps after env or uv run, but starts with {' '.join(words[:1])!r}"
+        "the command must start with torchrun, accelerate launch, horovodrun, mpirun, python or a "
+        f"script.py, perhaps after env or uv run, but starts with {' '.join(words[:1])!r}"
     )
 
 

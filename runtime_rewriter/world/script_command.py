@@ -17,6 +17,7 @@ class ScriptCommand:
     environment: variables that the command sets for its ranks.
     mpirun_words: `mpirun` and its options, for `autotune run`; the ranks expect Open MPI's
     variables then.
+    horovodrun_words: `horovodrun` and its options, likewise.
     """
 
     target: str
@@ -27,6 +28,7 @@ class ScriptCommand:
     nodes: int = 1
     environment: dict[str, str] = field(default_factory=dict)
     mpirun_words: tuple[str, ...] = ()
+    horovodrun_words: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

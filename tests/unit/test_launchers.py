@@ -34,6 +34,12 @@ COMMANDS = {
     "uv run env A=1 python train.py --lr 1": ("train.py", False, None),
     "mpirun -np 4 --oversubscribe python train.py --lr 1": ("train.py", False, 4),
     "mpirun -n 2 -H a:1,b:1 -x A=1 python -m pkg.train --lr 1": ("pkg.train", True, 2),
+    "horovodrun -np 2 python train.py --lr 1": ("train.py", False, 2),
+    "horovodrun -np 4 -H a:2,b:2 --cycle-time-ms 2 python -m pkg.train --lr 1": (
+        "pkg.train",
+        True,
+        4,
+    ),
     "accelerate launch --multi_gpu --num_processes 2 train.py --lr 1": ("train.py", False, 2),
     "accelerate launch --num_processes 1 -m pkg.train --lr 1": ("pkg.train", True, None),
     "accelerate-launch --multi_gpu --num_processes 2 train.py --lr 1": ("train.py", False, 2),
@@ -48,6 +54,8 @@ COMMANDS = {
 def read(command: str) -> ScriptCommand:
     if "accelerate" in command:
         pytest.importorskip("accelerate")
+    if "horovodrun" in command:
+        pytest.importorskip("horovod")
     return read_command(command.split())
 
 
@@ -85,6 +93,12 @@ def test_variables_of_the_command_reach_the_ranks() -> None:
     nested = read("env A=1 B=2 uv run env B=3 C=x=y torchrun --nproc-per-node 2 train.py")
     assert nested.environment == {"A": "1", "B": "3", "C": "x=y"}
     assert read("mpirun -np 2 -x A=1 python train.py").environment == {"A": "1"}
+    options = "--fusion-threshold-mb 32 --cycle-time-ms 2.5 --timeline-filename t.json"
+    assert read(f"horovodrun -np 2 {options} python train.py").environment == {
+        "HOROVOD_FUSION_THRESHOLD": str(32 * 2**20),
+        "HOROVOD_CYCLE_TIME": "2.5",
+        "HOROVOD_TIMELINE": "t.json",
+    }
     accelerated = read(
         "accelerate launch --multi_gpu --num_processes 2 --mixed_precision bf16 train.py"
     )
@@ -94,7 +108,7 @@ def test_variables_of_the_command_reach_the_ranks() -> None:
 
 REFUSED = {
     "": "a command is needed",
-    "bash train.sh": "must start with torchrun, accelerate launch, mpirun, python or a script.py",
+    "bash train.sh": "must start with torchrun, accelerate launch, horovodrun, mpirun, python or",
     "deepspeed train.py": "DeepSpeed sends gradients itself",
     "srun python train.py": r"inside the allocation start Ray on every node",
     "uv sync": "only `uv run` starts scripts",
@@ -106,6 +120,11 @@ REFUSED = {
     "mpirun -np x python train.py": "-np needs a number, but has 'x'",
     "mpirun -np 2 --timeout 3 python train.py": "but not --timeout; leave it out",
     "mpirun -np 2 torchrun --nproc-per-node 2 train.py": "starts another launcher",
+    "horovodrun python train.py": "the following arguments are required: -np",
+    "horovodrun -np 2 --nonsense python train.py": "unrecognized arguments|must be a file",
+    "horovodrun -np 2 --mpi python train.py": "leave the option out",
+    "horovodrun -np 2 torchrun --nproc-per-node 2 train.py": "horovodrun must start the script",
+    "horovodrun -np 2 --min-np 1 --host-discovery-script d.sh python train.py": "elastic Horovod",
     "torchrun --nproc-per-node 2 --nonsense 3 train.py": "torchrun does not understand",
     "torchrun --nproc-per-node many train.py": "needs numbers",
     "accelerate launch --use_deepspeed --num_processes 2 train.py": "is set to use_deepspeed",
@@ -120,6 +139,14 @@ REFUSED = {
 def test_what_cannot_be_started_is_refused_with_the_fix(command: str) -> None:
     with pytest.raises(InvalidInput, match=REFUSED[command]):
         read(command)
+
+
+def test_a_run_keeps_horovodrun_with_its_options() -> None:
+    words = ["horovodrun", "-np", "2", "--cycle-time-ms", "2", "python", "train.py", "--lr", "1"]
+    run = with_launcher(read(" ".join(words)), 2, ("--strategy", "best.json"))
+    assert run[:5] == words[:5]
+    assert run[5:7] == [sys.executable, "-u"]
+    assert run[-6:] == ["--strategy", "best.json", "--", "train.py", "--lr", "1"]
 
 
 def test_a_run_keeps_the_launcher_of_its_command() -> None:

@@ -17,6 +17,7 @@ from contextlib import suppress
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from runtime_rewriter.pytorch.exchange.device import Device
 from runtime_rewriter.pytorch.exchange.hosts import hosts_of
@@ -25,6 +26,9 @@ from runtime_rewriter.pytorch.exchange.ranks import RankGroups, SynchronizerGrou
 Step = Callable[[], dist.Work | None]
 """Starts a message's next collective, once the earlier ones have completed. None: no work to wait
 for."""
+
+Collective = Callable[[dist.ProcessGroup], dist.Work | None]
+"""Starts a collective over a process group of which this rank is a member."""
 
 Around = Callable[[int, int, Step], dist.Work | None]
 """Called with (message number, lane, step) on the thread that starts the step; calls it and returns
@@ -161,6 +165,15 @@ class Lanes:
         self._groups[lane, rank_groups] = created  # ordered by last use
         self._asked.add((lane, rank_groups))
         return None if alone else created[-1]
+
+    def all_reduce(self, values: Tensor, rank_groups: RankGroups) -> Collective:
+        """The all-reduce of `values` within each group, to be started at any time."""
+
+        def reduce(group: dist.ProcessGroup) -> dist.Work | None:
+            work: dist.Work | None = dist.all_reduce(values, group=group, async_op=True)
+            return work
+
+        return reduce
 
     def trim(self) -> None:
         """Destroy the groups unused for longest that the loaded plan does not need. Local.

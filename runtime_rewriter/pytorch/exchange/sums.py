@@ -8,7 +8,7 @@ bits. A rank outside the groups, or alone in its own, has the same steps and doe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
@@ -17,10 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autotune.strategy_space.strategy import Synchronizer
-from runtime_rewriter.pytorch.exchange.lanes import Lanes, Step
+from runtime_rewriter.pytorch.exchange.lanes import Collective, Lanes, Step
 from runtime_rewriter.pytorch.exchange.ranks import RankGroups
-
-Collective = Callable[[dist.ProcessGroup], dist.Work | None]
 
 
 class Exchange(Protocol):
@@ -105,10 +103,7 @@ def flat_sum(
 
 
 def _all_reduce(values: Tensor, lanes: Lanes, groups: RankGroups, lane: int) -> Exchange:
-    def reduce(group: dist.ProcessGroup) -> dist.Work | None:
-        return work_of(dist.all_reduce(values, group=group, async_op=True))
-
-    return Collectives(values, lanes, groups, lane, reduce)
+    return Collectives(values, lanes, groups, lane, lanes.all_reduce(values, groups))
 
 
 def _reduce_scatter_all_gather(

@@ -1,0 +1,1 @@
+"""Enacts plans in Horovod scripts, through Horovod's public API."""

@@ -1,0 +1,139 @@
+"""Starts Horovod between the ranks of a script, and starts it again with other settings.
+
+Horovod reads its environment at `init`. Two variables are set there unless the user has set them:
+
+- HOROVOD_DISABLE_GROUP_FUSION=1: a grouped operation is executed by itself, even one of a single
+  tensor, whatever the fusion threshold (`EnqueueTensorAllreduces` in operations.cc, and
+  `Controller::ComputeResponseList`). Only groups are concerned: a script without groups of its own
+  is executed as before, so its present setup and all plans share one setting.
+- HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, while tuning: a rank that waits for another one ends.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from autotune.errors import InvalidInput
+from runtime_rewriter.horovod.own_world import Broadcast, OwnWorld
+from runtime_rewriter.horovod.places import Place, address_of
+from runtime_rewriter.horovod.rendezvous import rendezvous_server
+
+GROUPS_ALONE = "HOROVOD_DISABLE_GROUP_FUSION"
+STALL_WARNING = "HOROVOD_STALL_CHECK_TIME_SECONDS"
+STALL_SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
+_TORCH_INTERFACE, _INTERFACE = "GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"
+
+
+class HorovodConnection:
+    """Horovod in this process. `stall_s`: the longest wait for another rank; None: the user's own.
+
+    `init`, `shutdown` and `broadcast` are Horovod's own functions for one framework.
+    """
+
+    def __init__(
+        self,
+        init: Callable[..., object],
+        shutdown: Callable[[], object],
+        ranks: Callable[[], tuple[int, int]],
+        broadcast: Broadcast,
+        *,
+        stall_s: float | None,
+        timeout_s: float,
+    ) -> None:
+        self._init, self._shutdown, self._ranks = init, shutdown, ranks
+        self._broadcast = broadcast
+        self._stall_s, self._timeout_s = stall_s, timeout_s
+        self._place: Place | None = None
+        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        self._world: OwnWorld | None = None
+        self._connections = 0
+        self._own_setting: str | None = None  # the user's, of GROUPS_ALONE
+        self.restarts = 0
+        """How often Horovod was shut down and started again for a plan."""
+
+    @property
+    def world(self) -> OwnWorld:
+        """Our process groups of all ranks."""
+        if self._world is None:
+            raise InvalidInput("the script must call hvd.init() before it uses Horovod")
+        return self._world
+
+    def start(self, *args: Any, **kwargs: Any) -> None:
+        """Implements `hvd.init`. Collective."""
+        if os.environ.get("HOROVOD_ELASTIC") == "1":
+            raise InvalidInput(ELASTIC_REFUSAL)
+        self._arguments = args, kwargs
+        self._set_defaults()
+        if self._world is not None:  # the script has called hvd.shutdown()
+            with self.connecting():
+                self._init(*args, **kwargs)
+            return
+        self._place = Place.of(os.environ)
+        place = self._place
+        with nullcontext(0) if place is None else place.served() as port:
+            if place is not None:
+                os.environ |= place.meet(port)
+            self._init(*args, **kwargs)
+            rank, size = self._ranks()
+            address = self._own_address() if rank == 0 else ""
+            self._world = OwnWorld(rank, size, address, self._broadcast, self._timeout_s)
+            self._world.barrier()  # all ranks have found each other
+
+    def _own_address(self) -> str:
+        if self._place is not None:
+            return self._place.address
+        return address_of(os.environ.get(_INTERFACE, ""))
+
+    def _set_defaults(self) -> None:
+        environment = os.environ
+        if self._world is None:
+            self._own_setting = environment.get(GROUPS_ALONE)
+        environment.setdefault(GROUPS_ALONE, "1")
+        if self._stall_s is not None and STALL_SHUTDOWN not in environment:
+            environment.setdefault(STALL_WARNING, str(max(1, int(self._stall_s / 2))))
+            environment[STALL_SHUTDOWN] = str(int(self._stall_s))
+        for name, other in ((_TORCH_INTERFACE, _INTERFACE), (_INTERFACE, _TORCH_INTERFACE)):
+            if other in environment:
+                environment.setdefault(name, environment[other])
+
+    @contextmanager
+    def connecting(self) -> Iterator[None]:
+        """Let ranks find each other inside, once more. Collective."""
+        if self._place is None:  # horovodrun's server runs until the job ends
+            yield
+            return
+        self._connections += 1
+        world, rank = self.world, self._place.rank
+        serving = rendezvous_server(self._place.address, 0) if rank == 0 else nullcontext(0)
+        with serving as port:
+            os.environ[_PORT] = world.agree_on(f"rendezvous/{self._connections}", str(port))
+            yield
+            world.barrier()
+
+    def execute_groups_alone(self, alone: bool) -> None:
+        """Execute every grouped operation by itself, or as the user has set it. Collective."""
+        self._restart({GROUPS_ALONE: "1" if alone else self._own_setting or "0"})
+
+    def _restart(self, variables: Mapping[str, str]) -> None:
+        """Start Horovod again with these variables, unless it has them. Collective.
+
+        Nothing may be under way.
+        """
+        if all(os.environ.get(name) == value for name, value in variables.items()):
+            return
+        self._shutdown()
+        os.environ |= variables
+        args, kwargs = self._arguments
+        with self.connecting():
+            self._init(*args, **kwargs)
+        self.restarts += 1
+
+
+ELASTIC_REFUSAL = (
+    "elastic Horovod cannot be controlled: its ranks change during the trials, and its rendezvous "
+    "unpickles what anyone on the network sends; start the script by horovodrun with a fixed -np"
+)

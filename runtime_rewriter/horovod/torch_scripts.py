@@ -1,0 +1,124 @@
+"""Steers a script that imports `horovod.torch`."""
+
+# mypy: untyped-calls-exclude=torch, allow-untyped-calls
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from types import ModuleType
+from typing import Any, NoReturn
+
+import torch
+
+from autotune.errors import InvalidInput
+from runtime_rewriter.horovod.connection import ELASTIC_REFUSAL, HorovodConnection
+from runtime_rewriter.horovod.importing import changed_on_import, replace_attribute
+from runtime_rewriter.horovod.modules import module_of
+from runtime_rewriter.horovod.torch_synchronizer import HorovodSynchronizer
+from runtime_rewriter.pytorch.ddp import ModelObserver
+from runtime_rewriter.pytorch.exchange.ranks import Timeouts
+
+_ADDRESS_BYTES = 256
+
+
+@contextmanager
+def horovod_steered(session: ModelObserver, waits: Timeouts, tuned: bool) -> Iterator[None]:
+    """Let `horovod.torch`, if the script imports it, report its optimizers' models to `session`.
+
+    `tuned`: a rank that waits too long for another one ends.
+    """
+    steering = _Steering(session, waits, tuned)
+    with changed_on_import({"horovod.torch": steering.change}):
+        yield
+
+
+class _Steering:
+    def __init__(self, session: ModelObserver, waits: Timeouts, tuned: bool) -> None:
+        self._session, self._waits, self._tuned = session, waits, tuned
+        self._taken = False
+
+    def change(self, horovod: ModuleType, undo: ExitStack) -> None:
+        """Replace functions of `horovod.torch`, whose other modules take them from each other."""
+        own: Any = horovod
+        operations, optimizers = own.mpi_ops, own.optimizer
+        connection = HorovodConnection(
+            own.init,
+            own.shutdown,
+            lambda: (own.rank(), own.size()),
+            partial(_broadcast_text, own),
+            stall_s=self._waits.message_s if self._tuned else None,
+            timeout_s=self._waits.message_s,
+        )
+        original = own.DistributedOptimizer
+        build = wraps(original)(partial(self._build, own, connection, original))
+        init = wraps(own.init)(partial(connection.start))
+        add = wraps(own.add_process_set)(partial(_add, connection, own.add_process_set))
+        for module, name, value in (
+            (own, "init", init),
+            (operations, "init", init),
+            (own, "add_process_set", add),
+            (operations, "add_process_set", add),
+            (own, "DistributedOptimizer", build),
+            (optimizers, "DistributedOptimizer", build),
+            (own.elastic, "run", _refuse_elastic),
+        ):
+            replace_attribute(module, name, value, undo)
+
+    def _build(
+        self,
+        horovod: Any,
+        connection: HorovodConnection,
+        original: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        optimizer = original(*args, **kwargs)
+        groups = getattr(optimizer, "_groups", None)
+        if groups is not None:
+            connection.execute_groups_alone(False)
+        if not self._taken:
+            self._taken = True
+            _check(horovod, optimizer)
+            module = module_of(optimizer._requires_update or optimizer._parameter_names)
+            self._session.model_built(
+                HorovodSynchronizer(module, optimizer, horovod, connection, self._waits)
+            )
+        return optimizer
+
+
+def _check(horovod: Any, optimizer: Any) -> None:
+    """Raise `InvalidInput` for an optimizer that does not average gradients of all ranks."""
+    if not hasattr(optimizer, "_groups"):
+        raise InvalidInput(
+            "hvd.DistributedOptimizer(op=hvd.Adasum) sends updates, whose combination no plan "
+            "describes; use op=hvd.Average"
+        )
+    members = optimizer.process_set.ranks
+    if members is not None and len(members) != horovod.size():
+        raise InvalidInput(
+            "the optimizer must synchronize all ranks, but its process set has ranks "
+            f"{', '.join(map(str, members))} of {horovod.size()}; tune with only these ranks"
+        )
+
+
+def _add(
+    connection: HorovodConnection, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Implements `hvd.add_process_set`, whose ranks find each other once more."""
+    with connection.connecting():
+        return original(*args, **kwargs)
+
+
+def _refuse_elastic(*args: object, **kwargs: object) -> NoReturn:
+    raise InvalidInput(ELASTIC_REFUSAL)
+
+
+def _broadcast_text(horovod: Any, text: str) -> str:
+    """Rank 0's text on all ranks. Horovod's own function for objects would unpickle them."""
+    encoded = text.encode()
+    sent = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
+    sent[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
+    horovod.broadcast_(sent, root_rank=0, name="autotune.address")
+    return bytes(sent.tolist()).rstrip(b"\0").decode()
