@@ -59,6 +59,17 @@ def test_a_missing_compiler_is_named(monkeypatch):
         horovod.find_compiler()
 
 
+def test_a_program_that_is_no_compiler_is_refused():
+    with pytest.raises(CannotBuild, match=r"false --version` must print .* with status 1: set CXX"):
+        horovod.compiler_version(Path("/bin/false"))
+
+
+def test_a_cache_that_cannot_be_created_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CannotBuild, match=r"kept in .*/file/cache.*set XDG_CACHE_HOME"):
+        horovod.cached_wheel(tmp_path / "file/cache", "key", put_wheel)
+
+
 def test_a_compiler_that_is_too_old_is_refused_with_its_message(tmp_path):
     old = tmp_path / "c++"
     old.write_text("#!/bin/sh\necho 'unrecognized option -std=c++17' >&2\nexit 1\n")

@@ -29,7 +29,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TextIO
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 SETTINGS = {
     "HOROVOD_WITH_GLOO": "1",
     "HOROVOD_WITHOUT_MPI": "1",
@@ -69,7 +69,7 @@ def recipe(compiler: Path) -> Recipe:
         {name: (HERE / name).read_text(encoding="utf-8") for name in names},
         SETTINGS | {name: os.environ.get(name, "") for name in FLAGS},
         {
-            "compiler": output([str(compiler), "--version"]).partition("\n")[0],
+            "compiler": compiler_version(compiler),
             "processor": " ".join([platform.machine(), *instruction_sets()]),
             "python": sys.version,
             **{name: framework_version(name) for name in FRAMEWORKS},
@@ -104,6 +104,16 @@ def find_compiler() -> Path:
     return Path(found).absolute()
 
 
+def compiler_version(compiler: Path) -> str:
+    done = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60)
+    if done.returncode != 0 or not done.stdout.strip():
+        raise CannotBuild(
+            f"`{compiler} --version` must print the version of a C++ compiler, and printed "
+            f"{done.stdout!r} with status {done.returncode}: set CXX to a compiler"
+        )
+    return done.stdout.partition("\n")[0]
+
+
 def check_compiler(compiler: Path) -> None:
     """Compile a line of C++17 that includes Python's headers."""
     include = sysconfig.get_path("include")
@@ -112,13 +122,9 @@ def check_compiler(compiler: Path) -> None:
     if done.returncode != 0:
         raise CannotBuild(
             f"{compiler} cannot compile C++17 with the headers of Python in {include}: install "
-            "g++ 9 or later and those headers (Debian: apt-get install g++ python3-dev)\n"
+            "a later compiler, or those headers (Debian: apt-get install g++ python3-dev)\n"
             + last_lines(done.stderr, 3)
         )
-
-
-def output(words: Sequence[str]) -> str:
-    return subprocess.run(words, check=True, capture_output=True, text=True, timeout=60).stdout
 
 
 def cache_folder() -> Path:
@@ -131,7 +137,13 @@ def cached_wheel(cache: Path, key: str, build: Callable[[Path], None]) -> Path:
 
     The folder gets its name in the cache when it is complete. A second build waits for the first.
     """
-    cache.mkdir(parents=True, exist_ok=True)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CannotBuild(
+            f"the wheel of Horovod is kept in {cache}, which cannot be created ({error.strerror}): "
+            "set XDG_CACHE_HOME to a folder that you may write"
+        ) from None
     with locked(cache / f"{key}.lock"):
         kept = cache / key
         if not any(kept.glob("*.whl")):
