@@ -244,6 +244,22 @@ READERS = (
         weight=0.2,
     ),
     Reader(
+        "tensorflow",
+        samples.tensorflow,
+        _replayed,
+        {"graph.json": formats.json_file, "rank0.json": formats.json_file},
+        _REPLAY,
+        weight=0.2,
+    ),
+    Reader(
+        "tensorflow_workload",
+        samples.tensorflow,
+        _optimizable,
+        {"graph.json": formats.json_file, "rank0.json": formats.json_file},
+        ("optimize", FOLDER, *_OPTIMIZE),
+        weight=0.2,
+    ),
+    Reader(
         "execution_trace",
         samples.execution_trace,
         _replayed,

@@ -90,6 +90,69 @@ def kineto_archive() -> Files:
     return {"traces.tar": archive_of(kineto())}
 
 
+_NODES: tuple[dict[str, Any], ...] = (
+    {"id": 0, "rank": 0, "name": "read", "op": "ReadVariableOp", "reads": "w"},
+    {"id": 1, "rank": 0, "name": "product", "op": "MatMul", "phase": "forward", "inputs": [0]},
+    {
+        **{"id": 2, "rank": 0, "name": "gradient", "op": "MatMul", "phase": "backward"},
+        **{"inputs": [1], "gradient_of": "w", "output_bytes": 4000, "scratch_bytes": 8},
+    },
+    {"id": 3, "rank": 0, "name": "push", "op": "_Send", "phase": "update", "inputs": [2]},
+    {"id": 4, "rank": 1, "name": "arrived", "op": "_Recv", "phase": "update"},
+    {
+        **{"id": 5, "rank": 1, "name": "update", "op": "AssignSubVariableOp", "phase": "update"},
+        **{"inputs": [4], "shared": [4]},
+    },
+)
+
+
+def _tensorflow_trace(rank: int) -> dict[str, Any]:
+    """A replica that pushes one gradient to a server, in each of two steps."""
+    events: list[dict[str, Any]] = []
+    starts_us = {0: 1.0, 1: 5.0, 2: 20.0, 3: 60.0, 4: 62.0, 5: 90.0}
+    lengths_us = {0: 2.0, 1: 12.0, 2: 40.0, 4: 25.0, 5: 9.0}
+    for step in range(STEPS):
+        mark = {"name": f"ProfilerStep#{step}", "cat": "user_annotation", "tid": "step"}
+        events.append({"ph": "X", "pid": "device", "ts": step * STEP_US, "dur": 99.0, **mark})
+        for node in _NODES:
+            if node["rank"] != rank:
+                continue
+            number = node["id"]
+            args: dict[str, Any] = {"Record function id": number}
+            sent = {"_Send": "send", "_Recv": "recv"}.get(node["op"])
+            if sent is not None:
+                args |= {"Collective name": sent, "In msg nelems": 4000, "dtype": "Byte"}
+                args |= {"Process Group Ranks": "[0, 1]", "Group size": 2, "Root Rank": 0}
+                args["autotune"] = {"transaction": "w;0;1", "queue_us": 3.0}
+            named = f"tf:PUSH {node['name']}" if sent else node["name"]
+            category = "user_annotation" if sent else "cpu_op"
+            place = {"pid": "device", "tid": "transfers" if sent else "pool 0"}
+            at = step * STEP_US + starts_us[number]
+            when = {"ts": at, "dur": lengths_us.get(number, 0.0)}
+            events.append(
+                {"ph": "X", "cat": category, "name": named, **place, **when, "args": args}
+            )
+    info = {"backend": "tensorflow", "rank": rank, "world_size": RANKS}
+    return {"distributedInfo": info, "host_name": "host", "traceEvents": events}
+
+
+@cache
+def tensorflow() -> Files:
+    """A recording of TensorFlow: the traces of a replica and a server, and their graph."""
+    graph = {
+        "schema": 1,
+        "devices": [
+            {"rank": 0, "device": "/job:worker", "host": "a", "idle_bytes": 0, "peak_bytes": 4008},
+            {"rank": 1, "device": "/job:ps", "host": "b"},
+        ],
+        "variables": [{"name": "w", "shape": [10, 100]}],
+        "steps": {"recorded_s": [2e-4, 2e-4], "plain_s": [2e-4]},
+        "graphNodes": list(_NODES),
+    }
+    traces = {f"rank{rank}.json": _json(_tensorflow_trace(rank)) for rank in range(RANKS)}
+    return {"graph.json": _json(graph), **traces}
+
+
 @cache
 def execution_trace() -> Files:
     """A Kineto trace with the execution trace of its rank, in PyTorch's newer form."""

@@ -15,6 +15,7 @@ from autotune.profiling.formats.rank_trace import TracedStep, listed_numbers
 from autotune.profiling.graph.device_order import launched_before_trace
 from autotune.profiling.graph.global_graph import RankPart, build_dfg
 from autotune.profiling.graph.rank_ops import RankOps, hidden_before
+from autotune.profiling.graph.stated_ops import stated_ops
 from autotune.profiling.graph.step_ops import step_ops
 from autotune.profiling.traces.job import TraceJob
 
@@ -85,11 +86,14 @@ class TracedSteps:
         if (place, number) not in self._ops:
             for other in [key for key in self._ops if key[1] != number]:
                 del self._ops[other]
-            step = self._step(place, number)
-            self._ops[place, number] = step_ops(
-                self.job.ranks[place], step.start_s, step.end_s, self.job.collectives[place]
-            )
+            self._ops[place, number] = self._ops_of(place, self._step(place, number))
         return self._ops[place, number]
+
+    def _ops_of(self, place: int, step: TracedStep) -> RankOps:
+        trace, collectives = self.job.ranks[place], self.job.collectives[place]
+        if self.job.graph is not None:
+            return stated_ops(trace, step.start_s, step.end_s, collectives, self.job.graph)
+        return step_ops(trace, step.start_s, step.end_s, collectives)
 
     def shifts_s(self, number: int) -> FloatArray:
         """(R,) seconds to add to each rank's times for the common clock.

@@ -12,14 +12,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autotune.arrays import FloatArray, IntArray
-from autotune.dfg.graph import Dfg, Kind
-from autotune.dfg.replay import Timeline, replay
+from autotune.arrays import IntArray
+from autotune.dfg.graph import Kind
+from autotune.dfg.replay import Timeline
 from autotune.errors import InvalidInput
 from autotune.profiling.formats.rank_trace import MISSING
+from autotune.profiling.graph.stated_workload import replayed_without, stated_workload
 from autotune.profiling.graph.traced_steps import StepChoice, TracedSteps
 from autotune.profiling.traces.collectives import TracedCollective
 from autotune.profiling.traces.job import TraceJob
+from autotune.recordings.graph_file import StepGraph
 from autotune.workload import DTYPE_BYTES, Variable, Workload
 
 LATE_SHARE = 0.01
@@ -50,6 +52,8 @@ def workload_of(
 
     Raises `InvalidInput` where its step sends no gradients in a backward pass.
     """
+    if job.graph is not None:
+        return _stated_workload(job, job.graph, step, model)
     rank = job.rank_numbers[0]
     alone = job.alone(rank)
     steps = TracedSteps(alone)
@@ -71,7 +75,7 @@ def workload_of(
         op for op, one in sent.items() if one.comm.name in SUMS and one.comm.size_bytes > 0
     ]
     broadcasts = [op for op, one in sent.items() if one.comm.name == "broadcast"]
-    timeline = _replay_without(graph, [*candidates, *broadcasts])
+    timeline = replayed_without(graph, [*candidates, *broadcasts])
     begin_s, end_s = float(timeline.start_s[backward].min()), float(timeline.end_s[backward].max())
     late_s = end_s + LATE_SHARE * (end_s - begin_s)
     sums = [op for op in candidates if begin_s <= timeline.start_s[op] <= late_s]
@@ -82,7 +86,7 @@ def workload_of(
             "trace a data-parallel job, or give a workload's file"
         )
     buffers = [op for op in broadcasts if timeline.start_s[op] < begin_s]
-    timeline = _replay_without(graph, [*sums, *buffers])
+    timeline = replayed_without(graph, [*sums, *buffers])
     workload = _workload(model, timeline, backward, {op: sent[op] for op in sums})
     workload = replace(
         workload,
@@ -93,11 +97,13 @@ def workload_of(
     return TracedWorkload(workload, rank, number, NOTES)
 
 
-def _replay_without(graph: Dfg, ops: list[int]) -> Timeline:
-    """The replay in which these ops take no time."""
-    duration_s: FloatArray = np.array(graph.duration_s)
-    duration_s[ops] = 0.0
-    return replay(replace(graph, duration_s=duration_s))
+def _stated_workload(
+    job: TraceJob, graph: StepGraph, step: StepChoice, model: str
+) -> TracedWorkload:
+    """The variables that the recorded graph names, on the first rank."""
+    number = TracedSteps(job).chosen(step)
+    workload = stated_workload(job, graph, number, model)
+    return TracedWorkload(workload, job.rank_numbers[0], number, ())
 
 
 def _workload(

@@ -21,11 +21,13 @@ from autotune.profiling.formats.json_stream import Read
 from autotune.profiling.formats.kineto import read_kineto
 from autotune.profiling.formats.rank_trace import RankTrace, Repair, listed_numbers
 from autotune.profiling.formats.sources import find_sources
+from autotune.profiling.formats.tensorflow import read_step_graph
 from autotune.profiling.traces.collectives import TracedCollective, rank_collectives
 from autotune.profiling.traces.execution_links import ExecutionLink, enriched
 from autotune.profiling.traces.hosts import Hosts, find_hosts
 from autotune.profiling.traces.matching import Joint, match_collectives
 from autotune.profiling.traces.ranks import ranked
+from autotune.recordings.graph_file import NODES, StepGraph
 from autotune.recordings.job_file import JOB_FILE
 from autotune.recordings.memory_file import MEMORY_FILE
 
@@ -40,6 +42,7 @@ class TraceJob:
     - `joints`: collectives matched across ranks; `steps`: numbers of the steps of every rank.
     - `shift_s` (R,): seconds from the earliest rank's origin to each rank's, on their own clocks.
     - `details`: the content of `job.json`, where the traces are a recording.
+    - `graph`: what the nodes of TensorFlow's traces read; None for other traces.
     """
 
     ranks: tuple[RankTrace, ...]
@@ -54,6 +57,7 @@ class TraceJob:
     execution_traces: tuple[ExecutionTrace, ...] = ()
     links: tuple[ExecutionLink, ...] = ()
     details: dict[str, Any] | None = None
+    graph: StepGraph | None = None
 
     @property
     def rank_numbers(self) -> tuple[int, ...]:
@@ -106,6 +110,7 @@ def read_job(
     traces: list[RankTrace] = []
     execution: list[ExecutionTrace] = []
     details: dict[str, Any] | None = None
+    graph: StepGraph | None = None
     for source in find_sources(paths):
         with source.open() as read:
             if source.file_name == JOB_FILE:
@@ -125,7 +130,14 @@ def read_job(
                     f"a timeline of Horovod is replayed alone, but {source.name} is one among "
                     "other files; name it alone"
                 )
-            if b'"nodes"' in beginning and b'"traceEvents"' not in beginning:
+            if f'"{NODES}"'.encode() in beginning:
+                if graph is not None:
+                    raise InvalidInput(
+                        f"a job has one recorded graph, but {source.name} is a second one; name "
+                        "one recording"
+                    )
+                graph = read_step_graph(read, source.name)
+            elif b'"nodes"' in beginning and b'"traceEvents"' not in beginning:
                 execution.append(read_execution_trace(read, source.name))
             else:
                 traces.append(read_kineto(read, source.name))
@@ -134,7 +146,7 @@ def read_job(
         raise InvalidInput(f"a job needs at least one Kineto trace, but {others}")
     listed = [paths] if isinstance(paths, str | Path) else paths
     source_names = ", ".join(str(path) for path in listed)
-    return assemble(traces, execution, details, source_names, hosts, ranks)
+    return replace(assemble(traces, execution, details, source_names, hosts, ranks), graph=graph)
 
 
 def read_timeline(paths: str | Path | Sequence[str | Path]) -> HorovodTimeline | None:

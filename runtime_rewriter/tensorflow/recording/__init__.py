@@ -1,0 +1,1 @@
+"""Records steps of a TensorFlow graph: RunMetadata becomes the files of a recording."""

@@ -1,0 +1,131 @@
+"""Records steps of a graph that a session runs on one or more devices.
+
+Ordinary and recorded steps take turns, so their times give the cost of the recording. The first
+recorded step also returns the partitions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from autotune.errors import InvalidInput
+from autotune.recordings.graph_file import GraphDevice, GraphSteps, StepGraph
+from autotune.workload import Variable
+from runtime_rewriter.tensorflow.recording.graph_nodes import (
+    TrainedVariables,
+    graph_nodes,
+    rank_devices,
+)
+from runtime_rewriter.tensorflow.recording.partitions import Partitions, read_partitions
+from runtime_rewriter.tensorflow.recording.step_events import StepEvents, all_events, step_events
+from runtime_rewriter.tensorflow.recording.trace_file import TraceWriter
+
+RunStep = Callable[[Any, Any], None]
+"""Runs one step with the given RunOptions and RunMetadata, which `Session.run` takes."""
+
+RECORDED_STEPS = 10
+WARMUP_STEPS = 3
+
+
+@dataclass
+class StepRecords:
+    """The recorded steps of one graph, and the times of the client's calls in seconds."""
+
+    partitions: Partitions | None = None
+    steps: list[StepEvents] = field(default_factory=list)
+    recorded_s: list[float] = field(default_factory=list)
+    plain_s: list[float] = field(default_factory=list)
+
+    def write(
+        self,
+        folder: Path,
+        trained: TrainedVariables,
+        variables: Sequence[Variable] = (),
+        hosts: Mapping[str, str] | None = None,
+    ) -> StepGraph:
+        """Write `graph.json.gz` and one trace per device; return the graph.
+
+        `hosts`: task, such as `/job:worker/replica:0/task:0` -> its host. Raises `InvalidInput` if
+        no node of the graph computes one of the gradients, and `OSError`.
+        """
+        partitions = self.partitions
+        if partitions is None:
+            raise InvalidInput("a recording needs at least one step, but none was recorded")
+        missing = set(trained.gradients) - {node.name for node in partitions.nodes}
+        if missing:
+            raise InvalidInput(
+                "the graph of a step must hold every gradient's node, but lacks "
+                f"{', '.join(sorted(missing)[:3])}"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        devices = rank_devices(partitions, trained)
+        host_of = [_host(device, hosts or {}) for device in devices]
+        nodes = graph_nodes(partitions, trained, self.steps)
+        replicas = {node.device for node in partitions.nodes if node.name in trained.gradients}
+        TraceWriter(
+            partitions,
+            nodes,
+            devices=devices,
+            replicas=len(replicas),
+            hosts=host_of,
+            begin_ns=min(event.start_ns for events in self.steps for event in all_events(events)),
+        ).write(folder, self.steps)
+        graph = StepGraph(
+            tuple(nodes),
+            tuple(
+                GraphDevice(rank, device, host_of[rank], *self._memory(device))
+                for rank, device in enumerate(devices)
+            ),
+            tuple(variables),
+            GraphSteps(tuple(self.recorded_s), tuple(self.plain_s)),
+        )
+        graph.write(folder)
+        return graph
+
+    def _memory(self, device: str) -> tuple[int | None, int | None]:
+        """Bytes in use on a device before a step and at most, as its allocator counted."""
+        in_use = [
+            event.in_use_bytes
+            for events in self.steps
+            for event in sorted(events.nodes.get(device, {}).values(), key=lambda e: e.end_ns)
+            if event.in_use_bytes
+        ]
+        return (min(in_use), max(in_use)) if in_use else (None, None)
+
+
+def record_steps(
+    run: RunStep, steps: int = RECORDED_STEPS, warmup: int = WARMUP_STEPS
+) -> StepRecords:
+    """Run `warmup` steps, then `steps` recorded ones and as many ordinary ones in turn."""
+    if steps < 1 or warmup < 0:
+        raise InvalidInput(
+            f"a recording needs at least 1 step and 0 warm-up steps, but has {steps} and {warmup}"
+        )
+    v1 = tf.compat.v1
+    for _ in range(warmup):
+        run(None, None)
+    records = StepRecords()
+    metadata = v1.RunMetadata()
+    run(v1.RunOptions(output_partition_graphs=True), metadata)
+    records.partitions = read_partitions(metadata.partition_graphs)
+    traced = v1.RunOptions(trace_level=v1.RunOptions.FULL_TRACE)
+    for _ in range(steps):
+        begin_s = time.perf_counter()
+        run(None, None)
+        records.plain_s.append(time.perf_counter() - begin_s)
+        metadata = v1.RunMetadata()
+        begin_s = time.perf_counter()
+        run(traced, metadata)
+        records.recorded_s.append(time.perf_counter() - begin_s)
+        records.steps.append(step_events(metadata.step_stats))
+    return records
+
+
+def _host(device: str, hosts: Mapping[str, str]) -> str:
+    return hosts.get(device.rpartition("/device:")[0], "")

@@ -1,0 +1,225 @@
+"""Writes recorded steps as Kineto traces, one per device.
+
+The keys of transfers and collectives are those that PyTorch writes for NCCL, so the readers of such
+traces understand them. An event's "Record function id" is the id of its node in `graph.json.gz`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autotune.recordings.graph_file import GraphNode
+from autotune.recordings.job_file import trace_name
+from runtime_rewriter.tensorflow.recording.partitions import PartitionNode, Partitions
+from runtime_rewriter.tensorflow.recording.step_events import NodeEvent, StepEvents, Transfer
+
+Event = dict[str, Any]
+
+_COMPUTES, _SENDS, _RECEIVES, _COLLECTIVE, _HOPS = (
+    *("pool", "sends", "receives", "collective", "hops"),
+)
+
+
+@dataclass(frozen=True)
+class TraceWriter:
+    """`devices`: in the order of their ranks. `replicas`: how many of them compute gradients.
+
+    `hosts` (R,): the host of each device, "" where unknown. `begin_ns`: the time from which the
+    traces count, since whole microseconds of an epoch leave a float no fractions.
+    """
+
+    partitions: Partitions
+    nodes: Sequence[GraphNode]
+    devices: Sequence[str]
+    replicas: int
+    hosts: Sequence[str]
+    begin_ns: int
+
+    def write(self, folder: Path, steps: Sequence[StepEvents]) -> None:
+        """Write one trace per device, lightly packed. Raises `OSError`."""
+        for rank, device in enumerate(self.devices):
+            header = {
+                "schemaVersion": 1,
+                "displayTimeUnit": "ms",
+                "baseTimeNanoseconds": self.begin_ns,
+                "framework": "tensorflow",
+                "host_name": self.hosts[rank],
+                "distributedInfo": {
+                    "backend": "tensorflow",
+                    "rank": rank,
+                    "world_size": len(self.devices),
+                },
+            }
+            path = folder / trace_name(rank)
+            partial = path.with_name(path.name + ".partial")
+            with gzip.open(partial, "wt", compresslevel=2, encoding="utf-8") as file:
+                file.write(json.dumps(header)[:-1] + ', "traceEvents": [')
+                for number, event in enumerate(self._events(device, rank, steps)):
+                    file.write((",\n" if number else "\n") + json.dumps(event))
+                file.write("\n]}\n")
+            partial.replace(path)
+
+    def _events(self, device: str, rank: int, steps: Sequence[StepEvents]) -> Iterator[Event]:
+        for number, events in enumerate(steps):
+            of_step = list(self._step(device, rank, events))
+            if not of_step:
+                continue
+            begin_us = min(event["ts"] for event in of_step)
+            end_us = max(event["ts"] + event["dur"] for event in of_step)
+            mark = {"pid": device, "tid": "step", "ts": begin_us, "dur": end_us - begin_us}
+            yield {"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{number}", **mark}
+            yield from _in_lanes(of_step)
+
+    def _step(self, device: str, rank: int, events: StepEvents) -> Iterator[Event]:
+        """The events of one device, with the group of their lanes as `tid`."""
+        of_device = events.nodes.get(device, {})
+        if not of_device:
+            return
+        begin_ns = min(event.start_ns for event in of_device.values())
+        received = {";".join((one.key, one.source, one.target)): one for one in events.received}
+        for node in self.partitions.nodes:
+            if node.device != device:
+                continue
+            event = of_device.get(node.name)
+            if node.sends:
+                yield from self._send(node, of_device)
+            elif node.receives:
+                yield from self._receive(node, received.get(node.transfer), begin_ns, of_device)
+            elif event is not None and node.collective is not None:
+                yield self._collective(node, event)
+            elif event is not None:
+                computed = self._event(
+                    node.name, "cpu_op", device, _COMPUTES, event.start_ns, event.end_ns
+                )
+                yield computed | {"args": {"Record function id": node.number, "op": node.op}}
+        for hop in events.hops:
+            if hop.target == device:
+                name = f"hop from {hop.source}"
+                args = {"key": hop.key, "bytes": hop.size_bytes}
+                marked = self._event(
+                    name, "user_annotation", device, _HOPS, hop.start_ns, hop.end_ns
+                )
+                yield marked | {"args": args}
+
+    def _send(self, node: PartitionNode, of_device: dict[str, NodeEvent]) -> Iterator[Event]:
+        """A send takes no time of its own: it ends where its tensor is there."""
+        ends_ns = [
+            of_device[name].end_ns
+            for name in (self.partitions.nodes[number].name for number in node.inputs)
+            if name in of_device
+        ]
+        if ends_ns and node.transfer in self.partitions.crossing:
+            at_ns = max(ends_ns)
+            args = self._transfer_args(node, 0, 0.0)
+            yield self._communication(node, _SENDS, "send", at_ns, at_ns, args)
+
+    def _receive(
+        self,
+        node: PartitionNode,
+        transfer: Transfer | None,
+        begin_ns: int,
+        of_device: dict[str, NodeEvent],
+    ) -> Iterator[Event]:
+        """From the sender's readiness to the arrival; between devices of one server, no time."""
+        if transfer is not None:
+            start_ns = max(transfer.start_ns, begin_ns)
+            end_ns = max(transfer.end_ns, start_ns)
+            size_bytes = transfer.size_bytes
+        else:
+            names = [
+                self.partitions.nodes[reader].name
+                for reader in self.partitions.consumers[node.number]
+            ]
+            readers = [of_device[name].start_ns for name in names if name in of_device]
+            if not readers:
+                return
+            start_ns, end_ns, size_bytes = min(readers), min(readers), 0
+        # a nanosecond less, so that rounding never moves the issue in front of the step
+        args = self._transfer_args(node, size_bytes, max(start_ns - begin_ns - 1, 0) / 1e3)
+        yield self._communication(node, _RECEIVES, "recv", start_ns, end_ns, args)
+
+    def _transfer_args(self, node: PartitionNode, size_bytes: int, queue_us: float) -> Event:
+        sender, receiver = self.partitions.crossing[node.transfer]
+        ends = [self.devices.index(one.device) for one in (sender, receiver)]
+        return {
+            "Process Group Ranks": json.dumps(ends),
+            "Group size": 2,
+            "Root Rank": ends[0],
+            "In msg nelems": size_bytes,
+            "dtype": "Byte",
+            "autotune": {"transaction": node.transfer[:200], "queue_us": round(queue_us, 3)},
+        }
+
+    def _communication(
+        self, node: PartitionNode, lane: str, kind: str, start_ns: int, end_ns: int, args: Event
+    ) -> Event:
+        name = f"tf:{self._direction(node)} {node.transfer.partition(';')[0]}"
+        args |= {"Collective name": kind, "Record function id": node.number}
+        event = self._event(name, "user_annotation", node.device, lane, start_ns, end_ns)
+        return event | {"args": args}
+
+    def _direction(self, node: PartitionNode) -> str:
+        """PULL for a variable on its way to a replica, PUSH for a gradient to a server."""
+        sender, receiver = self.partitions.crossing[node.transfer]
+        ranks = [self.devices.index(one.device) for one in (sender, receiver)]
+        if (ranks[0] < self.replicas) != (ranks[1] < self.replicas):
+            return "PUSH" if ranks[0] < self.replicas else "PULL"
+        phases = [self.nodes[number].phase for number in sender.inputs]
+        return "PUSH" if any(phase in ("backward", "update") for phase in phases) else "PULL"
+
+    def _collective(self, node: PartitionNode, event: NodeEvent) -> Event:
+        assert node.collective is not None
+        kind, group, instance = node.collective
+        members = [self.devices.index(one) for one in self.partitions.members(kind, group)]
+        sizes = [size for _, size in event.memory]
+        args: Event = {
+            "Record function id": node.number,
+            "Collective name": kind,
+            "Process Group Name": group,
+            "Process Group Ranks": json.dumps(members),
+            "Group size": len(members),
+            "In msg nelems": max(sizes, default=0),
+            "dtype": "Byte",
+            "autotune": {"transaction": f"{group}:{instance}"},
+        }
+        if node.op.startswith("CollectiveBcastSend"):
+            args["Root Rank"] = self.devices.index(node.device)
+        name = f"tf:{kind} {node.name}"
+        marked = self._event(
+            name, "user_annotation", node.device, _COLLECTIVE, event.start_ns, event.end_ns
+        )
+        return marked | {"args": args}
+
+    def _event(
+        self, name: str, category: str, device: str, lane: str, start_ns: int, end_ns: int
+    ) -> Event:
+        return {
+            "ph": "X",
+            "cat": category,
+            "name": name,
+            "pid": device,
+            "tid": lane,
+            "ts": (start_ns - self.begin_ns) / 1e3,
+            "dur": max(end_ns - start_ns, 0) / 1e3,
+        }
+
+
+def _in_lanes(events: Iterable[Event]) -> Iterator[Event]:
+    """Number the lanes of each group: an event takes the first lane that is free as it starts.
+
+    TensorFlow does not state the thread of an event, so lanes stand for the threads of its pool.
+    """
+    free_us: dict[str, list[float]] = {}
+    for event in sorted(events, key=lambda one: (one["ts"], one["dur"])):
+        lanes = free_us.setdefault(event["tid"], [])
+        start_us, end_us = event["ts"], event["ts"] + event["dur"]
+        lane = next((at for at, until_us in enumerate(lanes) if until_us <= start_us), len(lanes))
+        if lane == len(lanes):
+            lanes.append(end_us)
+        lanes[lane] = end_us
+        yield event | {"tid": f"{event['tid']} {lane}"}
