@@ -38,7 +38,7 @@ def graph_nodes(
     phase = phases(partitions, gradients)
     reads = _reads(partitions, trained)
     events = _first_events(steps)
-    received = _received_bytes(steps)
+    received = _received_bytes(partitions, steps)
     nodes = []
     for node in partitions.nodes:
         output, shared, scratch = _memory(node, partitions, events, received)
@@ -84,13 +84,19 @@ def _first_events(steps: Sequence[StepEvents]) -> dict[tuple[str, str], NodeEven
     }
 
 
-def _received_bytes(steps: Sequence[StepEvents]) -> dict[str, int]:
-    """Rendezvous key -> bytes."""
-    return {
-        ";".join((one.key, one.source, one.target)): one.size_bytes
-        for events in steps
-        for one in events.received
-    }
+def _received_bytes(partitions: Partitions, steps: Sequence[StepEvents]) -> dict[str, int]:
+    """Rendezvous key -> bytes, from any step.
+
+    A server may miss a transfer as its log is switched on. What the sender computed then counts.
+    """
+    sizes = {one.rendezvous: one.size_bytes for events in steps for one in events.received}
+    events = _first_events(steps)
+    for key, (sender, _) in partitions.crossing.items():
+        producers = [partitions.nodes[number] for number in sender.inputs]
+        computed = [events.get((sender.device, producer.name)) for producer in producers]
+        outputs = [size for event in computed if event is not None for _, size in event.memory]
+        sizes.setdefault(key, max(outputs, default=0))
+    return sizes
 
 
 def _memory(

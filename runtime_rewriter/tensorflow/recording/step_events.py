@@ -47,6 +47,11 @@ class Transfer:
     end_ns: int
     size_bytes: int
 
+    @property
+    def rendezvous(self) -> str:
+        """The key that its `_Send` and `_Recv` share: tensor, sender, receiver."""
+        return ";".join((self.key, self.source, self.target))
+
 
 @dataclass(frozen=True)
 class StepEvents:

@@ -20,6 +20,9 @@ from runtime_rewriter.tensorflow.recording.step_events import NodeEvent, StepEve
 
 Event = dict[str, Any]
 
+_KEY_CHARS = 160
+"""Readers keep 200 characters of a transaction id."""
+
 _COMPUTES, _SENDS, _RECEIVES, _COLLECTIVE, _HOPS = (
     *("pool", "sends", "receives", "collective", "hops"),
 )
@@ -81,7 +84,7 @@ class TraceWriter:
         if not of_device:
             return
         begin_ns = min(event.start_ns for event in of_device.values())
-        received = {";".join((one.key, one.source, one.target)): one for one in events.received}
+        received = {one.rendezvous: one for one in events.received}
         for node in self.partitions.nodes:
             if node.device != device:
                 continue
@@ -125,11 +128,10 @@ class TraceWriter:
         begin_ns: int,
         of_device: dict[str, NodeEvent],
     ) -> Iterator[Event]:
-        """From the sender's readiness to the arrival; between devices of one server, no time."""
+        """From the sender's readiness to the arrival, which its first reader shows if none did."""
         if transfer is not None:
             start_ns = max(transfer.start_ns, begin_ns)
             end_ns = max(transfer.end_ns, start_ns)
-            size_bytes = transfer.size_bytes
         else:
             names = [
                 self.partitions.nodes[reader].name
@@ -138,21 +140,24 @@ class TraceWriter:
             readers = [of_device[name].start_ns for name in names if name in of_device]
             if not readers:
                 return
-            start_ns, end_ns, size_bytes = min(readers), min(readers), 0
+            start_ns = end_ns = min(readers)
         # a nanosecond less, so that rounding never moves the issue in front of the step
+        size_bytes = self.nodes[node.number].output_bytes
         args = self._transfer_args(node, size_bytes, max(start_ns - begin_ns - 1, 0) / 1e3)
         yield self._communication(node, _RECEIVES, "recv", start_ns, end_ns, args)
 
     def _transfer_args(self, node: PartitionNode, size_bytes: int, queue_us: float) -> Event:
         sender, receiver = self.partitions.crossing[node.transfer]
         ends = [self.devices.index(one.device) for one in (sender, receiver)]
+        # the tensor's name begins with the number of its edge, so its first part is unique
+        transaction = f"{node.transfer.partition(';')[0][:_KEY_CHARS]};{ends[0]}>{ends[1]}"
         return {
             "Process Group Ranks": json.dumps(ends),
             "Group size": 2,
             "Root Rank": ends[0],
             "In msg nelems": size_bytes,
             "dtype": "Byte",
-            "autotune": {"transaction": node.transfer[:200], "queue_us": round(queue_us, 3)},
+            "autotune": {"transaction": transaction, "queue_us": round(queue_us, 3)},
         }
 
     def _communication(
