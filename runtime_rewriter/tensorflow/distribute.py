@@ -15,17 +15,20 @@ from tensorflow.core.framework.graph_pb2 import GraphDef
 
 from autotune.strategy_space.plan import Plan
 from runtime_rewriter.tensorflow.collectives import Keys
+from runtime_rewriter.tensorflow.copies import Copies, Handle, replica
 from runtime_rewriter.tensorflow.distributed_graph import (
     DistributedGraph,
     PlacedVariable,
     ReplicatedFeed,
 )
-from runtime_rewriter.tensorflow.graph_view import TensorName, control_inputs, data_inputs
 from runtime_rewriter.tensorflow.node_writing import GraphWriter
-from runtime_rewriter.tensorflow.randomness import reseed, seed_variables
+from runtime_rewriter.tensorflow.randomness import seed_variables
+from runtime_rewriter.tensorflow.refreshing import Refreshes, update_targets
 from runtime_rewriter.tensorflow.refusals import refuse
-from runtime_rewriter.tensorflow.synchronization import SCOPE, Averaged, Synchronization
-from runtime_rewriter.tensorflow.training_graph import GraphVariable, TrainingGraph
+from runtime_rewriter.tensorflow.serving import served_variables
+from runtime_rewriter.tensorflow.synchronization import SCOPE, Synchronization
+from runtime_rewriter.tensorflow.training_graph import Feed, TrainingGraph
+from runtime_rewriter.tensorflow.updates import Updates
 
 
 def distribute(
@@ -45,116 +48,100 @@ class _Rewriting:
         self, training: TrainingGraph, plan: Plan, devices: tuple[str, ...], first_key: int
     ) -> None:
         self.training, self.plan, self.devices = training, plan, devices
+        self.ranks = range(len(devices))
         self.keys = Keys(first_key)
         graph_def = GraphDef(
             versions=training.graph_def.versions, library=training.graph_def.library
         )
         self.writer = GraphWriter(graph_def)
-        self.container = f"autotune-{first_key}"
+        updates = Updates(training)
+        self.served, self.notes = served_variables(training, plan, updates)
+        container = f"autotune-{first_key}"
+        self.copies = Copies(training, updates, self.writer, devices, self.served, container)
         self.seeds = seed_variables(training)
-        self.averaged: dict[str, Averaged] = {}
-        self.gradient_at = {
-            tensor: gradient
-            for gradient in training.gradients
-            for tensor in (gradient.values, gradient.indices)
-            if tensor is not None
-        }
-        self._copied: set[tuple[str, int]] = set()
 
     def result(self) -> DistributedGraph:
         synchronization = Synchronization(
-            self.training, self.plan, self.writer, self.devices, self.keys, _in_copy
+            self.training, self.plan, self.writer, self.devices, self.keys, _in_replica, self.served
         )
-        self.averaged = synchronization.averaged()
-        ranks = range(len(self.devices))
-        for rank in ranks:
-            needed = [*self.training.targets, *(one.values.node for one in self.training.gradients)]
-            needed += [fetch.node for fetch in self.training.fetches.values() if rank == 0]
-            self._copy(needed, rank)
+        self.copies.averaged = synchronization.averaged()
+        refreshes = Refreshes(self.plan, self.copies)
+        targets = self._copy_all(refreshes)
         return DistributedGraph(
             self.writer.graph_def,
             self.plan,
             self.devices,
-            tuple(self._placed()),
-            tuple(self._feed(name, split) for name, split in self._feeds()),
-            tuple(_copy_name(target, rank) for rank in ranks for target in self.training.targets),
-            {name: _in_copy(str(one), 0) for name, one in self.training.fetches.items()},
+            self._placed(),
+            tuple(self._feed(feed) for feed in self.training.feeds),
+            tuple(targets),
+            {name: _in_replica(str(one), 0) for name, one in self.training.fetches.items()},
             self.training.initial,
             self.keys.next_key,
+            tuple(self.notes),
         )
 
-    def _copy(self, names: Sequence[str], rank: int) -> None:
-        """Copy nodes and all that they depend on to a rank."""
-        waiting = list(names)
-        while waiting:
-            name = waiting.pop()
-            if (name, rank) in self._copied:
-                continue
-            self._copied.add((name, rank))
-            node = self.training.view.nodes[name]
-            copy = self.writer.graph_def.node.add()
-            copy.CopyFrom(node)
-            copy.name, copy.device = _copy_name(name, rank), self.devices[rank]
-            self.writer.names.add(copy.name)
-            reseed(copy, rank)
-            if node.op == "VarHandleOp":
-                copy.attr["shared_name"].s = copy.name.encode()
-                copy.attr["container"].s = self.container.encode()
-            del copy.input[:]
-            copy.input.extend(self._tensor(tensor, rank) for tensor in data_inputs(node))
-            copy.input.extend(f"^{_copy_name(one, rank)}" for one in control_inputs(node))
-            waiting.extend(tensor.node for tensor in data_inputs(node))
-            waiting.extend(control_inputs(node))
+    def _copy_all(self, refreshes: Refreshes) -> list[str]:
+        """Copy what each replica and server runs; return the nodes that a step runs."""
+        targets: list[str] = []
+        for one in self.served.values():
+            for name, site in update_targets(self.copies, one):
+                self.copies.copy([name], site)
+                targets.append(f"{site.name}/{name}")
+        fetched = [fetch.node for fetch in self.training.fetches.values()]
+        gradients = [one.values.node for one in self.training.gradients]
+        gradients += [one.indices.node for one in self.training.gradients if one.indices]
+        own = [name for name in self.training.targets if not self.copies.is_in_update(name)]
+        for rank in self.ranks:
+            self.copies.copy([*own, *gradients, *(fetched if rank == 0 else ())], replica(rank))
+            targets += [f"{replica(rank).name}/{name}" for name in own]
+            targets += refreshes.targets(rank)
+        refreshes.write()
+        return targets
 
-    def _tensor(self, tensor: TensorName, rank: int) -> str:
-        """Return what a rank's copy reads where the program reads `tensor`."""
-        gradient = self.gradient_at.get(tensor)
-        if gradient is None:
-            return _in_copy(str(tensor), rank)
-        averaged = self.averaged[gradient.variable]
-        if tensor == gradient.values:
-            return averaged.values[rank]
-        assert averaged.indices is not None
-        return averaged.indices[rank]
+    def _feed(self, feed: Feed) -> ReplicatedFeed:
+        placeholders = tuple(_in_replica(str(feed.tensor), rank) for rank in self.ranks)
+        return ReplicatedFeed(feed.name, placeholders, feed.split)
 
-    def _feeds(self) -> list[tuple[str, bool]]:
-        return [(feed.name, feed.split) for feed in self.training.feeds]
+    def _placed(self) -> tuple[PlacedVariable, ...]:
+        first: set[str] = set()  # of a variable that each replica holds, the first replica's counts
+        placed = []
+        for handle in sorted(self.copies.handles, key=lambda one: (one.variable, one.site.rank)):
+            counts = not handle.is_copy and (
+                handle.axis is not None or handle.variable not in first
+            )
+            if counts:
+                first.add(handle.variable)
+            placed.append(self._hold(handle, counts))
+        return tuple(placed)
 
-    def _feed(self, name: str, split: bool) -> ReplicatedFeed:
-        ranks = range(len(self.devices))
-        return ReplicatedFeed(name, tuple(f"{_copy_name(name, rank)}:0" for rank in ranks), split)
-
-    def _placed(self) -> list[PlacedVariable]:
-        return [
-            self._hold(variable, rank)
-            for variable in self.training.variables
-            for rank in range(len(self.devices))
-            if (variable.name, rank) in self._copied
-        ]
-
-    def _hold(self, variable: GraphVariable, rank: int) -> PlacedVariable:
-        """Write the nodes that set and read a rank's copy of a variable."""
-        handle, dtype = _copy_name(variable.name, rank), tf.as_dtype(variable.dtype)
-        shape = tf.TensorShape(variable.shape)
-        with self.writer.at(self.devices[rank], f"{SCOPE}/held/{handle}"):
-            placeholder = self.writer.node("Placeholder", "given", dtype=dtype, shape=shape)
-            assign = self.writer.node("AssignVariableOp", "set", [handle, placeholder], dtype=dtype)
-            value = self.writer.node("ReadVariableOp", "value", [handle], dtype=dtype)
+    def _hold(self, handle: Handle, authoritative: bool) -> PlacedVariable:
+        """Write the nodes that set and read what a site holds of a variable."""
+        variable = self.training.by_name[handle.variable]
+        dtype, shape = tf.as_dtype(variable.dtype), list(variable.shape)
+        if handle.axis is not None:
+            shape[handle.axis] = handle.stop - handle.start
+        with self.writer.at(self.devices[handle.site.rank], f"{SCOPE}/held/{handle.node}"):
+            placeholder = self.writer.node(
+                "Placeholder", "given", dtype=dtype, shape=tf.TensorShape(shape)
+            )
+            assign = self.writer.node(
+                "AssignVariableOp", "set", [handle.node, placeholder], dtype=dtype
+            )
+            value = self.writer.node("ReadVariableOp", "value", [handle.node], dtype=dtype)
         return PlacedVariable(
             variable.name,
-            rank,
-            handle,
+            handle.site.rank,
+            handle.node,
             f"{placeholder}:0",
             assign,
             f"{value}:0",
-            authoritative=rank == 0,
-            replica_seed=rank if variable.name in self.seeds else 0,
+            authoritative,
+            handle.axis,
+            handle.start,
+            handle.stop,
+            replica_seed=handle.site.rank if variable.name in self.seeds else 0,
         )
 
 
-def _copy_name(node: str, rank: int) -> str:
-    return f"replica_{rank}/{node}"
-
-
-def _in_copy(tensor: str, rank: int) -> str:
-    return f"replica_{rank}/{tensor}"
+def _in_replica(tensor: str, rank: int) -> str:
+    return f"{replica(rank).name}/{tensor}"

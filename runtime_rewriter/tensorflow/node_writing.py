@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework.attr_value_pb2 import AttrValue
 from tensorflow.core.framework.graph_pb2 import GraphDef
+from tensorflow.core.framework.node_def_pb2 import NodeDef
 
 
 def attribute(value: Any) -> AttrValue:
@@ -50,6 +51,11 @@ class GraphWriter:
             yield
         finally:
             self._device, self._scope = before
+
+    def add(self, node: NodeDef) -> None:
+        """Add a finished node."""
+        self.names.add(node.name)
+        self.graph_def.node.append(node)
 
     def node(
         self,

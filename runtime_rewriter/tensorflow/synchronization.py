@@ -7,7 +7,7 @@ collectives, is disabled. Control edges start the messages of a rank in the plan
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import tensorflow as tf
@@ -17,6 +17,7 @@ from autotune.strategy_space.strategy import MOST_IN_FLIGHT, SparseHandling, Syn
 from runtime_rewriter.tensorflow.collectives import Carrier, Flat, Keys
 from runtime_rewriter.tensorflow.node_writing import GraphWriter
 from runtime_rewriter.tensorflow.rows import add_rows, every_row, merge_rows, select_rows
+from runtime_rewriter.tensorflow.serving import Served
 from runtime_rewriter.tensorflow.training_graph import Gradient, TrainingGraph
 
 SCOPE = "autotune"
@@ -29,10 +30,14 @@ LocalTensor = Callable[[str, int], str]
 
 @dataclass(frozen=True)
 class Averaged:
-    """The averaged gradient of a variable on each rank; rows have `indices`."""
+    """The averaged gradient of a variable on each rank; rows have `indices`.
+
+    `parts`: of a served variable that is cut, each on its server.
+    """
 
     values: tuple[str, ...]
-    indices: tuple[str, ...] | None = None
+    indices: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
 
 
 class Synchronization:
@@ -46,13 +51,15 @@ class Synchronization:
         devices: tuple[str, ...],
         keys: Keys,
         local: LocalTensor,
+        served: Mapping[str, Served],
     ) -> None:
         self.training, self.writer, self.devices, self.keys = training, writer, devices, keys
-        self.local = local
+        self.local, self.served = local, served
         self._issued: list[list[str]] = [[] for _ in devices]
         self._finished: list[list[str]] = [[] for _ in devices]
         self._pieces: dict[str, list[tuple[int, Sequence[str]]]] = defaultdict(list)
         self._rows: dict[str, list[list[tuple[str, str]]]] = defaultdict(list)
+        self._at_server: dict[str, list[tuple[int, str]]] = defaultdict(list)
         self._axis: dict[str, int | None] = {}
         for number, message in enumerate(plan.messages):
             if message.sparse is SparseHandling.DENSE:
@@ -62,8 +69,9 @@ class Synchronization:
 
     def averaged(self) -> dict[str, Averaged]:
         """Return the averaged gradient of each variable, joined from its slices."""
-        dense = {name: self._joined(name) for name in self._pieces}
-        return dense | {name: self._joined_rows(name) for name in self._rows}
+        joined = {name: self._joined(name) for name in self._pieces}
+        joined |= {name: self._on_servers(name) for name in self._at_server}
+        return joined | {name: self._joined_rows(name) for name in self._rows}
 
     def _write(self, number: int, message: Message) -> None:
         scope = f"{SCOPE}/message_{number}"
@@ -82,7 +90,8 @@ class Synchronization:
         if message.synchronizer is not Synchronizer.PARAMETER_SERVER:
             for rank, tensor in enumerate(received):
                 self._finished[rank].append(tensor.partition(":")[0])
-        self._unpack(message, scope, received, wire, dtype)
+        self._unpack_at_server(message, scope, received, wire)
+        self._unpack(message, scope, received, wire)
 
     def _start(self, rank: int, number: int, tensor: str, dtype: tf.DType) -> str:
         """Let a message start after the one before it on this rank."""
@@ -153,6 +162,9 @@ class Synchronization:
             with self.writer.at(self.devices[message.owner], f"{scope}/rank_{message.owner}"):
                 rows, places = self._merged(values, indices, wire, dtype, index_dtype)
                 packed = self.writer.cast(rows, dtype, wire)
+            if part.variable in self.served:
+                self._rows[part.variable].append([(rows, places)] * len(self.devices))
+                return
             received = []
             for rank, device in enumerate(self.devices):
                 with self.writer.at(device, f"{scope}/rank_{rank}"):
@@ -199,31 +211,81 @@ class Synchronization:
             shape[part.axis] = part.stop - part.start
         return shape
 
-    def _unpack(
-        self, message: Message, scope: str, received: Sequence[str], wire: tf.DType, dtype: tf.DType
+    def _unpack_at_server(
+        self, message: Message, scope: str, received: Sequence[str], wire: tf.DType
     ) -> None:
-        sizes = [part.elements for part in message.slices]
-        pieces: list[list[str]] = [[] for _ in message.slices]
+        """Take the slices of served variables, whose sums stay at the server."""
+        if not any(part.variable in self.served for part in message.slices):
+            return
+        rank = message.owner
+        assert rank is not None
+        with self.writer.at(self.devices[rank], f"{scope}/rank_{rank}/update"):
+            parts = self._split(message, received[rank], wire)
+        for part, tensor in zip(message.slices, parts, strict=True):
+            if part.variable in self.served:
+                self._axis[part.variable] = part.axis
+                self._at_server[part.variable].append((part.start, tensor))
+
+    def _unpack(
+        self, message: Message, scope: str, received: Sequence[str], wire: tf.DType
+    ) -> None:
+        """Take the slices of all other variables on each rank."""
+        if all(part.variable in self.served for part in message.slices):
+            return
+        by_rank = []
         for rank, device in enumerate(self.devices):
             with self.writer.at(device, f"{scope}/rank_{rank}"):
-                whole = self.writer.cast(received[rank], wire, dtype)
-                flat = self.writer.split(whole, sizes, 0, dtype)
-                for of_part, tensor, part in zip(pieces, flat, message.slices, strict=True):
-                    of_part.append(self.writer.reshape(tensor, self._shape(part), dtype))
-        for part, tensors in zip(message.slices, pieces, strict=True):
-            self._axis[part.variable] = part.axis
-            self._pieces[part.variable].append((part.start, tensors))
+                by_rank.append(self._split(message, received[rank], wire))
+        for place, part in enumerate(message.slices):
+            if part.variable not in self.served:
+                self._axis[part.variable] = part.axis
+                tensors = [parts[place] for parts in by_rank]
+                self._pieces[part.variable].append((part.start, tensors))
+
+    def _split(self, message: Message, tensor: str, wire: tf.DType) -> list[str]:
+        """Return the slices of a message, each in its shape."""
+        dtype = tf.as_dtype(message.dtype)
+        sizes = [part.elements for part in message.slices]
+        flat = self.writer.split(self.writer.cast(tensor, wire, dtype), sizes, 0, dtype)
+        return [
+            self.writer.reshape(one, self._shape(part), dtype)
+            for one, part in zip(flat, message.slices, strict=True)
+        ]
+
+    def _on_servers(self, variable: str) -> Averaged:
+        """Return the averaged gradient of a served variable.
+
+        Who reads the whole of it elsewhere, as a global norm does, gets it from the servers.
+        """
+        dtype = tf.as_dtype(self.training.by_name[variable].dtype)
+        served = self.served[variable]
+        parts = [tensor for _, tensor in sorted(self._at_server[variable])]
+        if served.is_whole:
+            return Averaged(tuple(parts) * len(self.devices), self._all_rows(variable))
+        values = []
+        for rank, device in enumerate(self.devices):
+            with self.writer.at(device, f"{SCOPE}/averaged/rank_{rank}"):
+                values.append(self.writer.concat(parts, served.axis or 0, dtype))
+        return Averaged(tuple(values), parts=tuple(parts))
+
+    def _all_rows(self, variable: str) -> tuple[str, ...]:
+        """Return the indices of a sparse gradient that was sent dense, on each rank."""
+        gradient = self.training.gradient_of[variable]
+        if not gradient.sparse:
+            return ()
+        indices = []
+        for rank, device in enumerate(self.devices):
+            with self.writer.at(device, f"{SCOPE}/averaged/rank_{rank}"):
+                rows = self.training.by_name[variable].shape[0]
+                indices.append(every_row(self.writer, rows, self._index_dtype(gradient)))
+        return tuple(indices)
 
     def _joined(self, variable: str) -> Averaged:
         dtype = tf.as_dtype(self.training.by_name[variable].dtype)
         in_order = [tensors for _, tensors in sorted(self._pieces[variable], key=lambda p: p[0])]
-        results, indices = [], []
-        gradient = self.training.gradient_of[variable]
+        results = []
         for rank, device in enumerate(self.devices):
             with self.writer.at(device, f"{SCOPE}/averaged/rank_{rank}"):
                 parts = [tensors[rank] for tensors in in_order]
                 results.append(self.writer.concat(parts, self._axis[variable] or 0, dtype))
-                if gradient.sparse:
-                    rows = self.training.by_name[variable].shape[0]
-                    indices.append(every_row(self.writer, rows, self._index_dtype(gradient)))
-        return Averaged(tuple(results), tuple(indices) or None)
+        return Averaged(tuple(results), self._all_rows(variable))

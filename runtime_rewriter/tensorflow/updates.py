@@ -1,0 +1,182 @@
+"""Which nodes update a variable, found by the flow of data from its gradient.
+
+Keras 3 updates variables with plain assignments, so the type of a node tells nothing. Instead:
+
+- A *slot* of a variable is another variable that is written in dependence of the gradient of
+  exactly this variable. Dependence through a scalar does not count: a global norm or a loss scale
+  depends on every gradient, and couples no two variables element by element.
+- The *update* of a variable is the set of nodes that only serve to write it or its slots.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+
+import tensorflow as tf
+
+from runtime_rewriter.tensorflow.graph_view import TensorName, data_inputs
+from runtime_rewriter.tensorflow.training_graph import TrainingGraph
+
+READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"})
+_GIVEN = frozenset({"VarHandleOp", "Placeholder"})
+_PASSES = frozenset({"Identity"})
+
+
+@dataclass(frozen=True)
+class Update:
+    """The nodes that write `variable` and its `slots`, and those that only serve them."""
+
+    variable: str
+    slots: tuple[str, ...]
+    writers: tuple[str, ...]
+    nodes: frozenset[str]
+
+
+class Updates:
+    """The updates of a training graph."""
+
+    def __init__(self, training: TrainingGraph) -> None:
+        self.training = training
+        types = Types.of(training)
+        self.shapes, self.dtypes = types.shapes, types.dtypes
+        self.users: dict[str, set[str]] = {
+            variable.name: self._users(variable.name) for variable in training.variables
+        }
+
+    @cached_property
+    def writers(self) -> dict[str, tuple[str, ...]]:
+        """The nodes that write each variable, in the order of construction."""
+        nodes = self.training.view.nodes
+        return {
+            name: tuple(node for node in nodes if node in users and nodes[node].op not in READS)
+            for name, users in self.users.items()
+        }
+
+    @cached_property
+    def slots(self) -> dict[str, tuple[str, ...]]:
+        """The slots of each variable with a gradient."""
+        trained = self.training.gradient_of
+        found: dict[str, list[str]] = defaultdict(list)
+        for name, writers in self.writers.items():
+            if name in trained or not writers:
+                continue
+            sources = set().union(*(self._sources[writer] for writer in writers))
+            if len(sources) == 1:
+                found[sources.pop()].append(name)
+        return {name: tuple(found[name]) for name in trained}
+
+    def update_of(self, variable: str) -> Update | str:
+        """Return the update of a variable, or the reason why it has none of its own."""
+        slots = self.slots[variable]
+        held = {variable, *slots}
+        writers = tuple(dict.fromkeys(node for name in held for node in self.writers[name]))
+        if not self.writers[variable]:
+            return "nothing writes it"
+        for writer in writers:
+            others = {name for name, users in self.users.items() if writer in users} - held
+            if others:
+                return f"{writer!r} also uses {sorted(others)[0]!r}"
+            if self.training.view.consumers.get(writer):
+                return f"the program reads a result of {writer!r}"
+        nodes = self._serving(set(writers))
+        outside = [writer for writer in writers if writer not in nodes]
+        if outside:
+            return f"{outside[0]!r} runs before the gradients are known"
+        for slot in slots:
+            readers = sorted(self.users[slot] - nodes)
+            if readers:
+                return f"{readers[0]!r} reads its slot {slot!r}"
+        return Update(variable, slots, writers, frozenset(nodes))
+
+    def _serving(self, writers: set[str]) -> set[str]:
+        """Return `writers` and the nodes whose data only they use."""
+        view = self.training.view
+        ends = {fetch.node for fetch in self.training.fetches.values()}
+        nodes = view.upstream(writers, control=False) - self._before_gradients - ends
+        nodes = {
+            name for name in nodes if view.nodes[name].op not in ("VarHandleOp", "Placeholder")
+        }
+        waiting = list(nodes)
+        while waiting:
+            name = waiting.pop()
+            if name not in nodes or name in writers:
+                continue
+            if any(reader not in nodes for reader in view.consumers.get(name, ())):
+                nodes.discard(name)
+                waiting.extend(tensor.node for tensor in data_inputs(view.nodes[name]))
+        return nodes
+
+    @cached_property
+    def _before_gradients(self) -> set[str]:
+        marks = [one.values.node for one in self.training.gradients]
+        marks += [one.indices.node for one in self.training.gradients if one.indices]
+        return self.training.view.upstream(marks)
+
+    @cached_property
+    def _sources(self) -> dict[str, frozenset[str]]:
+        """The gradients on which a node depends, element by element."""
+        at = {one.values: one.variable for one in self.training.gradients}
+        known: dict[str, frozenset[str]] = {}
+        for name in topological(self.training):
+            node = self.training.view.nodes[name]
+            own: set[str] = set()
+            for tensor in data_inputs(node):
+                if tensor in at:
+                    own.add(at[tensor])
+                elif self.shapes.get(tensor) != ():
+                    own |= known[tensor.node]
+            known[name] = frozenset(own)
+        return known
+
+    def _users(self, variable: str) -> set[str]:
+        """Return the nodes that take the handle of a variable, possibly passed on."""
+        view = self.training.view
+        users: set[str] = set()
+        waiting = [variable]
+        while waiting:
+            for name in view.consumers.get(waiting.pop(), ()):
+                if view.nodes[name].op in _PASSES:
+                    waiting.append(name)
+                users.add(name)
+        return users
+
+
+@dataclass(frozen=True)
+class Types:
+    """Shape (None: its rank is unknown) and dtype of each tensor, as TensorFlow infers them."""
+
+    shapes: dict[TensorName, tuple[int | None, ...] | None]
+    dtypes: dict[TensorName, str]
+
+    @staticmethod
+    def of(training: TrainingGraph) -> Types:
+        graph = tf.Graph()
+        with graph.as_default():
+            tf.import_graph_def(training.graph_def, name="")
+        types = Types({}, {})
+        for op in graph.get_operations():
+            for output in op.outputs:
+                name, shape = TensorName(op.name, output.value_index), output.shape
+                types.shapes[name] = None if shape.rank is None else tuple(shape.as_list())
+                types.dtypes[name] = output.dtype.name
+        return types
+
+
+def topological(training: TrainingGraph) -> list[str]:
+    """Return the names of all nodes, each after those whose data it reads."""
+    view = training.view
+    order: list[str] = []
+    placed: set[str] = set()
+    for root in view.nodes:
+        stack = [(root, False)]
+        while stack:
+            name, ready = stack.pop()
+            if ready:
+                order.append(name)
+            elif name not in placed:
+                placed.add(name)
+                stack.append((name, True))
+                stack.extend((one.node, False) for one in data_inputs(view.nodes[name]))
+    return order
