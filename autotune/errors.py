@@ -37,6 +37,18 @@ class AutotuneError(Exception):
         return f"{message}; see {self.help_page}"
 
 
+def raised_line(text: str) -> str:
+    """The line after the last Python traceback in `text`, which says what was raised.
+
+    Empty if there is no traceback. `Exception` itself says nothing and is left out.
+    """
+    lines = text.splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
+    after = lines[frames[-1] + 1 :] if frames else []
+    raised = next((line for line in after if line.strip() and not line.startswith(" ")), "")
+    return raised.removeprefix("Exception: ").strip()
+
+
 class InvalidInput(AutotuneError, ValueError):
     """A file, option or argument breaks a rule; the message names rule, value and fix."""
 

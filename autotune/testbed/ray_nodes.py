@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune.errors import LaunchError
+from autotune.errors import LaunchError, raised_line
 from autotune.testbed.bed import BedHost, Testbed, words_inside
 
 START_TIMEOUT_S = 90.0
@@ -23,7 +23,6 @@ STOP_TIMEOUT_S = 10.0
 POLL_S = 0.1
 HEAD_PORT = 6379
 OBJECT_STORE_BYTES = 100_000_000  # we do not use it; Ray's minimum is 75 MB
-LOG_TAIL_CHARACTERS = 1500
 _STARTED = "Ray runtime started"
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
@@ -41,7 +40,7 @@ def ray_nodes(bed: Testbed, say: Callable[[str], None]) -> Iterator[RayHead]:
     """One node per host, with one CPU per device; all end with the block, or with this process.
 
     The first one is up before the others start, at the same time. `say` gets what it waits for.
-    Their files are in the testbed's scratch directory. Raises `LaunchError` with Ray's output if a
+    Their files are in the testbed's scratch directory. Raises `LaunchError` with Ray's reason if a
     node does not start.
     """
     head = RayHead(f"{bed.hosts[0].address}:{HEAD_PORT}", secrets.token_hex(32))
@@ -116,9 +115,11 @@ def _await(host: BedHost, process: subprocess.Popen[bytes], log: Path) -> None:
             problem = f"is not up after {START_TIMEOUT_S:.0f} s"
             if process.returncode is not None:
                 problem = f"ended with status {process.returncode}"
-            tail = output[-LOG_TAIL_CHARACTERS:].strip() or "nothing"
+            last = (output.strip() or "it printed nothing").splitlines()[-1].strip()
+            reason = (raised_line(output) or last).rstrip(".")
             raise LaunchError(
-                f"the Ray node of testbed host {host.name!r} {problem}; its output: {tail}"
+                f"the Ray node of testbed host {host.name!r} {problem}: {reason}; "
+                "start the command again"
             )
         time.sleep(POLL_S)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from autotune.deadlines import Call, Overdue, within
-from autotune.errors import AutotuneError, LaunchError
+from autotune.errors import AutotuneError, LaunchError, raised_line
 from runtime_rewriter.file_view import FileView
 from runtime_rewriter.world.ray_folder import PrivateFolder
 from runtime_rewriter.world.views import HeldView, Protected, held_view
@@ -150,10 +150,10 @@ def fetch(references: Any, timeout_s: float) -> Any:
         raise _not_shipped(error) from error
     except ray.exceptions.RayTaskError as error:
         cause = error.as_instanceof_cause()  # type: ignore[no-untyped-call]
-        ours = cause if isinstance(cause, AutotuneError) else WorkerLost(_first_line(cause))
+        ours = cause if isinstance(cause, AutotuneError) else WorkerLost(_in_one_line(cause))
         raise ours from error
     except ray.exceptions.RayError as error:
-        raise WorkerLost(_first_line(error)) from error
+        raise WorkerLost(_in_one_line(error)) from error
 
 
 @dataclass(frozen=True)
@@ -231,13 +231,18 @@ class RayCluster:
             raise _not_shipped(error) from error
         except Exception as error:  # Ray raises it itself if a server does not start
             ray.shutdown()
-            raise self._unreachable(_first_line(error)) from error
+            raise self._unreachable(_in_one_line(error)) from error
 
     def _unreachable(self, reason: str) -> LaunchError:
-        problem = f"the Ray cluster at {self.place.address!r} cannot be reached"
+        reason = reason.rstrip(".")
         if self.place.local:
-            problem = "a local Ray cluster could not be started"
-        return LaunchError(f"{problem}: {reason}; check `ray status` and the address")
+            return LaunchError(
+                f"a local Ray cluster could not be started: {reason}; start the command again"
+            )
+        return LaunchError(
+            f"the Ray cluster at {self.place.address!r} cannot be reached: {reason}; "
+            "check `ray status` and the address"
+        )
 
     def ask(self, call: Callable[[], T], limit_s: float = 0.0) -> T:
         """Call into Ray; `limit_s`: the call's own time limit.
@@ -503,7 +508,7 @@ def _bundle(room: Room, gpus: bool) -> dict[str, float]:
 
 
 def _not_shipped(error: Exception) -> LaunchError:
-    text = " ".join(str(error).split())[:600]
+    text = raised_line(str(error)) or " ".join(str(error).split())[:600]
     return LaunchError(
         f"the script's directory {Path.cwd()} must be sent to the hosts of the Ray cluster, but "
         "that "
@@ -512,5 +517,7 @@ def _not_shipped(error: Exception) -> LaunchError:
     )
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def _in_one_line(error: BaseException) -> str:
+    """The error without the traceback that Ray writes into it."""
+    text = str(error).strip() or type(error).__name__
+    return raised_line(text) or text.splitlines()[0]
