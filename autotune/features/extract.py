@@ -19,10 +19,9 @@ import numpy as np
 from autotune.arrays import Float32Array, FloatArray, IntArray
 from autotune.cluster import Cluster
 from autotune.costs.sync_cost import Rates, message_costs
-from autotune.errors import InvalidInput
 from autotune.features.compute_cost import message_cpu_s, overlap_step_s, paper_step_s, taken_share
 from autotune.features.flat import flatten
-from autotune.features.raw import shard_rows
+from autotune.features.raw import RAW_FEATURES, shard_rows
 from autotune.records import Accelerators
 from autotune.strategy_space.plan import Plan, PlannedStrategy
 from autotune.strategy_space.strategy import Strategy
@@ -32,16 +31,14 @@ if TYPE_CHECKING:
     from autotune.lowering.costs import RuntimeCosts
     from autotune.lowering.replayed import LoweredSteps
 
-MAX_VARIABLES = 4_000  # BERT-large has about 400; the recurrent simulator visits them in turn
-MAX_SHARDS = 32_000  # BERT-large with every variable in 40 shards is 16 000 rows, 5 MB
-
 
 @dataclass(frozen=True)
 class StrategyFeatures:
     """The input of every simulator.
 
-    `shards` (S, F). `shard_variable` (S,): backward positions, ascending. `edges` (E, 2): pairs of
-    backward positions, the workload's or the chain of backward neighbours. `global_features` (12,).
+    `shards` (S, F), S is 0 without shards. `shard_variable` (S,): backward positions, ascending.
+    `edges` (E, 2): pairs of backward positions, the workload's or the chain of backward neighbours.
+    `global_features` (12,).
     `analytic_step_s`: the overlap estimate. `paper_step_s`: the paper's Eq. 1. `replayed_step_s`:
     the replay of the lowered plan, or None. For times, lower is better.
     """
@@ -60,6 +57,13 @@ class StrategyFeatures:
     def strategy_id(self) -> str:
         """Computed on demand: few of the thousands of scored strategies need it."""
         return self.strategy.id
+
+    def without_shards(self) -> StrategyFeatures:
+        """Return the features of the whole strategy, a few numbers for any model."""
+        if not len(self.shards):
+            return self
+        nothing = self.shards[:0].copy(), self.shard_variable[:0].copy()  # a view would keep them
+        return replace(self, shards=nothing[0], shard_variable=nothing[1])
 
     @cached_property
     def shard_edges(self) -> IntArray:
@@ -94,30 +98,30 @@ class Extractor:
         self.taken_share = taken_share(workload, cluster)
         self.rates = Rates(cluster)
 
-    def features(self, planned: PlannedStrategy) -> StrategyFeatures:
-        """Features of a strategy planned for this workload and cluster. Raises `InvalidInput`."""
+    def features(self, planned: PlannedStrategy, with_shards: bool = True) -> StrategyFeatures:
+        """Features of a strategy planned for this workload and cluster. Raises `InvalidInput`.
+
+        `with_shards`: also a row of 4 F bytes for each shard.
+        """
         workload, cluster = self.workload, self.cluster
         strategy, plan = planned.strategy, planned.plan
         flat = flatten(plan, workload)
-        count = len(workload.variables)
-        if count > MAX_VARIABLES or len(flat.variable) > MAX_SHARDS:
-            raise InvalidInput(
-                f"features need at most {MAX_VARIABLES} variables and {MAX_SHARDS} shards, "
-                f"but strategy {strategy.id} has {count} and {len(flat.variable)}; "
-                "use fewer shards per variable"
-            )
         rates = self.rates if plan.ring_order is None else None
         costs = message_costs(plan, cluster, workload, rates)
         taken_s = None
         if self.taken_share > 0:
             taken_s = self.taken_share * message_cpu_s(plan, cluster, workload)
         analytic_s = overlap_step_s(flat, costs.channel_s, workload, plan.cross_step, taken_s)
-        order = np.lexsort((flat.start, flat.variable))
+        shards = np.zeros((0, len(RAW_FEATURES)), dtype=np.float32)
+        order = np.zeros(0, dtype=np.int64)
+        if with_shards:
+            order = np.lexsort((flat.start, flat.variable))
+            shards = shard_rows(flat, costs, plan, workload, cluster)[order]
         return StrategyFeatures(
             strategy=strategy,
-            shards=shard_rows(flat, costs, plan, workload, cluster)[order],
+            shards=shards,
             shard_variable=flat.variable[order],
-            variables=count,
+            variables=len(workload.variables),
             edges=self.edges,
             global_features=costs.global_features,
             analytic_step_s=analytic_s,

@@ -5,7 +5,6 @@ Steps are remembered by plan, so the search and the scorer share their replays.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,12 +18,13 @@ from autotune.dfg.replay import Timeline, replay
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.lower import Lowering
 from autotune.lowering.network import MessageOps
+from autotune.lowering.plan_memory import PlanMemory
 from autotune.lowering.steady import SteadySteps, steady_steps
 from autotune.strategy_space.plan import Message, Plan
 from autotune.workload import Workload
 
 REMEMBERED = 500
-"""Plans whose steps are remembered, the last used: 0.1 MB for a plan of 200 messages."""
+"""Plans whose steps are remembered: 0.1 MB for a plan of 200 messages."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,15 +62,14 @@ class LoweredSteps:
         self.replayed = self.ops = 0
         self._symmetric = symmetric
         self._lowering = Lowering(workload, cluster, costs, taken_share)
-        self._remembered: OrderedDict[object, tuple[float, int]] = OrderedDict()
+        self._remembered: PlanMemory[tuple[float, int]] = PlanMemory(REMEMBERED)
 
     def step_s(self, plan: Plan) -> float:
         """Predicted seconds per step in the steady state."""
-        key = _key(plan)
-        if key not in self._remembered:
-            self._remember(key, self.timeline(plan))
-        self._remembered.move_to_end(key)
-        step_s, self.ops = self._remembered[key]
+        remembered = self._remembered.get(_key(plan))
+        if remembered is None:
+            remembered = self._remember(plan, self.timeline(plan))
+        step_s, self.ops = remembered
         return step_s
 
     def steady(self, plan: Plan, count: int) -> SteadySteps:
@@ -85,7 +84,7 @@ class LoweredSteps:
         dfg, message_ops = self._lowering.period_with_messages(plan, self._symmetric)
         timeline = self._replay(dfg)
         self.replayed += 1
-        self._remember(_key(plan), timeline)
+        self._remember(plan, timeline)
         message = message_of_op(dfg, message_ops)
         sends = (message != NONE) & (dfg.kind != Kind.VIRTUAL)
         start_s = np.full(len(plan.messages), np.inf)
@@ -99,10 +98,10 @@ class LoweredSteps:
         """Partial replay: these messages alone, all issued at once; `limit` as in `Plan`."""
         return self._replay(self._lowering.message_graph(messages, limit=limit)).makespan_s
 
-    def _remember(self, key: object, timeline: Timeline) -> None:
-        self._remembered[key] = timeline.makespan_s, timeline.dfg.ops
-        if len(self._remembered) > REMEMBERED:
-            self._remembered.popitem(last=False)
+    def _remember(self, plan: Plan, timeline: Timeline) -> tuple[float, int]:
+        result = timeline.makespan_s, timeline.dfg.ops
+        self._remembered.put(_key(plan), plan, result)
+        return result
 
     def _replay(self, dfg: Dfg) -> Timeline:
         self.ops = dfg.ops

@@ -34,6 +34,10 @@ class Deadline:
         now_s = self.clock()
         return Deadline(now_s + share * (self.end_s - now_s), self.clock)
 
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self.end_s - self.clock())
+
     def passed(self) -> bool:
         return self.clock() > self.end_s
 

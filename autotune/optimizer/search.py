@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from autotune.lowering.plan_memory import PlanMemory
 from autotune.optimizer.budget import Budget, TimeUp
 from autotune.optimizer.replays import Replays
 from autotune.optimizer.state import Pass, Problem, State
@@ -99,7 +100,7 @@ class Search:
         self._began_s = self._clock()
         self._replays_before = replays.whole
         self._ops_before = replays.ops
-        self._step_s: dict[object, float] = {}
+        self._step_s: PlanMemory[float] = PlanMemory(budget.replays)
 
     def run(self, starts: Sequence[tuple[str, State]]) -> SearchResult:
         """Climb from the fastest starts, one of each family at least, then from neighbors."""
@@ -136,14 +137,16 @@ class Search:
             return None
         plan = self.replays.plan_of(state)
         key = (plan.messages, plan.limit, plan.ring_order, state.fusion, state.compute_factor)
-        if key not in self._step_s:
+        step_s = self._step_s.get(key)
+        if step_s is None:
             problem = self.problem
             outside = problem.space.violation(state.strategy, problem.workload, problem.cluster)
             if outside is not None or refusal_reason(plan) is not None or not self.allowed(plan):
                 self.result.dropped += 1
                 return None
-            self._step_s[key] = self.replays.step_s(state, plan)
-        return self._step_s[key]
+            step_s = self.replays.step_s(state, plan)
+            self._step_s.put(key, plan, step_s)
+        return step_s
 
     def climb(self, state: State, step_s: float) -> tuple[State, float]:
         """Rounds of all passes until no pass finds a gain."""

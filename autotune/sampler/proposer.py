@@ -8,17 +8,18 @@ never proposes it again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import numpy as np
 
-from autotune.optimizer.budget import Budget, Deadline
+from autotune.optimizer.budget import NO_DEADLINE, Budget, Deadline
 from autotune.rng import generator
 from autotune.sampler.bayes import BayesianSearch
 from autotune.sampler.encodings import Encoding, FusionScalars, SpaceChoices
 from autotune.sampler.garbage import collection_paused
-from autotune.sampler.random import sample_many
+from autotune.sampler.random import samples
 from autotune.sampler.scoring import Candidate, Scorer, Scores
 from autotune.sampler.selection import choice_agreement_rows, hidden_cosine, select_diverse
 from autotune.simulators.interface import Simulator
@@ -47,6 +48,8 @@ The seconds are a safety limit only."""
 ROUND = 0.25
 """Largest share of a job's remaining time for the proposals of a round, as thousands of variables
 need. Half of it is for the optimizer, a quarter for samples, the rest for scoring them."""
+POOL_SLICES = 2**21
+"""Most slices of the plans of a round's candidates: 1 GB, if each is a message of 0.45 kB."""
 SHORTEST_S = 1.0
 """A search that has less time finds nothing that the hand-made strategies do not have."""
 CUT_SHORT = (
@@ -67,13 +70,18 @@ FAILED_FACTOR = 2.0
 """Time assumed for a failed trial, relative to the current setup: slow, but not an outlier."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Pool:
-    """Candidates, the reasons of refused ones, and whether the optimizer ran out of time."""
+    """Candidates, the reasons of refused ones, and whether the search for them ran out of time.
 
-    candidates: list[Candidate]
-    refusals: list[str]
+    `known`: ids of plans that are no candidates any more. `slices`: of all plans together.
+    """
+
+    known: set[str]
+    candidates: list[Candidate] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
     cut_short: bool = False
+    slices: int = 0
 
 
 class Proposer:
@@ -94,7 +102,9 @@ class Proposer:
         """At most `count` strategies with untried plans; none if the space has nothing new."""
         if self._spec.search in BAYESIAN:
             return self._propose_bayes(history, round_)
-        untried = self._pool(history, round_)
+        left_s = max(0.0, self._spec.max_seconds - history.elapsed_s)
+        deadline = Deadline.after(ROUND * left_s, self._clock)
+        untried = self._pool(history, round_, deadline)
         pool = untried.candidates
         if not pool:
             reason = _full_reason("no strategy was sampled that had not been tried", untried)
@@ -103,30 +113,26 @@ class Proposer:
             proposals = tuple(_proposal(candidate, history) for candidate in pool[:count])
             reason = _full_reason("random search was asked for", untried)
             return Proposed(round_, proposals, "random", reason, len(pool), (), 0.0)
-        scores = self._scorer.score(history, pool)
+        scores = self._scorer.score(history, pool, deadline)
+        scored = len(scores.ranked)
+        untried.cut_short |= scored < len(pool)
         most = int(LATER_LEADERS * count) if round_ else max(1, round(LEADERS * count))
-        leading = [i for i, candidate in enumerate(pool) if candidate.optimized][:most]
-        rest = [i for i in range(len(pool)) if i not in leading]
+        leading = [i for i in range(scored) if pool[i].optimized][:most]
+        rest = [i for i in range(scored) if i not in leading]
         if rest and len(leading) < count:
             others, left = [pool[i] for i in rest], count - len(leading)
             chosen = self._choose(others, scores.of(rest), left, round_)
             leading += [rest[i] for i in chosen]
-        proposals = tuple(
-            _proposal(
-                pool[i],
-                history,
-                None if scores.predicted_s is None else float(scores.predicted_s[i]),
-            )
-            for i in leading
-        )
+        leading += range(scored, len(pool))[: count - len(leading)]
+        proposals = tuple(_proposal(pool[i], history, scores.of_one(i)) for i in leading)
         reason, quality = _full_reason(scores.reason, untried), scores.quality
         return Proposed(round_, proposals, scores.ranker, reason, len(pool), quality, 0.0)
 
-    def _pool(self, history: History, round_: int) -> _Pool:
+    def _pool(self, history: History, round_: int, deadline: Deadline) -> _Pool:
         """Collect distinct untried plans that can be enacted.
 
-        They come from the optimizer, the field's hand-made strategies, random ones and neighbours
-        of the fastest.
+        They come from the optimizer, the field's hand-made strategies, neighbours of the fastest
+        and random ones. Each of these has a share of the time, and at least one strategy.
         """
         assert history.profiled is not None
         workload, cluster = history.profiled.workload, history.profiled.cluster
@@ -134,30 +140,32 @@ class Proposer:
         wanted = self._spec.samples_per_round
         guided = self._spec.search is Search.AUTOSYNC
         mutants = wanted // 2 if guided and parents else 0
-        rng = generator(self._spec.seed, "mutations", round_)
         space = self._space(history)
-        left_s = max(0.0, self._spec.max_seconds - history.elapsed_s)
-        deadline = Deadline.after(ROUND * left_s, self._clock)
-        strategies: list[tuple[str, Strategy]] = []
+        pool = _Pool({trial.plan_id for trial in history.trials if trial.plan_id is not None})
         with collection_paused():
-            searched: list[tuple[str, Strategy]] = []
-            cut_short = False
             if guided:
-                seconds = ROUND * left_s / 2
-                searched, cut_short = self._searched(history, space, parents, round_, seconds)
+                seconds = deadline.share(0.5).left_s
+                found, pool.cut_short = self._searched(history, space, parents, round_, seconds)
+                self._add(pool, found, history, NO_DEADLINE, optimized=True)
             sampling = deadline.share(0.5)
             if self._spec.search is not Search.RANDOM:
-                strategies += seed_strategies(workload, cluster, space)
-            for _ in range(mutants):
-                if sampling.passed():
-                    break
-                parent = parents[int(rng.integers(len(parents)))]
-                strategies.append(("mutated", self._walk(parent, history, space, rng)))
+                seeds = seed_strategies(workload, cluster, space)
+                self._add(pool, seeds, history, sampling.share(1 / 3))
+            if mutants:
+                mutated = islice(self._mutated(parents, history, space, round_), mutants)
+                self._add(pool, mutated, history, sampling.share(1 / 2))
             seed = int(generator(self._spec.seed, "samples", round_).integers(2**31))
-            samples = sample_many(workload, cluster, space, wanted - mutants, seed, sampling.passed)
-            strategies += [("sampled", strategy) for strategy in samples]
-            pool = self._untried(searched, strategies, history, sampling)
-        return replace(pool, cut_short=cut_short or sampling.passed())
+            sampled = islice(samples(workload, cluster, space, seed), wanted - mutants)
+            self._add(pool, (("sampled", strategy) for strategy in sampled), history, sampling)
+        return pool
+
+    def _mutated(
+        self, parents: Sequence[Strategy], history: History, space: SearchSpace, round_: int
+    ) -> Iterator[tuple[str, Strategy]]:
+        rng = generator(self._spec.seed, "mutations", round_)
+        while True:
+            parent = parents[int(rng.integers(len(parents)))]
+            yield "mutated", self._walk(parent, history, space, rng)
 
     def _searched(
         self,
@@ -201,31 +209,34 @@ class Proposer:
             for suggestion in (*suggested.best, *suggested.others)
         ], suggested.cut_short
 
-    def _untried(
+    def _add(
         self,
-        searched: Sequence[tuple[str, Strategy]],
-        strategies: Sequence[tuple[str, Strategy]],
+        pool: _Pool,
+        strategies: Iterable[tuple[str, Strategy]],
         history: History,
         deadline: Deadline,
-    ) -> _Pool:
-        """Filter the optimizer's strategies, then the others until the deadline, one at least."""
+        optimized: bool = False,
+    ) -> None:
+        """Add the new strategies that can be enacted until the deadline, or `POOL_SLICES`.
+
+        The pool has at least one candidate before the deadline counts.
+        """
         assert history.profiled is not None
-        tried = {trial.plan_id for trial in history.trials}
-        pool: list[Candidate] = []
-        refusals: list[str] = []
-        for number, (origin, strategy) in enumerate((*searched, *strategies)):
-            if pool and number >= len(searched) and deadline.passed():
-                break
+        for origin, strategy in strategies:
             planned = PlannedStrategy.of(strategy, history.profiled.workload, self._spec.workers)
-            if planned.plan.id in tried or strategy.id in history.proposals:
-                continue
-            tried.add(planned.plan.id)
-            refusal = self._refusal_reason(planned.plan)
-            if refusal is None:
-                pool.append(Candidate(planned, origin, optimized=number < len(searched)))
-            else:
-                refusals.append(refusal)
-        return _Pool(pool, refusals)
+            if planned.plan.id not in pool.known:
+                pool.known.add(planned.plan.id)
+                refusal = self._refusal_reason(planned.plan)
+                if refusal is None:
+                    pool.candidates.append(Candidate(planned, origin, optimized))
+                    pool.slices += planned.plan.slice_count
+                else:
+                    pool.refusals.append(refusal)
+            if pool.candidates and deadline.passed():
+                pool.cut_short = True
+                break
+            if pool.slices > POOL_SLICES:
+                break
 
     def _refusal_reason(self, wanted: Plan) -> str | None:
         return refusal_reason(wanted) or scaled_refusal_reason(

@@ -14,8 +14,9 @@ random orders of many messages are equally slow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 
@@ -42,31 +43,33 @@ def sample(
 
 
 def sample_many(
-    workload: Workload,
-    cluster: Cluster,
-    space: SearchSpace,
-    count: int,
-    seed: int,
-    enough: Callable[[], bool] = lambda: False,
+    workload: Workload, cluster: Cluster, space: SearchSpace, count: int, seed: int
 ) -> list[Strategy]:
-    """Draw `count` distinct strategies, or fewer from a space that has fewer or once `enough`.
-
-    The same seed gives the same ones in any process, and fewer are a prefix of more.
-    """
+    """Draw the first `count` strategies of `samples`, or fewer from a space that has fewer."""
     if count < 0:
         raise InvalidInput(f"the number of strategies to sample must be at least 0, but is {count}")
+    with collection_paused():
+        return list(islice(samples(workload, cluster, space, seed), count))
+
+
+def samples(
+    workload: Workload, cluster: Cluster, space: SearchSpace, seed: int
+) -> Iterator[Strategy]:
+    """Draw distinct strategies until the space counts as exhausted.
+
+    The same seed gives the same ones in any process.
+    """
     sampler = _Sampler(workload, cluster, space)
     rng = generator(seed, "sample_many")
-    strategies: dict[Hashable, Strategy] = {}
+    known: set[Hashable] = set()
     repeats = 0
-    with collection_paused():
-        while len(strategies) < count and repeats < MAX_REPEATS and not enough():
-            drawn = sampler.drawn(rng)
-            identity = drawn.identity
-            repeats = repeats + 1 if identity in strategies else 0
-            if not repeats:
-                strategies[identity] = sampler.written(drawn)
-    return list(strategies.values())
+    while repeats < MAX_REPEATS:
+        drawn = sampler.drawn(rng)
+        identity = drawn.identity
+        repeats = repeats + 1 if identity in known else 0
+        if not repeats:
+            known.add(identity)
+            yield sampler.written(drawn)
 
 
 class _Sampler:

@@ -1,18 +1,19 @@
 """Which candidates are promising, by the replay or by a simulator that beats it.
 
-Simulators are compared on the trials that this job has measured.
+Simulators are compared on the trials that this job has measured. Scoring ends at a deadline:
+candidates that have no score by then are left out.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autotune.arrays import FloatArray, IntArray
 from autotune.features.extract import Extractor, StrategyFeatures, job_extractor
+from autotune.optimizer.budget import NO_DEADLINE, Deadline
 from autotune.records import RankingQuality
 from autotune.rng import generator
 from autotune.simulators.evaluation import REPLAY, UNLEARNED, choose_ranker, evaluate, k_fold
@@ -28,6 +29,13 @@ REPLAYED = 100
 """Strategies of a round that are replayed; a replay costs as much as 100 analytic estimates."""
 TRAINING_SHARE = 0.2
 """Largest share of the tuning time so far for all cross-validation and training."""
+TRAINED_SHARDS = 2**17
+"""Most shards of all measured strategies from which a simulator of shards learns.
+
+A batch of training takes 11 kB per shard (gat, measured), 1.4 GB in all.
+"""
+SCORED_SHARDS = 2**15
+"""Shards of the candidates that a simulator of shards scores at once, 10 MB of features."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,8 @@ class Candidate:
 class Scores:
     """`predicted_s` (n,) seconds, or None. `ranked` (n,): candidates, the most promising first.
 
-    `hidden` (n, H): hidden states of unit norm, if a simulator ranked.
+    `hidden` (n, H): hidden states of unit norm, if a simulator ranked. n: the first candidates,
+    all that were scored before the deadline.
     """
 
     ranker: str
@@ -52,6 +61,12 @@ class Scores:
     ranked: IntArray
     hidden: FloatArray | None
     quality: tuple[RankingQuality, ...]
+
+    def of_one(self, number: int) -> float | None:
+        """Predicted seconds of this candidate; None without a prediction."""
+        if self.predicted_s is None or number >= len(self.ranked):
+            return None
+        return float(self.predicted_s[number])
 
     def of(self, numbers: Sequence[int]) -> Scores:
         """The scores of these candidates."""
@@ -74,96 +89,87 @@ class Scorer:
         self._last_training_s: dict[str, float] = {}
         self._trained: dict[str, Simulator] = {}
         self._kept: Extractor | None = None
+        self._measured: dict[str, StrategyFeatures] = {}
 
-    def score(self, history: History, pool: Sequence[Candidate]) -> Scores:
-        """Score each candidate, after learning from all measurements so far."""
+    def score(
+        self, history: History, pool: Sequence[Candidate], deadline: Deadline = NO_DEADLINE
+    ) -> Scores:
+        """Score the candidates, at least one, after learning from the measurements so far."""
         if self._spec.search is Search.NO_SIMULATOR:
             reason = "AutoSync without a simulator: only the constraints and diversity choose"
             return Scores("none", reason, None, np.arange(len(pool)), None, ())
         assert history.profiled is not None
         extractor = self.extractor(history)
-        features = [extractor.features(candidate.planned) for candidate in pool]
-        examples = self.examples(history)
+        learning = deadline.share(0.5)
+        examples = self.examples(history, learning)
         if len(examples) < SMALLEST_TRAINING:
             count = len(examples)
             reason = f"{count} measured strategies are too few to train on, so the replay ranks"
-            return self._ranked(REPLAY, reason, pool, features, extractor, 1.0, ())
-        quality = self._train(examples, history)
+            return _ranked(REPLAY, reason, pool, extractor, None, 1.0, (), deadline)
+        quality, left_out = self._train(examples, history, learning)
         choice = choose_ranker(quality)
-        return self._ranked(
-            choice.ranker, choice.reason, pool, features, extractor, self._scale(examples), quality
-        )
-
-    def _ranked(
-        self,
-        ranker: str,
-        reason: str,
-        pool: Sequence[Candidate],
-        features: list[StrategyFeatures],
-        extractor: Extractor,
-        scale: float,
-        quality: tuple[RankingQuality, ...],
-    ) -> Scores:
-        """Rank all candidates without a replay, then replay the optimizer's and the best and rank
-        these anew.
-
-        The others follow them. `scale`: factor on the times of rankers that are not learned.
-        """
-        simulator = None if ranker in UNLEARNED else self._trained[ranker]
-        if simulator is None:
-            predicted_s = np.array([feature.analytic_step_s for feature in features])
-        else:
-            predicted_s = simulator.predict_step_s(features)
-        first = np.lexsort((predicted_s, np.array([not candidate.optimized for candidate in pool])))
-        shortlist, rest = first[:REPLAYED], first[REPLAYED:]
-        for index in shortlist.tolist():
-            features[index] = extractor.replayed(features[index], pool[index].planned.plan)
-        replayed = [features[index] for index in shortlist]
-        replayed_s = np.array([feature.replayed_step_s for feature in replayed])
-        if simulator is None:
-            predicted_s *= scale * float(np.median(replayed_s / predicted_s[shortlist]))
-            predicted_s[shortlist] = scale * replayed_s
-        else:
-            predicted_s[shortlist] = simulator.predict_step_s(replayed)
-        shortlist = shortlist[np.argsort(predicted_s[shortlist], kind="stable")]
-        hidden = None if simulator is None else simulator.embed(features)
-        order = np.concatenate([shortlist, rest])
-        return Scores(ranker, reason, predicted_s, order, hidden, quality)
+        simulator = None if choice.ranker in UNLEARNED else self._trained[choice.ranker]
+        reason, scale = "; ".join([choice.reason, *left_out]), self._scale(examples)
+        return _ranked(choice.ranker, reason, pool, extractor, simulator, scale, quality, deadline)
 
     def finish(self, history: History) -> dict[str, Simulator]:
-        """Fit each simulator on all measurements, to keep for later jobs; may return none."""
+        """Fit each simulator on all measurements, to keep for later jobs; may return none.
+
+        Simulators that the last round could not train are left out.
+        """
         if self._spec.search is not Search.AUTOSYNC or history.profiled is None:
             return {}
         examples = self.examples(history)
         if len(examples) < SMALLEST_TRAINING:
             return {}
         trained = {name: make() for name, make in self._make.items()}
+        if not _have_shards(examples):
+            trained = {name: each for name, each in trained.items() if not each.reads_shards}
+        left_out = self._last_training_s.keys() - self._trained.keys()
+        trained = {name: each for name, each in trained.items() if name not in left_out}
         for simulator in trained.values():
             simulator.fit(examples, self._spec.seed)
         return trained
 
-    def _train(self, examples: Sequence[Example], history: History) -> tuple[RankingQuality, ...]:
-        """Cross-validate and fit the simulators that the time allows; return every ranker's
-        quality.
+    def _train(
+        self, examples: Sequence[Example], history: History, deadline: Deadline
+    ) -> tuple[tuple[RankingQuality, ...], list[str]]:
+        """Cross-validate and fit the simulators that the time allows.
+
+        Return every ranker's quality, and for people which simulators are left out for their size.
 
         Training delays the trials, so it may take `TRAINING_SHARE` of the job's time. A simulator
-        whose last training took longer than the rest of that share skips the round.
+        whose last training took longer than the rest of that share skips the round. So does one
+        whose first fit shows that all would pass the deadline.
         """
         splits = k_fold(examples, FOLDS, self._spec.seed)
         quality = evaluate(examples, {}, splits, self._spec.seed, history.noise)
         known = {one.ranker for one in quality}
+        clock, too_large = deadline.clock, []
         for name, make in self._make.items():
             left_s = TRAINING_SHARE * history.elapsed_s - sum(self._training_s.values())
             if self._last_training_s.get(name, 0.0) > left_s:
                 continue
-            began_s = time.monotonic()
-            figures = evaluate(examples, {name: make}, splits, self._spec.seed, history.noise)
-            quality += [one for one in figures if one.ranker not in known]
-            self._trained[name] = make()
-            self._trained[name].fit(examples, self._spec.seed)
-            self._last_training_s[name] = time.monotonic() - began_s
-            self._training_s[name] = self._training_s.get(name, 0.0) + self._last_training_s[name]
-        return tuple(quality)
+            simulator = make()
+            if simulator.reads_shards and not _have_shards(examples):
+                too_large.append(name)
+                continue
+            began_s, limit_s = clock(), deadline.left_s / (FOLDS + 1)
+            if limit_s == 0:
+                self._last_training_s.setdefault(name, 0.0)
+                continue
+            simulator.fit(examples, self._spec.seed, limit_s=limit_s)
+            fit_s = clock() - began_s
+            if fit_s <= limit_s:
+                figures = evaluate(examples, {name: make}, splits, self._spec.seed, history.noise)
+                quality += [one for one in figures if one.ranker not in known]
+                self._trained[name] = simulator
+            else:
+                self._trained.pop(name, None)
+            took_s = clock() - began_s
+            self._last_training_s[name] = max(took_s, (FOLDS + 1) * fit_s)
+            self._training_s[name] = self._training_s.get(name, 0.0) + took_s
+        return tuple(quality), _too_large(too_large)
 
     @staticmethod
     def _scale(examples: Sequence[Example]) -> float:
@@ -185,16 +191,142 @@ class Scorer:
         self._kept = extractor
         return extractor
 
-    def examples(self, history: History) -> list[Example]:
-        """Every measurement of this job with its features, in an order independent of the time."""
+    def examples(self, history: History, deadline: Deadline = NO_DEADLINE) -> list[Example]:
+        """The measurements of this job with their features, in an order independent of the time.
+
+        Their shards are left out if they are more than `TRAINED_SHARDS` together. A resumed job
+        replays its measured strategies again, until the deadline.
+        """
         assert history.profiled is not None
         domain = f"{history.profiled.workload.id}/{history.profiled.cluster.id}"
-        extractor = self.extractor(history)
-        examples = []
-        for strategy_id, step_s in history.measured_s.items():
+        measured: dict[str, PlannedStrategy] = {}
+        for strategy_id in history.measured_s:
+            if strategy_id not in self._measured and deadline.passed():
+                break
             planned = history.planned(strategy_id)
             assert planned is not None, "the current setup is no candidate"
-            features = extractor.replayed(extractor.features(planned), planned.plan)
-            examples.append(Example(features, step_s, domain))
+            measured[strategy_id] = planned
+        shards = sum(planned.plan.slice_count for planned in measured.values())
+        examples = []
+        for strategy_id, planned in measured.items():
+            if strategy_id not in self._measured and deadline.passed():
+                break
+            features = self._features(history, planned, strategy_id, shards <= TRAINED_SHARDS)
+            examples.append(Example(features, history.measured_s[strategy_id], domain))
         order = generator(self._spec.seed, "examples").permutation(len(examples))
         return [examples[index] for index in order]
+
+    def _features(
+        self, history: History, planned: PlannedStrategy, strategy_id: str, with_shards: bool
+    ) -> StrategyFeatures:
+        """The replayed features of a measured strategy, computed once."""
+        features = self._measured.get(strategy_id)
+        if features is None:
+            extractor = self.extractor(history)
+            features = extractor.features(planned, with_shards)
+            features = extractor.replayed(features, planned.plan)
+        elif not with_shards:
+            features = features.without_shards()
+        self._measured[strategy_id] = features
+        return features
+
+
+def _ranked(
+    ranker: str,
+    reason: str,
+    pool: Sequence[Candidate],
+    extractor: Extractor,
+    simulator: Simulator | None,
+    scale: float,
+    quality: tuple[RankingQuality, ...],
+    deadline: Deadline,
+) -> Scores:
+    """Rank candidates without a replay, then replay the optimizer's and the best and rank these
+    anew.
+
+    The others follow them. `scale`: factor on the times of rankers that are not learned. The first
+    half of the time is for the first ranking.
+    """
+    guessed = list(_guesses(pool, extractor, simulator, deadline.share(0.5)))
+    predicted_s = np.concatenate([guess.step_s for guess in guessed])
+    others = np.array([not candidate.optimized for candidate in pool[: len(predicted_s)]])
+    first = np.lexsort((predicted_s, others))
+    replayed_s = []
+    replaying = deadline if simulator is None else deadline.share(0.5)
+    for index in first[:REPLAYED].tolist():
+        replayed_s.append(extractor.steps.step_s(pool[index].planned.plan))
+        if replaying.passed():
+            break
+    shortlist, rest = first[: len(replayed_s)], first[len(replayed_s) :]
+    hidden = None
+    if simulator is None:
+        predicted_s *= scale * float(np.median(replayed_s / predicted_s[shortlist]))
+        predicted_s[shortlist] = scale * np.array(replayed_s)
+    else:
+        short = [pool[index] for index in shortlist]
+        again = list(_guesses(short, extractor, simulator, NO_DEADLINE, replayed=True))
+        predicted_s[shortlist] = np.concatenate([guess.step_s for guess in again])
+        hidden = np.concatenate([guess.hidden for guess in guessed])
+        hidden[shortlist] = np.concatenate([guess.hidden for guess in again])
+    shortlist = shortlist[np.argsort(predicted_s[shortlist], kind="stable")]
+    order = np.concatenate([shortlist, rest])
+    return Scores(ranker, reason, predicted_s, order, hidden, quality)
+
+
+@dataclass(frozen=True)
+class _Guess:
+    """Predicted seconds (n,) and hidden states (n, H) of some candidates; H is 0 without any."""
+
+    step_s: FloatArray
+    hidden: FloatArray
+
+
+def _guesses(
+    pool: Sequence[Candidate],
+    extractor: Extractor,
+    simulator: Simulator | None,
+    deadline: Deadline,
+    replayed: bool = False,
+) -> Iterator[_Guess]:
+    """Guess in parts, whose features need not be in memory together, until the deadline."""
+    with_shards = simulator is not None and simulator.reads_shards
+    for part in _parts(pool):
+        features = []
+        for candidate in part:
+            one = extractor.features(candidate.planned, with_shards)
+            features.append(extractor.replayed(one, candidate.planned.plan) if replayed else one)
+            if deadline.passed():
+                break
+        if simulator is None:
+            step_s = np.array([one.analytic_step_s for one in features])
+            yield _Guess(step_s, np.zeros((len(features), 0)))
+        else:
+            yield _Guess(simulator.predict_step_s(features), simulator.embed(features))
+        if deadline.passed():
+            break
+
+
+def _parts(pool: Sequence[Candidate]) -> Iterator[Sequence[Candidate]]:
+    """Consecutive candidates with at most `SCORED_SHARDS` shards together, at least one."""
+    start, shards = 0, 0
+    for stop, candidate in enumerate(pool):
+        count = candidate.planned.plan.slice_count
+        if stop > start and shards + count > SCORED_SHARDS:
+            yield pool[start:stop]
+            start, shards = stop, 0
+        shards += count
+    yield pool[start:]
+
+
+def _have_shards(examples: Sequence[Example]) -> bool:
+    return all(len(example.features.shards) for example in examples)
+
+
+def _too_large(names: Sequence[str]) -> list[str]:
+    """Why these simulators are not trained; nothing if there are none."""
+    if not names:
+        return []
+    return [
+        f"{' and '.join(names)} left out: the measured strategies have more than "
+        f"{TRAINED_SHARDS:,} shards together"
+    ]

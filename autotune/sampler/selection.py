@@ -18,16 +18,26 @@ own alpha is alpha / K.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from itertools import chain
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from autotune.arrays import FloatArray, IntArray
 from autotune.errors import InvalidInput
-from autotune.strategy_space.strategy import Shard, Strategy, VariableStrategy
+from autotune.strategy_space.strategy import (
+    Partition,
+    Shard,
+    SparseHandling,
+    Strategy,
+    VariableStrategy,
+)
 
 SimilarityRow = Callable[[int], FloatArray]
 """Similarity of one candidate to all, shape (n,): only chosen ones need it, so no (n, n) matrix."""
+VariableChoices = tuple[Partition | None, SparseHandling, tuple[Shard, ...]]
+CHOICES = 8
+"""Choices of a variable."""
 
 
 def select_diverse(
@@ -82,12 +92,15 @@ def choice_codes(strategies: Sequence[Strategy]) -> IntArray:
                 "only strategies of one model can be compared, "
                 f"but {strategies[0].id} and {strategy.id} name other variables"
             )
+    known: dict[VariableChoices, tuple[int, ...]] = {}
+    numbers: list[dict[Hashable, int]] = [{} for _ in range(CHOICES)]
     rows = []
     for strategy in strategies:
-        codes = [code for choice in strategy.variables for code in _choices(choice)]
-        rows.append([*codes, strategy.cross_step, strategy.ring_order, strategy.in_flight])
-    columns = [_interned(column) for column in zip(*rows, strict=True)]
-    return np.array(columns, dtype=np.int64).T.copy()
+        of_strategy = (strategy.cross_step, strategy.ring_order, strategy.in_flight)
+        codes = [_numbered(choice, known, numbers) for choice in strategy.variables]
+        codes.append(tuple(numbers[0].setdefault(value, len(numbers[0])) for value in of_strategy))
+        rows.append(np.fromiter(chain.from_iterable(codes), dtype=np.int64))
+    return np.stack(rows)
 
 
 def choice_agreement(strategies: Sequence[Strategy]) -> FloatArray:
@@ -132,9 +145,18 @@ def _choices(choice: VariableStrategy) -> tuple[Hashable, ...]:
     )
 
 
-def _interned(values: Sequence[Hashable]) -> list[int]:
-    numbers: dict[Hashable, int] = {}
-    return [numbers.setdefault(value, len(numbers)) for value in values]
+def _numbered(
+    choice: VariableStrategy,
+    known: dict[VariableChoices, tuple[int, ...]],
+    numbers: Sequence[dict[Hashable, int]],
+) -> tuple[int, ...]:
+    """The choices of a variable as integers; most variables share those of another one."""
+    key = choice.partition, choice.sparse, choice.shards
+    codes = known.get(key)
+    if codes is None:
+        pairs = zip(numbers, _choices(choice), strict=True)
+        codes = known[key] = tuple(of.setdefault(value, len(of)) for of, value in pairs)
+    return codes
 
 
 def _check(times: FloatArray, similarity: FloatArray | SimilarityRow, k: int, alpha: float) -> None:

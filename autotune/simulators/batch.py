@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from autotune.arrays import FloatArray
+from autotune.errors import InvalidInput
 from autotune.features.extract import StrategyFeatures
+from autotune.features.raw import RAW_FEATURES
 
 CLAMP = 5.0
 """Limit of standardised features, in deviations: a new kind of strategy has a bounded score."""
@@ -31,8 +33,9 @@ _STRATEGIES_PER_CHUNK = 512
 class Scaling:
     """Mean and deviation of the training part; `base_scale` is the spread of ln(base) in a domain.
 
-    The base is the replayed time. A strategy that was not replayed has its analytic time times
-    `replayed_per_analytic`, the median ratio over the training part (1 without any replay).
+    Without shards theirs are 0 and 1. The base is the replayed time. A strategy that was not
+    replayed has its analytic time times `replayed_per_analytic`, the median ratio over the training
+    part (1 without any replay).
     """
 
     shard_mean: Tensor
@@ -44,8 +47,12 @@ class Scaling:
     replayed_per_analytic: float = 1.0
 
     @staticmethod
-    def of(features: Sequence[StrategyFeatures], domains: Sequence[str]) -> Scaling:
-        shards = np.concatenate([item.shards for item in features]).astype(np.float64)
+    def of(
+        features: Sequence[StrategyFeatures], domains: Sequence[str], with_shards: bool = True
+    ) -> Scaling:
+        shards = np.zeros((1, len(RAW_FEATURES)))
+        if with_shards:
+            shards = np.concatenate([item.shards for item in features]).astype(np.float64)
         numbers = np.stack([item.global_features for item in features])
         ratios = [
             item.replayed_step_s / item.analytic_step_s
@@ -96,7 +103,7 @@ def _moments(rows: FloatArray) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class FeatureBatch:
-    """The tensors of a forward pass.
+    """The tensors of a forward pass. Without shards, S is 0.
 
     | field | shape | |
     |---|---|---|
@@ -121,9 +128,19 @@ class FeatureBatch:
 
 
 def collate(
-    features: Sequence[StrategyFeatures], scaling: Scaling, with_edges: bool
+    features: Sequence[StrategyFeatures],
+    scaling: Scaling,
+    with_edges: bool,
+    with_shards: bool = True,
 ) -> FeatureBatch:
-    """Return one batch of n >= 1 strategies."""
+    """Return one batch of n >= 1 strategies.
+
+    Raises `InvalidInput` if it needs shards and a strategy's features have none.
+    """
+    if not with_shards:
+        features = [item.without_shards() for item in features]
+    elif not all(len(item.shards) for item in features):
+        raise InvalidInput("this simulator needs the features of shards; extract them, too")
     counts = np.array([len(item.shard_variable) for item in features])
     lengths = np.array([item.variables for item in features])
     strategy = np.repeat(np.arange(len(features)), counts)

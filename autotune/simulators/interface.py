@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,8 +50,10 @@ class Simulator(Protocol):
     - `fit(examples, seed)` learns from n >= 2 examples (else `InvalidInput`) of one or more
       domains. It starts from the replay, or from the analytic ranker if nothing was replayed. With
       `warm_start` it continues from the weights, standardisation and scale of the previous fit.
-      The same examples, seed and previous state give the same weights on one machine, unless a
-      time limit stops training. It keeps no examples and touches no global random state.
+      The same examples, seed and previous state give the same weights on one machine, unless
+      training ends early after `limit_s`. It keeps no examples and touches no global random state.
+    - `reads_shards`: whether it needs `StrategyFeatures.shards`, which models of many variables
+      do not have.
     - `predict_step_s(features)` returns positive seconds, shape (n,); lower is better. Rows do not
       influence one another.
     - `embed(features)` returns hidden states of unit norm, shape (n, H); zeros stay zeros.
@@ -62,8 +65,15 @@ class Simulator(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def reads_shards(self) -> bool: ...
+
     def fit(
-        self, examples: Sequence[Example], seed: int, warm_start: bool = False
+        self,
+        examples: Sequence[Example],
+        seed: int,
+        warm_start: bool = False,
+        limit_s: float = math.inf,
     ) -> FitReport: ...
 
     def predict_step_s(self, features: Sequence[StrategyFeatures]) -> FloatArray: ...

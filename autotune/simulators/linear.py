@@ -30,4 +30,5 @@ class _Linear(nn.Module):
 
 def linear_simulator(recipe: TrainingRecipe = LINEAR_RECIPE) -> ResidualSimulator:
     """Return an untrained linear simulator."""
-    return ResidualSimulator(Architecture("linear", (), lambda sizes: _Linear()), recipe)
+    architecture = Architecture("linear", (), lambda sizes: _Linear(), with_shards=False)
+    return ResidualSimulator(architecture, recipe)

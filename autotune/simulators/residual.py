@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -46,12 +47,16 @@ _SMALLEST_SLOPE = 1e-3  # for scores that disagree with the times: monotone, nea
 
 @dataclass(frozen=True)
 class Architecture:
-    """`build(sizes)` returns a network: `FeatureBatch` -> (residual (n,), hidden (n, H))."""
+    """`build(sizes)` returns a network: `FeatureBatch` -> (residual (n,), hidden (n, H)).
+
+    Without `with_shards`, its batches have no shards and no edges.
+    """
 
     name: str
     sizes: tuple[int, ...]
     build: Callable[[tuple[int, ...]], nn.Module]
     with_edges: bool = False
+    with_shards: bool = True
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,17 @@ class ResidualSimulator:
     def name(self) -> str:
         return self.architecture.name
 
-    def fit(self, examples: Sequence[Example], seed: int, warm_start: bool = False) -> FitReport:
+    @property
+    def reads_shards(self) -> bool:
+        return self.architecture.with_shards
+
+    def fit(
+        self,
+        examples: Sequence[Example],
+        seed: int,
+        warm_start: bool = False,
+        limit_s: float = math.inf,
+    ) -> FitReport:
         if len(examples) < 2:
             raise InvalidInput(
                 "a simulator learns from pairs and needs at least 2 examples, "
@@ -122,14 +137,12 @@ class ResidualSimulator:
 
             @lru_cache(maxsize=batches)
             def batch_of(indices: tuple[int, ...]) -> FeatureBatch:
-                return collate(
-                    [features[index] for index in indices], scaling, self.architecture.with_edges
-                )
+                return self._collated([features[index] for index in indices], scaling)
 
             def predict(indices: Sequence[int]) -> Tensor:
                 return _scores(network, batch_of(tuple(indices)))[0]
 
-            report = train_ranking(network, predict, examples, self.recipe, seed, epochs)
+            report = train_ranking(network, predict, examples, self.recipe, seed, epochs, limit_s)
         self._fitted = _Fitted(network.eval(), scaling, 1.0, 0.0)
         log_step_s = np.log([example.step_s for example in examples])
         slope, intercept = calibrate(self._forward(features)[0], log_step_s)
@@ -220,7 +233,12 @@ class ResidualSimulator:
         return Scaling.of(
             [examples[index].features for index in training],
             [examples[index].domain for index in training],
+            self.architecture.with_shards,
         )
+
+    def _collated(self, features: Sequence[StrategyFeatures], scaling: Scaling) -> FeatureBatch:
+        architecture = self.architecture
+        return collate(features, scaling, architecture.with_edges, architecture.with_shards)
 
     def _forward(self, features: Sequence[StrategyFeatures]) -> tuple[FloatArray, FloatArray]:
         """Return (slope > 0, intercept) of the least-squares line; both inputs of shape (n,)."""
@@ -228,9 +246,7 @@ class ResidualSimulator:
         scores, hidden = [np.zeros(0)], []
         with torch.inference_mode():
             for part in chunks(features):
-                score, state = _scores(
-                    fitted.network, collate(part, fitted.scaling, self.architecture.with_edges)
-                )
+                score, state = _scores(fitted.network, self._collated(part, fitted.scaling))
                 scores.append(score.numpy())
                 hidden.append(state.double().numpy())
         return np.concatenate(scores), np.concatenate(hidden) if hidden else np.zeros((0, 0))

@@ -136,6 +136,10 @@ class Plan:
     def wire_bytes(self) -> int:
         return sum(message.wire_bytes for message in self.messages)
 
+    @property
+    def slice_count(self) -> int:
+        return sum(len(message.slices) for message in self.messages)
+
     def to_json(self) -> str:
         return canonical_json(self)
 

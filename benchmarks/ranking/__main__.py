@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -189,7 +190,13 @@ def planned(
 class _Untrained:
     """Learns and predicts nothing."""
 
-    def fit(self, examples: Sequence[Example], seed: int, warm_start: bool = False) -> FitReport:
+    def fit(
+        self,
+        examples: Sequence[Example],
+        seed: int,
+        warm_start: bool = False,
+        limit_s: float = math.inf,
+    ) -> FitReport:
         return FitReport(0, 0, 0.0, "nothing to do")
 
     def predict_step_s(self, features: Sequence[StrategyFeatures]) -> FloatArray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations
@@ -73,12 +74,19 @@ class Oracle:
     """Predicts the true time of new strategies, and refuses those it was fitted on."""
 
     name = "oracle"
+    reads_shards = False
 
     def __init__(self, truth: dict[str, float]) -> None:
         self.truth = truth
         self.seen: set[str] = set()
 
-    def fit(self, examples: Sequence[Example], seed: int, warm_start: bool = False) -> FitReport:
+    def fit(
+        self,
+        examples: Sequence[Example],
+        seed: int,
+        warm_start: bool = False,
+        limit_s: float = math.inf,
+    ) -> FitReport:
         self.seen = {item.features.strategy_id for item in examples}
         return FitReport(0, 0, 0.0, "nothing to learn")
 

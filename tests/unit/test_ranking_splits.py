@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -74,12 +75,19 @@ class FunctionSimulator:
     """Predicts by `truth`; keeps its training examples and refuses to predict those."""
 
     name = "function"
+    reads_shards = False
 
     def __init__(self, truth: Callable[[StrategyFeatures], float], fitted=None) -> None:
         self.truth, self.fitted = truth, [] if fitted is None else fitted
         self.learned: list[Example] = []
 
-    def fit(self, examples: Sequence[Example], seed: int, warm_start: bool = False) -> FitReport:
+    def fit(
+        self,
+        examples: Sequence[Example],
+        seed: int,
+        warm_start: bool = False,
+        limit_s: float = math.inf,
+    ) -> FitReport:
         self.learned = [*(self.learned if warm_start else []), *examples]
         self.fitted.append(list(examples))
         return FitReport(1, 1, 0.0, "")

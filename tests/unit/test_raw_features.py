@@ -11,7 +11,7 @@ from small_worlds import strategy as strategy_of
 
 from autotune.cluster import Cluster, Host
 from autotune.errors import InvalidInput
-from autotune.features.extract import MAX_SHARDS, MAX_VARIABLES, StrategyFeatures, extract
+from autotune.features.extract import Extractor, StrategyFeatures, extract
 from autotune.features.raw import HOST_COLUMNS, MESSAGE_COLUMNS, RAW_FEATURES
 from autotune.strategy_space.plan import PlannedStrategy
 from autotune.strategy_space.strategy import (
@@ -154,16 +154,17 @@ def test_variables_form_a_chain_where_the_workload_names_no_edges() -> None:
     assert features(workload(1), hosts(2)).shard_edges.shape == (0, 2)
 
 
-def test_more_variables_or_shards_than_the_limits_are_refused_with_the_numbers() -> None:
-    count = MAX_VARIABLES + 1
-    limits = f"at most {MAX_VARIABLES} variables and {MAX_SHARDS} shards"
-    with pytest.raises(InvalidInput, match=f"{limits}, but .* has {count} and"):
-        features(workload(count), hosts(2))
-    count = MAX_SHARDS + 1
-    one = Shard(Synchronizer.ALL_REDUCE, group=0)
-    model = Workload("m", (Variable("v", (count,)),))
-    with pytest.raises(InvalidInput, match=f"has 1 and {count}; use fewer shards per variable"):
-        features(model, hosts(2), cut("v", *(1,) * count, shards=(one,) * count))
+def test_features_without_shards_are_those_of_the_whole_strategy() -> None:
+    model = workload(3)
+    planned = PlannedStrategy.of(strategy_of(model, REDUCE), model, 2)
+    extractor = Extractor(model, hosts(2))
+    whole, light = extractor.features(planned), extractor.features(planned, with_shards=False)
+    assert len(whole.shards) == 3 and light.shards.shape == (0, len(RAW_FEATURES))
+    for one in (light, whole.without_shards()):
+        assert len(one.shards) == len(one.shard_variable) == len(one.shard_edges) == 0
+        assert one.shards.base is None, "a view keeps the rows in memory"
+        np.testing.assert_array_equal(one.global_features, whole.global_features)
+        assert one.analytic_step_s == whole.analytic_step_s
 
 
 def test_a_plan_of_another_model_is_refused() -> None:

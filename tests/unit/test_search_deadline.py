@@ -14,7 +14,6 @@ from autotune.optimizer.edits import merged
 from autotune.optimizer.optimize import optimize
 from autotune.optimizer.state import Problem, State
 from autotune.optimizer.suggest import suggestions
-from autotune.sampler.random import sample_many
 from autotune.strategy_space.builders.collectives import per_variable
 from autotune.strategy_space.space import SearchSpace
 from autotune.workload import Variable, Workload
@@ -80,14 +79,6 @@ def test_a_pass_that_never_ends_is_ended_and_what_it_proposed_counts():
     found = optimize(blocks(20), HOSTS, passes=[Endless()], budget=budget, clock=clock)
     assert found.cut_short and looks() <= 400 + SLACK
     assert "endless" in {step.by for step in found.log} or found.rounds > 0
-
-
-def test_sampling_stops_when_there_is_no_more_time():
-    clock, _ = counting()
-    deadline = Deadline.after(5, clock)
-    sampled = sample_many(blocks(20), HOSTS, SearchSpace.default(), 100, 0, deadline.passed)
-    assert 0 < len(sampled) <= 6
-    assert sampled == sample_many(blocks(20), HOSTS, SearchSpace.default(), len(sampled), 0)
 
 
 def test_a_share_of_a_deadline_ends_before_it():

@@ -207,8 +207,8 @@ def test_warm_start_keeps_what_was_learned_and_needs_few_epochs():
 
 
 def test_a_time_limit_ends_training_after_the_running_epoch():
-    simulator = linear_simulator(TrainingRecipe(epochs=10_000, time_limit_s=0.0))
-    report = simulator.fit(measured_examples(20, seed=6, overhead_s=0.01), seed=0)
+    simulator = linear_simulator(TrainingRecipe(epochs=10_000))
+    report = simulator.fit(measured_examples(20, seed=6, overhead_s=0.01), seed=0, limit_s=0.0)
     assert report.epochs == 1 and "time limit" in report.stopped
 
 

@@ -30,5 +30,7 @@ class Perceptron(nn.Module):
 
 def perceptron() -> ResidualSimulator:
     """Build an untrained simulator."""
-    architecture = Architecture("perceptron", (WIDTH,), lambda sizes: Perceptron(*sizes))
+    architecture = Architecture(
+        "perceptron", (WIDTH,), lambda sizes: Perceptron(*sizes), with_shards=False
+    )
     return ResidualSimulator(architecture, TrainingRecipe(epochs=5, warm_epochs=2, threads=1))
