@@ -47,7 +47,7 @@ AGAIN = Budget(400, 10_000_000, seconds=600)
 The seconds are a safety limit only."""
 ROUND = 0.25
 """Largest share of a job's remaining time for the proposals of a round, as thousands of variables
-need. Half of it is for the optimizer, a quarter for samples, the rest for scoring them."""
+need. Half of it is for the optimizer, a quarter for samples, the rest to learn and score them."""
 POOL_SLICES = 2**21
 """Most slices of the plans of a round's candidates: 1 GB, if each is a message of 0.45 kB."""
 SHORTEST_S = 1.0

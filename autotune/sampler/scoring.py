@@ -29,6 +29,8 @@ REPLAYED = 100
 """Strategies of a round that are replayed; a replay costs as much as 100 analytic estimates."""
 TRAINING_SHARE = 0.2
 """Largest share of the tuning time so far for all cross-validation and training."""
+LEARNING = 0.75
+"""Share of the time for scoring in which simulators may learn; cheap models need little of it."""
 TRAINED_SHARDS = 2**17
 """Most shards of all measured strategies from which a simulator of shards learns.
 
@@ -100,7 +102,7 @@ class Scorer:
             return Scores("none", reason, None, np.arange(len(pool)), None, ())
         assert history.profiled is not None
         extractor = self.extractor(history)
-        learning = deadline.share(0.5)
+        learning = deadline.share(LEARNING)
         examples = self.examples(history, learning)
         if len(examples) < SMALLEST_TRAINING:
             count = len(examples)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from short_jobs import FEW_STEPS, SHORT_PROBE, small_model, with_tracking_store
+from short_jobs import FEW_STEPS, SHORT_PROBE, small_model, take_interrupts, with_tracking_store
 
 from autotune.cluster import Cluster
 from autotune.errors import LaunchError
@@ -22,6 +24,7 @@ from autotune.sampler.proposer import Proposer
 from autotune.storage.store import Store
 from autotune.strategy_space.builders.collectives import single_bucket
 from autotune.strategy_space.plan import plan
+from autotune.tuning.events import Profiled
 from autotune.tuning.job import JobSpec
 from runtime_rewriter.world.results import TrainingEnded
 from runtime_rewriter.world.world import World
@@ -65,7 +68,7 @@ def assert_same_checkpoints(folder: Path, expected: Path) -> None:
         assert all(torch.equal(state[key], ours[name][key]) for key in state), name
 
 
-def test_tune_continue_trains_as_plain_ddp_does_and_leaves_all_checkpoints(
+def test_a_kept_and_resumed_training_ends_as_plain_ddp_does_with_all_checkpoints(
     project, tmp_path, tracking_store
 ) -> None:
     alone = tmp_path / "alone"
@@ -73,20 +76,28 @@ def test_tune_continue_trains_as_plain_ddp_does_and_leaves_all_checkpoints(
     launch = ["--nproc-per-node", "2", SCRIPT.name, "--steps", "700", "--save-every", "50"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     plain = subprocess.Popen([*torchrun, *launch], cwd=alone, stderr=subprocess.DEVNULL)
-    with_tracking_store(project / "autotune-jobs", tracking_store)
-    tune = [sys.executable, "-m", "autotune", "tune", "--json", "--continue"]
-    options = ["--search", "random", "--budget-trials", "4", "--top-k", "2"]
-    done = subprocess.run(
-        [*tune, *options, *FEW_STEPS, *SHORT_PROBE, "--", "torchrun", *launch],
-        cwd=project,
-        capture_output=True,
-        text=True,
-        timeout=280,
+    jobs = with_tracking_store(project / "autotune-jobs", tracking_store)
+    tune = [sys.executable, "-m", "autotune", "tune", "--json"]
+    options = ["--continue", "--search", "random", "--budget-trials", "4", "--top-k", "2"]
+    options += [*FEW_STEPS, *SHORT_PROBE]
+    pipes = {"cwd": project, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    begun = subprocess.Popen(
+        [*tune, *options, "--", "torchrun", *launch], **pipes, preexec_fn=take_interrupts
     )
+    printed = itertools.takewhile(lambda line: "round 0: " not in line, begun.stderr)
+    assert "profiled" in "".join(printed)
+    begun.send_signal(signal.SIGINT)
+    assert "`autotune tune --resume` continues" in begun.communicate(timeout=90)[1]
+    assert begun.returncode == 130 and not (project / "final.pt").exists()
+    done = subprocess.run([*tune, "--resume"], **pipes, timeout=280)
     assert done.returncode == 0, done.stderr
     assert plain.wait(timeout=120) == 0
     result = json.loads(done.stdout)
-    # A step is counted at the next forward pass, which the last one lacks.
+    with Store.open(jobs / "autotune.db") as store:
+        events = store.history(result["job"]).events
+    assert sum(isinstance(event, Profiled) for event in events) == 1
+    # The script reads no checkpoint, so it trained all its steps again. A step is counted at the
+    # next forward pass, which the last one lacks.
     assert result["training"] == {"steps": 699, "exit_status": 0, "reason": ""}
     assert result["decision"]["comparison"] is not None
     assert result["files"] == "real files (continue_training)"

@@ -172,13 +172,13 @@ def test_a_simulator_that_takes_too_long_is_left_out_after_one_fit():
     spec = job(simulators=("linear", "rnn"))
     strategies = sample_many(SMALL, HOSTS, SearchSpace.default(), 8, 0)
     history = measured(spec, SMALL, strategies)
-    fast, slow = Learner("linear", False, fit_s=0.1), Learner("rnn", True, fit_s=3.0)
+    fast, slow = Learner("linear", False, fit_s=0.1), Learner("rnn", True, fit_s=4.0)
     scorer = Scorer(spec, {"linear": lambda: fast, "rnn": lambda: slow})
     deadline = Deadline(CLOCK() + 20.0, CLOCK)
     scores = scorer.score(history, candidates(SMALL, strategies), deadline)
     assert {one.ranker for one in scores.quality} >= {"linear"}
     assert "rnn" not in {one.ranker for one in scores.quality}
-    assert fast.limits_s[0] == pytest.approx(2.0) and len(slow.fits) == 1
+    assert fast.limits_s[0] == pytest.approx(scoring.LEARNING * 20 / 5) and len(slow.fits) == 1
     assert list(scorer.finish(history)) == ["linear"]
 
 
