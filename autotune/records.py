@@ -177,7 +177,7 @@ class TrialRequest:
     most_steps: int = 0
     precision: float = 0.0
     losing_s: float | None = None
-    first_look: float = 0.0
+    first_look: float = field(default=0.0, metadata=LATER)
 
 
 @dataclass(frozen=True)

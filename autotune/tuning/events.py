@@ -6,11 +6,11 @@ A rank's measurement keeps one type from the rank to the report: `records.Measur
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from autotune.canonical import to_data
+from autotune.canonical import LATER, to_data
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
 from autotune.parsing import parse
@@ -111,7 +111,7 @@ class TrialFigures:
     overrun: float | None
     unsteady: bool
     conditions: Conditions
-    first_look: bool = False
+    first_look: bool = field(default=False, metadata=LATER)
 
 
 @dataclass(frozen=True)
