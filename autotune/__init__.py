@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from runtime_rewriter.rank.apply import Applied
     from runtime_rewriter.recording.api import P, R, Recorder
 
+Step = TypeVar("Step")
+
 __version__ = "0.1.0"
-__all__ = ["Recorder", "__version__", "apply", "profile"]
+__all__ = ["Recorder", "__version__", "apply", "distribute", "profile"]
 
 
 def __getattr__(name: str) -> Any:
@@ -46,6 +48,33 @@ def apply(
     from runtime_rewriter.rank.apply import apply as apply_to_torch
 
     return apply_to_torch(model, optimizer, strategy)
+
+
+def distribute(step: Step, strategy: str | Path | None = None) -> Step:
+    """Train by `step`, a TensorFlow function of one batch, on all ranks from now on.
+
+    This is the one line to add to a single-device TensorFlow script, before its loop:
+    `train_step = autotune.distribute(train_step)`. The step computes gradients with
+    `tf.GradientTape` (or `tf.gradients`) and updates variables. Its batch is split between the
+    ranks, so that training is that of one device with the same batch. `strategy`: path of an
+    export. Under `autotune tune` the tuner chooses the strategy. A script that no launcher started
+    gets its own step back.
+
+    Raises `InvalidInput` if TensorFlow is missing or the step cannot be rewritten.
+    """
+    from importlib.util import find_spec
+
+    from autotune.errors import InvalidInput
+
+    if find_spec("tensorflow") is None:
+        raise InvalidInput(
+            "autotune.distribute needs TensorFlow, which is not installed; run: "
+            "pip install 'autotune[tensorflow]'"
+        )
+    from runtime_rewriter.rank.tensorflow_step import distribute as distribute_step
+
+    distributed: Step = distribute_step(step, strategy)
+    return distributed
 
 
 def profile(recorder: Recorder) -> Callable[[Callable[P, R]], Callable[P, R]]:

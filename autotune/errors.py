@@ -10,7 +10,14 @@ from typing import Literal
 
 TROUBLESHOOTING = "docs/troubleshooting.md"
 Anchor = Literal[
-    "", "no-ddp", "wrong-world-size", "another-model", "no-ray", "refused-strategy", "no-view"
+    "",
+    "no-ddp",
+    "wrong-world-size",
+    "another-model",
+    "no-ray",
+    "refused-strategy",
+    "no-view",
+    "untrusted-network",
 ]
 """An anchor of the troubleshooting page, or empty."""
 

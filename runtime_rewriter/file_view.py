@@ -5,16 +5,15 @@ The view is a mount namespace that a process holds. A rank enters it before it r
 
 from __future__ import annotations
 
-import ctypes
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from autotune.errors import LaunchError
+from runtime_rewriter import namespaces
 
 VARIABLE = "AUTOTUNE_FILE_VIEW"
 """Environment variable that gives a rank its view."""
-_CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000  # linux/sched.h
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,8 @@ class FileView:
             if os.fstat(mounts).st_ino != self.namespace:
                 raise FileNotFoundError("its holder has ended")
             if os.fstat(user).st_ino != Path("/proc/self/ns/user").stat().st_ino:
-                _set_namespace(user, _CLONE_NEWUSER)
-            _set_namespace(mounts, _CLONE_NEWNS)
+                namespaces.enter(user, namespaces.CLONE_NEWUSER)
+            namespaces.enter(mounts, namespaces.CLONE_NEWNS)
             os.chdir(directory)
         except OSError as error:
             raise LaunchError(
@@ -61,10 +60,3 @@ def requested_view() -> FileView | None:
         return None
     holder, _, namespace = text.partition(":")
     return FileView(int(holder), int(namespace))
-
-
-def _set_namespace(descriptor: int, kind: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)  # os.setns needs Python 3.12
-    if libc.setns(descriptor, kind) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))

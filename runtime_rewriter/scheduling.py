@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 from autotune.records import Accelerators, Conditions, Network
+from runtime_rewriter.private_network import ISOLATED, NETWORK
 
 ROUND_ROBIN = "AUTOTUNE_ROUND_ROBIN"
 BYTE_SCALE = "AUTOTUNE_BYTE_SCALE"
@@ -35,9 +36,11 @@ def wants_round_robin(conditions: Conditions, ranks: int, cores: int) -> bool:
 
 def requested_conditions(conditions: Conditions) -> dict[str, str]:
     """Environment variables of every rank under these conditions."""
+    isolated = {NETWORK: ISOLATED} if conditions.network is Network.EMULATED else {}
     return {
         ROUND_ROBIN: "1" if conditions.round_robin else "0",
         BYTE_SCALE: repr(conditions.byte_scale),
+        **isolated,
     }
 
 

@@ -29,6 +29,7 @@ from autotune.tracking.tracker import ITEM_S, Tracker
 from autotune.tuning.explanation import Explainer, explained
 from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec
+from runtime_rewriter.private_network import NETWORK, TRUSTED
 from runtime_rewriter.world.command import read_command
 from runtime_rewriter.world.results import Trained
 from runtime_rewriter.world.world import World
@@ -137,6 +138,8 @@ def run_job(
     Raises `LaunchError` if the script cannot be tuned.
     """
     spec, script = job.spec, read_command(job.command)
+    if spec.trusted_network:
+        script = replace(script, environment={**script.environment, NETWORK: TRUSTED})
     proposer = Proposer(spec, SIMULATORS)
     ranks = Ranks(
         script,

@@ -49,9 +49,7 @@ class JobSpec:
     A trial runs `warmup_steps` untimed and `timed_steps` timed steps. It continues, up to
     `most_steps` timed steps in all, until one of two things holds. Half the width of the 95 %
     interval of its median is at most `precision` of the median. Or the interval lies above
-    `losing` times the best step time so far. The first trials of the current setup and of a
-    candidate are first looks. They end as soon as they can tell a difference of `deviation`, and
-    more precise ones then replace them.
+    `losing` times the best step time so far.
 
     After `reference_every` candidates the current setup runs again. If it deviates from the run
     before by more than `deviation`, the trials in between count as disturbed. The limit is tighter
@@ -87,6 +85,12 @@ class JobSpec:
     )
     protect: tuple[str, ...] = setting(
         (), "files", "further folders that trials must not change", shown="none", paths=True
+    )
+    trusted_network: bool = setting(
+        False,
+        "job",
+        "everybody who can reach the hosts may run code on them. TensorFlow's servers listen "
+        "without authentication, and otherwise run only in network namespaces",
     )
     search: Search = setting(
         Search.AUTOSYNC,

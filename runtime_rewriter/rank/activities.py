@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from autotune.errors import AutotuneError
-from autotune.recordings.probe import ProbeSeries
 from autotune.workload import Workload
 from runtime_rewriter.emulation import timetable_of
 from runtime_rewriter.probe.collectives import probe_links
@@ -24,6 +25,13 @@ from runtime_rewriter.software import software_versions
 
 RECORDED_STEPS = 1
 """Real steps before emulated ones. Batches of other shapes are recorded when they come."""
+
+
+class Accelerator(Protocol):
+    """`overrun`: the excess of real work over the emulated in the last step, as a share of it."""
+
+    @property
+    def overrun(self) -> float: ...
 
 
 GATED_UPDATES = 3
@@ -47,7 +55,7 @@ class TrialRun:
         gate: GradientGate | None,
         warmup_steps: int,
         timed_steps: int,
-        accelerator: EmulatedAccelerator | None = None,
+        accelerator: Accelerator | None = None,
         crossing: GradientSynchronizer | None = None,
     ) -> None:
         self._gate = gate
@@ -115,14 +123,10 @@ class ProfileRun:
     def __init__(self, synchronizer: GradientSynchronizer, request: StartProfile) -> None:
         self._synchronizer = synchronizer
         ranks, scale = synchronizer.ranks, synchronizer.byte_scale
-        self._series: tuple[ProbeSeries, ...] = ()
-        if request.probe_s > 0:
-            gradients_bytes = sum(
-                one.numel() * one.element_size() for one in synchronizer.parameters
-            )
-            self._series = probe_links(
-                ranks.base, request.probe_s, request.devices, scale, gradients_bytes
-            )
+        probed = request.probe_s > 0
+        self._series = (
+            probe_links(ranks.base, request.probe_s, request.devices, scale) if probed else ()
+        )
         self._profiler = (
             WorkloadProfiler(synchronizer, request.steps, alone=request.alone)
             if request.steps

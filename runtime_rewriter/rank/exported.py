@@ -36,7 +36,7 @@ class ExportSession:
     timeouts = TRAINING_TIMEOUTS
 
     def __init__(self, path: Path) -> None:
-        self._export = read_export(path)
+        self.export = read_export(path)
         self._applied = False
 
     def model_built(self, synchronizer: GradientSynchronizer) -> None:
@@ -44,7 +44,7 @@ class ExportSession:
         if self._applied:
             return
         self._applied = True
-        plan, notes = plan_for(self._export, synchronizer.module, synchronizer.ranks.size)
+        plan, notes = plan_for(self.export, synchronizer.module, synchronizer.ranks.size)
         # Also if nothing changes: the plans of all ranks are compared.
         synchronizer.load(plan or synchronizer.plan)
         if synchronizer.ranks.rank == 0:

@@ -73,7 +73,7 @@ def _own_line(descriptor: int) -> ControlLine:
 
 def _run_tuned(line: ControlLine, words: list[str]) -> int:
     round_robin = _under_round_robin()  # before torch starts its threads: they inherit it
-    from runtime_rewriter.protocol import KEEPS_TRAINING, RankFailed, ScriptFinished, encode
+    from runtime_rewriter.protocol import KEEPS_TRAINING, RankFailed
     from runtime_rewriter.rank.activities import NumericsFailure
     from runtime_rewriter.rank.session import TuningSession
 
@@ -94,7 +94,7 @@ def _run_tuned(line: ControlLine, words: list[str]) -> int:
         failure = RankFailed(kind, _describe(error))
         traceback.print_exc()
     with contextlib.suppress(ControlClosed):  # the supervisor may be gone: nobody waits then
-        line.send(encode(failure or ScriptFinished(session.steps)))
+        session.finish(failure)
     if kept:  # the script's exit handlers run
         return status if failure else 0
     _exit_now(1 if failure else 0)

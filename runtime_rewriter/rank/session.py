@@ -6,6 +6,7 @@ switch plans at the same boundary, without a collective of their own.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 
@@ -20,6 +21,7 @@ from runtime_rewriter.protocol import (
     RankEvent,
     RankFailed,
     Ready,
+    ScriptFinished,
     StartProbe,
     StartTrial,
     decode_instruction,
@@ -78,6 +80,18 @@ class TuningSession:
         """
         self._without_ddp.stop()
         self._model, self._followers = model, followers
+
+    def finish(self, failure: RankFailed | None) -> None:
+        """Tell the supervisor that the script has ended, and followers if it ended by itself.
+
+        Raises `ControlClosed` if the supervisor is gone.
+        """
+        if failure is None:
+            farewell = encode(ScriptFinished(self.steps))
+            for follower in self._followers:
+                with contextlib.suppress(ControlClosed):
+                    follower.send(farewell)
+        self.line.send(encode(failure or ScriptFinished(self.steps)))
 
     def on_backward_end(self) -> None:
         """Nothing to do: a step ends at the next forward pass."""

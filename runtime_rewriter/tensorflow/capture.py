@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,26 @@ from runtime_rewriter.tensorflow.training_graph import Feed, GraphVariable, Trai
 v1 = tf.compat.v1
 
 
+@dataclass(frozen=True)
+class CapturedStep:
+    """A captured function. `variables`: the program's own, by their names in the graph.
+
+    `arguments`: names of the feeds, in the order of the flat arguments. `results`: the structure
+    whose tensors the fetches are, in order.
+    """
+
+    training: TrainingGraph
+    variables: Mapping[str, Any]
+    arguments: tuple[str, ...]
+    results: Any
+
+
 def capture_function(step: Any, signature: Sequence[tf.TensorSpec]) -> TrainingGraph:
+    """Trace `step` as `capture_step` does, for its graph alone."""
+    return capture_step(step, signature).training
+
+
+def capture_step(step: Any, signature: Sequence[Any]) -> CapturedStep:
     """Trace `step`, a function of tensors that computes gradients and updates variables.
 
     `step` may be a `tf.function`. `signature`: its arguments. Give a batch dimension as None: such
@@ -34,7 +54,7 @@ def capture_function(step: Any, signature: Sequence[tf.TensorSpec]) -> TrainingG
     return _from_concrete(concrete, marks)
 
 
-def _from_concrete(concrete: Any, marks: Marks) -> TrainingGraph:
+def _from_concrete(concrete: Any, marks: Marks) -> CapturedStep:
     graph = concrete.graph
     graph_def = GraphDef()
     graph_def.CopyFrom(graph.as_graph_def())
@@ -69,7 +89,13 @@ def _from_concrete(concrete: Any, marks: Marks) -> TrainingGraph:
     outputs = _named_outputs(concrete)
     add_ends(graph_def, targets, list(outputs.values()))
     marked = _marked_names(marks, variables)
-    return normal_form(graph_def, list(variables.values()), marked, feeds, list(outputs), initial)
+    training = normal_form(
+        graph_def, list(variables.values()), marked, feeds, list(outputs), initial
+    )
+    held = {id(variable): variable for variable in graph.variables}
+    sources = {one.name: held[key] for key, one in variables.items()}
+    arguments = tuple(feed.name for feed in feeds)
+    return CapturedStep(training, sources, arguments, concrete.structured_outputs)
 
 
 def capture_graph(

@@ -22,6 +22,7 @@ from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import Compressor
 from autotune.tuning import statistics
+from runtime_rewriter.private_network import refusal
 from runtime_rewriter.pytorch.agreement import assumed_workload, check_fit
 from runtime_rewriter.world.answers import ScriptEnded
 from runtime_rewriter.world.views import Protected, held_view
@@ -68,6 +69,10 @@ def no_view() -> None:
     held_view(Protected(("/",)), "this machine")
 
 
+def untrusted_network() -> None:
+    raise refusal("a server", "its hosts are on an ordinary network")
+
+
 CASES = {
     "no-ddp": no_ddp,
     "wrong-world-size": wrong_world_size,
@@ -75,6 +80,7 @@ CASES = {
     "no-ray": no_ray,
     "refused-strategy": refused_strategy,
     "no-view": no_view,
+    "untrusted-network": untrusted_network,
 }
 
 

@@ -1,0 +1,209 @@
+"""A TensorFlow training step under a session: its activities.
+
+Rank 0 is the only client. It measures for all ranks, which repeat its answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from statistics import median
+
+import numpy as np
+import tensorflow as tf
+
+from autotune.errors import InvalidInput
+from autotune.export import Export, check_model
+from autotune.strategy_space.builders.collectives import single_bucket
+from autotune.strategy_space.plan import Plan
+from autotune.strategy_space.plan import plan as planned
+from autotune.workload import Workload
+from runtime_rewriter.emulation import timetable_of
+from runtime_rewriter.protocol import (
+    ContinueTrial,
+    EmulationAnswer,
+    ProbeAnswer,
+    ProfileAnswer,
+    RankEvent,
+    RankInstruction,
+    StartEmulation,
+    StartProbe,
+    StartProfile,
+    StartTrial,
+    TrainOn,
+)
+from runtime_rewriter.rank.activities import FurtherTraining, TrialRun
+from runtime_rewriter.rank.tuned_model import Activity
+from runtime_rewriter.scheduling import usable_cores
+from runtime_rewriter.tensorflow.emulation import LATE, emulated, recorded_tensors
+from runtime_rewriter.tensorflow.graph_workload import workload_of
+from runtime_rewriter.tensorflow.measured import (
+    ReplicaTimes,
+    node_times,
+    replica_times,
+    update_time,
+    workload_of_steps,
+)
+from runtime_rewriter.tensorflow.running import RunningGraph
+from runtime_rewriter.tensorflow.servers import session_config, versions
+
+WARMUP_STEPS = 1
+"""The first traced step allocates what the later ones use."""
+CROSSING_REFUSED = "a TensorFlow step ends with its updates"
+
+Batch = Mapping[str, np.ndarray]
+
+
+class TensorflowModel:
+    """Implements `TunedModel`. Its current setup sums all gradients in one message."""
+
+    def __init__(self, running: RunningGraph, name: str) -> None:
+        self.running, self.name = running, name
+        self.workload = workload_of(running.training, name)
+        self.current_plan = planned(
+            single_bucket(self.workload), self.workload, len(running.servers.devices)
+        )
+        self.overrun = 0.0
+        """See `Accelerator`."""
+        self._compute_s: float | None = None  # of emulated accelerators
+        self._profile: ProfileRun | None = None
+        self._results: dict[str, np.ndarray] = {}
+        self._batch: Batch = {}
+        running.load(self.current_plan)
+
+    @property
+    def id(self) -> str:
+        return self.workload.id
+
+    def scale_bytes(self, byte_scale: float) -> None:
+        raise InvalidInput(
+            f"TensorFlow sends whole messages, but --byte-scale is {byte_scale:g}; leave it out"
+        )
+
+    def load_export(self, export: Export) -> None:
+        """Train by an export from now on. Raises `ModelMismatch` if it is for another model."""
+        variables = {one.name: (one.shape, one.dtype) for one in self.workload.variables}
+        check_model(export, variables, len(self.running.servers.devices))
+        if export.strategy is not None:
+            self._load(export.plan())
+
+    def step(self, batch: Batch) -> dict[str, np.ndarray]:
+        """Train one step; return its results by the names of the fetches."""
+        self._batch = batch
+        names = list(self.running.training.fetches)
+        if self._profile is not None:
+            values = self._profile.step(batch)
+        else:
+            values = self.running.step(batch)
+        results = dict(zip(names, values, strict=True))
+        late_s = results.pop(LATE, None)
+        if late_s is not None and self._compute_s is not None:
+            self.overrun = float(late_s) / self._compute_s
+        self._results = results
+        return results
+
+    def start(self, instruction: RankInstruction) -> Activity:
+        self._profile = None
+        if isinstance(instruction, StartProfile):
+            self._profile = ProfileRun(self, instruction)
+            return self._profile
+        if isinstance(instruction, StartEmulation):
+            self._emulate(instruction.workload)
+            return _Emulated()
+        if isinstance(instruction, TrainOn):
+            self._load(instruction.plan)
+            return FurtherTraining()
+        assert isinstance(instruction, StartTrial | ContinueTrial)
+        if isinstance(instruction, StartTrial):
+            self._load(instruction.plan)
+        accelerator = None if self._compute_s is None else self
+        return TrialRun(None, instruction.warmup_steps, instruction.timed_steps, accelerator)
+
+    def _load(self, plan: Plan | None) -> None:
+        plan = plan or self.current_plan
+        loaded = self.running.graph
+        if loaded is None or loaded.plan.id != plan.id:
+            self.running.load(plan)
+
+    def _emulate(self, workload: Workload) -> None:
+        """Raises `InvalidInput` for a workload without the times of a profile."""
+        timetable = timetable_of(workload)
+        self._compute_s = timetable.compute_s
+        wanted = recorded_tensors(self.running.training, 0)
+        _, recorded = self.running.observed_step(self._batch, None, wanted)
+        training = emulated(self.running.training, timetable, recorded, self._results)
+        self.running.load(self.current_plan, training)
+
+    def probe(self, request: StartProbe, report: Callable[[str], None]) -> ProbeAnswer:
+        raise InvalidInput("`autotune probe` probes links with PyTorch, whatever the framework")
+
+
+class _Emulated:
+    """The first emulated step."""
+
+    def step_finished(self, step_s: float, clean: bool) -> bool:
+        return True
+
+    def answer(self) -> RankEvent:
+        return EmulationAnswer()
+
+
+class ProfileRun:
+    """Traces steps of all replicas, or of the first one alone."""
+
+    def __init__(self, model: TensorflowModel, request: StartProfile) -> None:
+        model._load(None)
+        self._model, self._request = model, request
+        self._ranks = range(1 if request.alone else len(model.running.servers.devices))
+        self._steps: list[ReplicaTimes] = []
+        self._update_s: list[float] = []
+        self._touched: dict[str, list[np.ndarray]] = {}
+        self._seen = 0
+
+    def step(self, batch: Batch) -> list[np.ndarray]:
+        running = self._model.running
+        metadata, wanted = tf.compat.v1.RunMetadata(), recorded_tensors(running.training, 0)
+        rows = {name: tensor for name, tensor in wanted.items() if name.endswith("/indices")}
+        results, indices = running.observed_step(batch, metadata, rows)
+        self._seen += 1
+        if self._seen <= WARMUP_STEPS:
+            return results
+        times = node_times(metadata)
+        training = running.training
+        for rank in self._ranks:
+            step = replica_times(training, times, rank)
+            end_s = max(
+                times[f"replica_{rank}/{one.values.node}"].end_s for one in training.gradients
+            )
+            self._update_s.append(update_time(training, times, end_s, rank))
+            if self._request.alone:
+                alone = tf.compat.v1.RunMetadata()
+                gradients = [f"replica_0/{one.values.node}" for one in training.gradients]
+                running.only(gradients, batch, alone)
+                step = replica_times(training, node_times(alone), rank)
+            self._steps.append(step)
+        for name, value in indices.items():
+            variable = name.removeprefix("emulated/").removesuffix("/indices")
+            self._touched.setdefault(variable, []).append(value)
+        return results
+
+    def step_finished(self, step_s: float, clean: bool) -> bool:
+        return self._seen >= WARMUP_STEPS + self._request.steps
+
+    def answer(self) -> ProfileAnswer:
+        model = self._model
+        workload = None
+        if self._request.steps:
+            workload = workload_of_steps(
+                model.running.training,
+                model.name,
+                self._steps,
+                median(self._update_s),
+                self._touched,
+                session_config().intra_op_parallelism_threads,
+            )
+        model._profile = None
+        return ProfileAnswer(workload, (), _software(), usable_cores(), CROSSING_REFUSED, ())
+
+
+def _software() -> dict[str, str]:
+    return {name.lower(): str(version) for name, version in versions().items()}

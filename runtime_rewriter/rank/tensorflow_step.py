@@ -1,0 +1,146 @@
+"""Implements `autotune.distribute(step)`, the one line in a TensorFlow training script."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.util import nest
+
+from autotune.errors import InvalidInput
+from autotune.export import Export, read_export
+from runtime_rewriter.active import current_session
+from runtime_rewriter.control import ControlClosed, ControlLine
+from runtime_rewriter.protocol import ScriptFinished, encode
+from runtime_rewriter.pytorch.exchange.ranks import TRAINING_TIMEOUTS
+from runtime_rewriter.rank.exported import ExportSession
+from runtime_rewriter.rank.following import follow
+from runtime_rewriter.rank.session import TuningSession
+from runtime_rewriter.rank.tensorflow_model import TensorflowModel
+from runtime_rewriter.tensorflow.capture import CapturedStep, capture_step
+from runtime_rewriter.tensorflow.running import RunningGraph
+from runtime_rewriter.tensorflow.servers import RankPlace, Servers, start_servers
+
+START_S = 300.0
+"""Time until all ranks have come to `distribute`: each of them may load its data before."""
+
+
+def distribute(step: Any, strategy: str | Path | None) -> Any:
+    """See `autotune.distribute`."""
+    place = RankPlace.of(os.environ)
+    if place is None:
+        return step
+    session = current_session()
+    if not isinstance(session, TuningSession | ExportSession | None):
+        raise InvalidInput(
+            "steps of autotune.distribute cannot be recorded this way; use `autotune tune`, "
+            "which profiles them"
+        )
+    servers = start_servers(place, START_S)
+    tuning = session if isinstance(session, TuningSession) else None
+    if place.rank > 0:
+        follow(servers.peers.lines[0], tuning.line if tuning else None)
+        raise SystemExit(0)
+    atexit.register(_say_goodbye, servers.peers.lines)
+    export = session.export if isinstance(session, ExportSession) else None
+    if export is None and strategy is not None:
+        export = read_export(Path(strategy))
+    return DistributedStep(step, servers, tuning, export)
+
+
+def _say_goodbye(followers: Sequence[ControlLine]) -> None:
+    for line in followers:
+        with contextlib.suppress(ControlClosed):
+            line.send(encode(ScriptFinished(0)))
+
+
+class DistributedStep:
+    """A training step on the servers of all ranks; only rank 0 has one.
+
+    It takes the arguments of the script's own step and returns its results, those of the first
+    replica.
+    """
+
+    def __init__(
+        self, step: Any, servers: Servers, session: TuningSession | None, export: Export | None
+    ) -> None:
+        self._step, self._servers, self._session, self._export = step, servers, session, export
+        self._captured: CapturedStep | None = None
+        self._model: TensorflowModel | None = None
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        if keywords:
+            raise InvalidInput(
+                "a distributed step takes positional arguments, but got "
+                f"{', '.join(sorted(keywords))} by name"
+            )
+        flat = [np.asarray(value) for value in nest.flatten(arguments)]
+        if self._model is None:
+            self._model = self._built(arguments)
+        elif self._session is not None:
+            self._session.on_boundary(time.perf_counter(), clean=True)
+        assert self._captured is not None
+        needed = {feed.name for feed in self._model.running.training.feeds}
+        pairs = zip(self._captured.arguments, flat, strict=True)
+        results = self._model.step({name: value for name, value in pairs if name in needed})
+        return self._packed(list(results.values()))
+
+    def _built(self, arguments: tuple[Any, ...]) -> TensorflowModel:
+        self._captured = capture_step(_untraced(self._step), signature_of(arguments, self._step))
+        waits = TRAINING_TIMEOUTS if self._session is None else self._session.timeouts
+        running = RunningGraph(self._captured.training, self._servers, waits.message_s)
+        model = TensorflowModel(running, getattr(self._step, "__name__", "train_step"))
+        if self._export is not None:
+            model.load_export(self._export)
+        if self._session is not None:
+            self._session.tune(model, self._servers.peers.lines)
+        return model
+
+    def _packed(self, values: list[np.ndarray]) -> Any:
+        assert self._captured is not None
+        leaves = nest.flatten(self._captured.results, expand_composites=True)
+        found = iter(values)
+        filled = [None if leaf is None else tf.constant(next(found)) for leaf in leaves]
+        return nest.pack_sequence_as(self._captured.results, filled, expand_composites=True)
+
+
+def _untraced(step: Any) -> Any:
+    """The step for a trace of its own, in which gradients are marked."""
+    python_function = getattr(step, "python_function", None)
+    if python_function is None:
+        return step
+    return tf.function(python_function, input_signature=step.input_signature)
+
+
+def signature_of(arguments: tuple[Any, ...], step: Any) -> Sequence[Any]:
+    """The step's own input signature, or that of its first arguments.
+
+    The first dimension of the first array is the batch; arrays that share it are split between the
+    replicas, and all else is copied.
+    """
+    own = getattr(step, "input_signature", None)
+    if own is not None:
+        signature: Sequence[Any] = own
+        return signature
+    arrays = [np.asarray(value) for value in nest.flatten(arguments)]
+    batch = next((array.shape[0] for array in arrays if array.ndim), None)
+    if batch is None:
+        raise InvalidInput(
+            "a distributed step splits its batch between the replicas, but none of its "
+            f"{len(arrays)} arguments is an array; pass the batch as an argument"
+        )
+    specs = [
+        tf.TensorSpec(
+            [None, *array.shape[1:]] if array.shape[:1] == (batch,) else array.shape, array.dtype
+        )
+        for array in arrays
+    ]
+    packed: Sequence[Any] = nest.pack_sequence_as(arguments, specs)
+    return packed

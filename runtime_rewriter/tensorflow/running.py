@@ -1,0 +1,172 @@
+"""Runs the distributed graph of one plan after another on the same servers.
+
+Variables keep their values when the plan changes. Each graph has keys of its own for its
+collectives, because servers remember those that they have seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from autotune.errors import InvalidInput, InvalidStrategy, SynchronizationError
+from autotune.strategy_space.plan import Plan
+from runtime_rewriter.tensorflow.checkpoints import gather, scatter
+from runtime_rewriter.tensorflow.distribute import distribute
+from runtime_rewriter.tensorflow.distributed_graph import DistributedGraph
+from runtime_rewriter.tensorflow.servers import Servers, session_config
+from runtime_rewriter.tensorflow.training_graph import TrainingGraph
+
+v1 = tf.compat.v1
+
+_LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
+_LATE = (tf.errors.DeadlineExceededError,)
+_COLLECTIVE = ("collective", "socket closed", "rendezvous", "recvtensor", "recvbuf")
+
+
+class RunningGraph:
+    """A training graph on servers under a plan. Only rank 0 has one: it is the only client.
+
+    A step fails after `step_timeout_s`.
+    """
+
+    def __init__(self, training: TrainingGraph, servers: Servers, step_timeout_s: float) -> None:
+        self.training, self.servers = training, servers
+        self._options = v1.RunOptions(timeout_in_ms=int(step_timeout_s * 1e3))
+        self._next_key = 1
+        self._values: Mapping[str, np.ndarray] = training.initial
+        self._session: Any = None
+        self.graph: DistributedGraph | None = None
+
+    def load(self, plan: Plan, training: TrainingGraph | None = None) -> None:
+        """Let further steps enact `plan`, with the present values of the variables.
+
+        `training`: another graph from now on, with its initial values. Raises `InvalidStrategy` if
+        the plan cannot be enacted; the earlier one then stays.
+        """
+        try:
+            graph = distribute(
+                training or self.training, plan, self.servers.devices, self._next_key
+            )
+        except InvalidInput as error:
+            if isinstance(error, InvalidStrategy):
+                raise
+            raise InvalidStrategy(str(error)) from error
+        self.close()
+        if training is not None:
+            self.training, self._values = training, training.initial
+        self.graph, self._next_key = graph, graph.next_key
+        with tf.Graph().as_default() as built:
+            tf.graph_util.import_graph_def(graph.graph_def, name="")
+        self._session = v1.Session(self.servers.target, graph=built, config=session_config())
+        with _translated():
+            scatter(self._session, graph, self._values)
+
+    def step(self, values: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+        """Train one step with the global batch; return the fetches of the first replica."""
+        fetches, _ = self.observed_step(values, None)
+        return fetches
+
+    def observed_step(
+        self, values: Mapping[str, np.ndarray], metadata: Any, fetches: Mapping[str, str] = {}
+    ) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
+        """Train one step, and return the values of further tensors `fetches` by name.
+
+        `metadata`: a RunMetadata that gets the times of all ops; None: nothing is traced.
+        """
+        graph = self._loaded
+        options = self._options
+        if metadata is not None:
+            options = v1.RunOptions(
+                trace_level=v1.RunOptions.FULL_TRACE,
+                timeout_in_ms=options.timeout_in_ms,
+                output_partition_graphs=True,
+            )
+        wanted = (list(graph.fetches.values()), dict(fetches), list(graph.targets))
+        with _translated():
+            own, further, _ = self._session.run(
+                wanted, graph.feed_dict(values), options=options, run_metadata=metadata
+            )
+        return own, further
+
+    def only(self, targets: list[str], values: Mapping[str, np.ndarray], metadata: Any) -> None:
+        """Run nodes of the graph that change no variable, and trace them into `metadata`."""
+        options = v1.RunOptions(
+            trace_level=v1.RunOptions.FULL_TRACE, timeout_in_ms=self._options.timeout_in_ms
+        )
+        with _translated():
+            self._session.run(
+                targets, self._loaded.feed_dict(values), options=options, run_metadata=metadata
+            )
+
+    @property
+    def _loaded(self) -> DistributedGraph:
+        assert self.graph is not None, "a plan must be loaded before a step"
+        return self.graph
+
+    def values(self) -> Mapping[str, np.ndarray]:
+        """The values of all variables, by their names in the training graph."""
+        if self._session is not None:
+            with _translated():
+                self._values = gather(self._session, self._loaded)
+        return self._values
+
+    def set_values(self, values: Mapping[str, np.ndarray]) -> None:
+        """Replace the values of all variables on all ranks."""
+        self._values = values
+        with _translated():
+            scatter(self._session, self._loaded, values)
+
+    def close(self) -> None:
+        """End the session; the values stay here, and the servers forget theirs."""
+        if self._session is None:
+            return
+        self.values()
+        destroy = _destroying(self._session.graph, self._loaded)
+        with contextlib.suppress(tf.errors.OpError):  # they end with the servers, too
+            self._session.run(destroy)
+        self._session.close()
+        self._session = self.graph = None
+
+
+def _destroying(built: Any, graph: DistributedGraph) -> list[Any]:
+    """Ops that free the memory of the graph's variables."""
+    with built.as_default():
+        operations = []
+        for one in graph.variables:
+            with tf.device(graph.devices[one.rank]):
+                handle = built.get_tensor_by_name(f"{one.handle}:0")
+                operations.append(
+                    tf.raw_ops.DestroyResourceOp(resource=handle, ignore_lookup_error=True)
+                )
+        return operations
+
+
+@contextlib.contextmanager
+def _translated() -> Any:
+    """Name the cause of errors of the connections; others are the script's own."""
+    try:
+        yield
+    except _LATE as error:
+        raise SynchronizationError(
+            "a step did not end in time: a server has ended or hangs, or the network is too slow "
+            f"for --step-timeout ({_line(error)})"
+        ) from TimeoutError(_line(error))
+    except (*_LOST, tf.errors.InternalError) as error:
+        if not any(word in error.message.lower() for word in _COLLECTIVE):
+            raise
+        raise SynchronizationError(
+            "a message between the servers was aborted, after which they take no further one: "
+            f"they start anew with the next trial ({_line(error)})"
+        ) from error
+
+
+def _line(error: Any) -> str:
+    lines = [line.strip() for line in error.message.splitlines() if line.strip()]
+    described = [line for line in lines if any(word in line.lower() for word in _COLLECTIVE)]
+    line: str = (described or lines or [type(error).__name__])[0]
+    return line[:300]

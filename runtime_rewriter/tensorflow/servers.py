@@ -1,0 +1,215 @@
+"""One `tf.distribute.Server` per rank, on a network where nobody else can reach it.
+
+The ranks agree on versions, network, ports and start, so that a fault of one is raised on all.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from autotune.errors import LaunchError
+from runtime_rewriter.private_network import (
+    ISOLATED,
+    NETWORK,
+    TRUSTED,
+    NetworkNamespace,
+    new_network_namespace,
+    refusal,
+)
+from runtime_rewriter.rendezvous import Facts, Peers, meet
+
+v1 = tf.compat.v1
+
+JOB = "worker"
+LEADER = f"/job:{JOB}/replica:0/task:0"
+LOOPBACK = "127.0.0.1"
+OLDEST, FIRST_UNTESTED = (2, 21), (3, 0)
+"""Versions of TensorFlow: the rewriter reads internals that others may not have."""
+FEWEST_INTER_OP_THREADS = 4
+"""A replica's computation, its messages and its updates run side by side."""
+SERVER = "tf.distribute.Server"
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """A rank of a launched script. `address`, `port`: where rank 0 waits for the others.
+
+    `network`: the value of AUTOTUNE_NETWORK.
+    """
+
+    rank: int
+    world_size: int
+    one_host: bool
+    address: str
+    port: int
+    network: str = ""
+
+    @staticmethod
+    def of(environment: Mapping[str, str]) -> RankPlace | None:
+        """The place that a launcher has put into the environment; None for a script alone."""
+        size = int(environment.get("WORLD_SIZE", "1"))
+        if size < 2:
+            return None
+        missing = [
+            name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environment
+        ]
+        if missing:
+            raise LaunchError(
+                f"a rank needs {', '.join(missing)} beside WORLD_SIZE in its environment; start "
+                "the script by `autotune tune -- python train.py` or by torchrun"
+            )
+        return RankPlace(
+            int(environment["RANK"]),
+            size,
+            environment.get("LOCAL_WORLD_SIZE") == str(size),
+            environment["MASTER_ADDR"],
+            int(environment["MASTER_PORT"]),
+            environment.get(NETWORK, ""),
+        )
+
+
+@dataclass(frozen=True)
+class Servers:
+    """The started servers. `target`: what a session of this rank connects to."""
+
+    place: RankPlace
+    peers: Peers
+    target: str
+    own: Any = field(repr=False)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return tuple(
+            f"/job:{JOB}/replica:0/task:{rank}/device:CPU:0"
+            for rank in range(self.place.world_size)
+        )
+
+
+def session_config() -> Any:
+    """The configuration of every server and session: nothing but the plan moves nodes."""
+    threads = int(os.environ.get("OMP_NUM_THREADS", "0"))  # launchers share the cores by it
+    config = v1.ConfigProto(
+        intra_op_parallelism_threads=threads,
+        inter_op_parallelism_threads=max(FEWEST_INTER_OP_THREADS, threads),
+    )
+    config.experimental.collective_group_leader = LEADER
+    config.graph_options.optimizer_options.opt_level = -1
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    return config
+
+
+def start_servers(place: RankPlace, timeout_s: float) -> Servers:
+    """Start this rank's server together with those of all ranks.
+
+    This thread enters a network namespace if one is needed. Raises `LaunchError` on every rank if
+    one of them cannot start.
+    """
+    peers = meet(place.rank, place.world_size, place.address, place.port, timeout_s)
+
+    def together(decide: Callable[[list[Facts]], Facts], find: Callable[[], Facts]) -> Facts:
+        try:
+            facts = find()
+        except LaunchError as error:
+            facts = {"problem": f"rank {place.rank}: {error}" if place.rank else str(error)}
+        return peers.agree(facts, decide, timeout_s)
+
+    together(_same_versions, versions)
+    namespace = together(_first, lambda: _network(place))
+    if place.rank > 0 and namespace:
+        together(_first, lambda: _enter(namespace))
+    elif namespace:
+        together(_first, dict)
+    addresses = peers.addresses if not namespace else (LOOPBACK,) * place.world_size
+    with reserved_port() as port:
+        cluster = together(lambda ports: _cluster(addresses, ports), lambda: {"port": port})
+    specification = tf.train.ClusterSpec({JOB: cluster["addresses"]})
+    server: list[Any] = []
+    together(_first, lambda: _start(specification, place.rank, server))
+    return Servers(place, peers, server[0].target, server[0])
+
+
+def _first(facts: list[Facts]) -> Facts:
+    return facts[0]
+
+
+def versions() -> Facts:
+    """Versions that all ranks must share. Raises `LaunchError` for an untested TensorFlow."""
+    found = tuple(int(part) for part in tf.__version__.split(".")[:2])
+    if not OLDEST <= found < FIRST_UNTESTED:
+        raise LaunchError(
+            f"TensorFlow must be at least {'.'.join(map(str, OLDEST))} and below "
+            f"{'.'.join(map(str, FIRST_UNTESTED))}, but is {tf.__version__}; "
+            "pip install 'autotune[tensorflow]' brings one that works"
+        )
+    return {
+        "TensorFlow": tf.__version__,
+        "Python": platform.python_version(),
+        "byte order": sys.byteorder,
+    }
+
+
+def _same_versions(facts: list[Facts]) -> Facts:
+    for name in facts[0]:
+        for rank, other in enumerate(facts):
+            if other.get(name) != facts[0][name]:
+                raise LaunchError(
+                    f"{name} must be the same on every rank, but is {facts[0][name]} on rank 0 and "
+                    f"{other.get(name)} on rank {rank}; install the same versions on every host"
+                )
+    return {}
+
+
+def _network(place: RankPlace) -> Facts:
+    """Return nothing on a network that may be used, or the namespace that rank 0 has entered."""
+    if place.network in (ISOLATED, TRUSTED) or place.rank > 0:
+        return {}
+    if not place.one_host:
+        raise refusal(SERVER, "the ranks are on several hosts of an ordinary network")
+    try:
+        namespace = new_network_namespace()
+    except OSError as error:
+        why = f"this machine gives the ranks no namespace of their own ({error.strerror})"
+        raise refusal(SERVER, why) from error
+    return {"path": namespace.path, "inode": namespace.inode}
+
+
+def _enter(namespace: Facts) -> Facts:
+    NetworkNamespace(namespace["path"], namespace["inode"]).enter()
+    return {}
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port that nobody else gets within the block."""
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        yield taken.getsockname()[1]
+
+
+def _cluster(addresses: tuple[str, ...], ports: list[Facts]) -> Facts:
+    pairs = zip(addresses, ports, strict=True)
+    return {"addresses": [f"{address}:{facts['port']}" for address, facts in pairs]}
+
+
+def _start(specification: Any, rank: int, started: list[Any]) -> Facts:
+    try:
+        server = tf.distribute.Server(
+            specification, job_name=JOB, task_index=rank, config=session_config()
+        )
+    except tf.errors.UnknownError as error:  # gRPC names no reason; a taken port is the usual one
+        address = specification.task_address(JOB, rank)
+        raise LaunchError(
+            f"the server of rank {rank} cannot listen at {address}: address already in use "
+            f"({error.message})"
+        ) from error
+    started.append(server)
+    return {}

@@ -1,0 +1,52 @@
+"""A TensorFlow script on `tf.distribute.Server`s: trials, refusals, and servers that end."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+if find_spec("tensorflow") is None:  # an import takes 7 s
+    pytest.skip("the extra tensorflow is not installed", allow_module_level=True)
+
+from autotune.cluster import Cluster
+from autotune.records import Failed, FailureKind, Measured, Role, TrialRequest
+from autotune.strategy_space.builders.cross_step import cross_step_all_reduce
+from autotune.strategy_space.builders.servers import ps_load_balanced
+from autotune.strategy_space.plan import plan
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "train_tensorflow.py"
+RANKS = 2
+REQUEST = TrialRequest(0, "strategy-under-test", Role.CANDIDATE, warmup_steps=1, timed_steps=3)
+
+
+def test_trials_change_plans_in_one_run_and_an_ended_server_costs_one_restart(
+    make_world, tmp_path
+) -> None:
+    planted = tmp_path / "planted"
+    world = make_world("100000", str(planted), script=SCRIPT, step_timeout_s=20.0, probe_s=0.0)
+    profile = world.profile()
+    workload = profile.workload
+    assert {one.shape for one in workload.variables} == {(16, 32), (32,), (32, 4), (4,)}
+    assert workload.source == "measured" and workload.backward_s > 0
+    assert "ends with its updates" in profile.cross_step_refused
+
+    cluster = Cluster.local(RANKS)
+    served = plan(ps_load_balanced(workload, cluster), workload, RANKS)
+    for wanted in (None, served, None):
+        outcome = world.run_trial(REQUEST, wanted)
+        assert isinstance(outcome, Measured), outcome
+        assert len(outcome.step_s) == RANKS
+    crossing = cross_step_all_reduce(workload, cluster)
+    refused = world.run_trial(REQUEST, plan(crossing, workload, RANKS))
+    assert isinstance(refused, Failed) and refused.kind is FailureKind.REFUSED
+    assert "a step ends with its updates" in refused.message
+    assert world.restarts == 0
+
+    planted.touch()
+    failed = world.run_trial(TrialRequest(0, "s", Role.CANDIDATE, 1, 5000), served)
+    assert isinstance(failed, Failed) and failed.kind is FailureKind.CRASH
+    assert failed.rank == 1 and "exit code 7" in failed.message
+    assert isinstance(world.run_trial(REQUEST, served), Measured)
+    assert world.restarts == 1

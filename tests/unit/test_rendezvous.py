@@ -1,0 +1,85 @@
+"""Ranks meet at rank 0 and agree, or all get one reason why not."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from autotune.errors import LaunchError
+from runtime_rewriter.rendezvous import Facts, Peers, meet
+from runtime_rewriter.world.worker import free_port
+
+ADDRESS = "127.0.0.1"
+
+
+def on_ranks(ranks: int, work: Callable[[Peers], Facts]) -> list[Facts | str]:
+    """What `work` returns on each rank, or the message of its error."""
+    port = free_port(0, 0, ADDRESS)
+
+    def rank(number: int) -> Facts | str:
+        peers = meet(number, ranks, ADDRESS, port, 10.0)
+        try:
+            return work(peers)
+        except LaunchError as error:
+            return str(error)
+        finally:
+            for line in peers.lines:
+                line.close()
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(rank, range(ranks)))
+
+
+def together(facts: list[Facts]) -> Facts:
+    return {"sum": sum(each["value"] for each in facts)}
+
+
+def test_all_ranks_get_what_rank_0_decides_from_their_facts() -> None:
+    results = on_ranks(3, lambda peers: peers.agree({"value": 10 + peers.rank}, together, 5.0))
+    assert results == [{"sum": 33}] * 3
+
+
+def test_a_problem_of_one_rank_is_raised_on_all() -> None:
+    def work(peers: Peers) -> Facts:
+        facts = {"problem": "no room on rank 2"} if peers.rank == 2 else {"value": 1}
+        return peers.agree(facts, together, 5.0)
+
+    assert on_ranks(3, work) == ["no room on rank 2"] * 3
+
+
+def test_a_rank_that_ends_is_named_on_the_others() -> None:
+    def work(peers: Peers) -> Facts:
+        return {} if peers.rank == 1 else peers.agree({"value": 1}, together, 5.0)
+
+    first, gone, last = on_ranks(3, work)
+    assert gone == {}
+    assert "connection closed by peer: rank 1 ended" in first and first == last
+
+
+def test_rank_0_closes_its_port_once_all_are_there_and_ignores_strangers() -> None:
+    port = free_port(0, 0, ADDRESS)
+    with ThreadPoolExecutor(2) as pool:
+        leading = pool.submit(meet, 0, 2, ADDRESS, port, 10.0)
+        stranger = None
+        while stranger is None:
+            try:
+                stranger = socket.create_connection((ADDRESS, port), timeout=5.0)
+            except ConnectionRefusedError:
+                assert not leading.done()
+        stranger.sendall(b'{"rank": 1}\n')
+        assert stranger.recv(1) == b""  # it was turned away
+        stranger.close()
+        pool.submit(meet, 1, 2, ADDRESS, port, 10.0).result(10.0).lines[0].close()
+        leading.result(10.0).lines[0].close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((ADDRESS, port), timeout=5.0)
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    with pytest.raises(LaunchError, match=r"within 0.2 s, but 1, 2 did not"):
+        meet(0, 3, ADDRESS, free_port(0, 0, ADDRESS), 0.2)
+    with pytest.raises(LaunchError, match=r"rank 1 cannot reach rank 0 at 127.0.0.1:1"):
+        meet(1, 2, ADDRESS, 1, 0.2)
