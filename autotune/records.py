@@ -160,7 +160,8 @@ class TrialRequest:
 
     `strategy_id`: `CURRENT_SETUP` or a strategy's id. `attempt` counts repeats of a disturbed
     trial. Up to `most_steps` timed steps follow (0: none), until the relative half width of the
-    median's interval is at most `precision`, or the interval lies above `losing_s`.
+    median's interval is at most `precision`, or the interval lies above `losing_s`. A first look
+    ends sooner, at the half width `first_look` (0: none).
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -176,6 +177,7 @@ class TrialRequest:
     most_steps: int = 0
     precision: float = 0.0
     losing_s: float | None = None
+    first_look: float = field(default=0.0, metadata=LATER)
 
 
 @dataclass(frozen=True)

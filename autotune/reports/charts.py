@@ -72,11 +72,11 @@ def search_chart(history: History) -> Markup | None:
     """Step time over trials: candidates, references and failures, and the best so far as a line."""
     trials = [trial for trial in history.trials if trial.request.role is not Role.AB]
     # References as measured; candidates corrected by them.
-    shown_s = dict(history.references) | history.steady_by_number
+    shown_s = dict(history.measured_references) | history.steady_by_number
     if not shown_s:
         return None
     # References differ from candidates, so they would widen the fences; all of them are shown.
-    references = [shown_s[number] for number, _ in history.references]
+    references = [shown_s[number] for number, _ in history.measured_references]
     candidates = list(history.steady_by_number.values())
     x = _scale([float(trial.request.number) for trial in trials], LEFT, WIDE - RIGHT, 0.02)
     y = _scale(axis_range(candidates, references), HEIGHT - BOTTOM, TOP + 12)

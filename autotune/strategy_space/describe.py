@@ -76,7 +76,10 @@ def whole_text(strategy: Strategy) -> str:
         if strategy.ring_order is None
         else f"Ring order {', '.join(map(str, strategy.ring_order))}."
     )
-    return " ".join(sentence for sentence in (crossing, ring) if sentence)
+    sets = len(strategy.op_fusion)
+    ops = sum(len(names) for names in strategy.op_fusion)
+    fusion = f"{ops} ops run as {sets} fused kernel{'s' * (sets > 1)}." if sets else ""
+    return " ".join(sentence for sentence in (crossing, ring, fusion) if sentence)
 
 
 _SENT = {

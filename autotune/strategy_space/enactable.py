@@ -22,8 +22,16 @@ _FED_BACK = ("float32", "float64")
 _MOST_INDICES = 2**31 - 1
 
 
-def refusal_reason(plan: Plan) -> str | None:
-    """Return the rule that keeps the runtime from enacting `plan`, or None."""
+def refusal_reason(plan: Plan, fuses_ops: bool = False) -> str | None:
+    """Return the rule that keeps the runtime from enacting `plan`, or None.
+
+    `fuses_ops`: whether the framework compiles sets of ops, as TensorFlow does.
+    """
+    if plan.op_fusion and not fuses_ops:
+        return (
+            "sets of ops become one kernel in TensorFlow only, but the plan fuses "
+            f"{', '.join(plan.op_fusion[0][:3])} ({len(plan.op_fusion)} sets); empty op_fusion"
+        )
     if plan.ring_order is not None and sorted(plan.ring_order) != list(range(plan.world_size)):
         return (
             f"ring_order must name each of the {plan.world_size} ranks once, "

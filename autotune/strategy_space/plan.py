@@ -17,6 +17,7 @@ from autotune.errors import InvalidInput, InvalidStrategy
 from autotune.parsing import parse, parse_json, refuse_newer, schema_of_stored
 from autotune.strategy_space.strategy import (
     Compressor,
+    OpFusionSets,
     Partition,
     Shard,
     SparseHandling,
@@ -110,7 +111,10 @@ def _factor_elements(part: TensorSlice, rank: int) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """The `messages` in issue order: every rank starts them in exactly this order."""
+    """The `messages` in issue order: every rank starts them in exactly this order.
+
+    `op_fusion`: sets of ops of the model's graph; each set is one kernel on every rank.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -121,6 +125,7 @@ class Plan:
     ring_order: tuple[int, ...] | None = None
     schema: int = SCHEMA
     in_flight: int = field(default=1, metadata=LATER)
+    op_fusion: OpFusionSets = field(default=(), metadata=LATER)
 
     @property
     def limit(self) -> int | None:
@@ -193,6 +198,7 @@ def plan(strategy: Strategy, workload: Workload, world_size: int) -> Plan:
         strategy.cross_step,
         strategy.ring_order,
         in_flight=strategy.in_flight,
+        op_fusion=strategy.op_fusion,
     )
 
 

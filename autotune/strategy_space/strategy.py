@@ -6,6 +6,7 @@ a workload and a world size.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -204,6 +205,10 @@ class VariableStrategy:
             )
 
 
+OpFusionSets = tuple[tuple[str, ...], ...]
+"""Sets of ops that are one kernel each. Ops have the names of one replica's captured graph."""
+
+
 @dataclass(frozen=True)
 class Strategy:
     """A choice for each variable of a workload, sorted by name: their order carries no meaning.
@@ -211,7 +216,7 @@ class Strategy:
     `cross_step`: synchronization and update may continue into the next forward pass. `ring_order`:
     the ranks along the ring; None is rank order. `in_flight`: messages in flight per lane, which
     needs `cross_step` (ByteScheduler's credit, counted in messages); within the step the library
-    decides.
+    decides. `op_fusion`: sets of ops of the model's graph, by name; each set is one kernel.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -221,6 +226,7 @@ class Strategy:
     ring_order: tuple[int, ...] | None = None
     schema: int = SCHEMA
     in_flight: int = field(default=1, metadata=LATER)
+    op_fusion: OpFusionSets = field(default=(), metadata=LATER)
 
     def __post_init__(self) -> None:
         if self.schema != SCHEMA:
@@ -242,6 +248,8 @@ class Strategy:
         reason = in_flight_error(self.in_flight, self.cross_step)
         if reason is not None:
             raise InvalidStrategy(reason)
+        if self.op_fusion:
+            object.__setattr__(self, "op_fusion", checked_fusion(self.op_fusion))
 
     @cached_property
     def id(self) -> str:
@@ -280,6 +288,20 @@ class Strategy:
     @staticmethod
     def from_json(text: str, where: str = "strategy") -> Strategy:
         return Strategy.from_data(parse_json(text, where), where)
+
+
+def checked_fusion(op_fusion: OpFusionSets) -> OpFusionSets:
+    """Sort the sets and their ops. Raises `InvalidStrategy` for an op in two sets, or alone."""
+    in_order = tuple(sorted(tuple(sorted(names)) for names in op_fusion))
+    total = Counter(name for names in in_order for name in names)
+    twice = sorted(name for name, times in total.items() if times > 1)
+    if twice:
+        raise InvalidStrategy(
+            f"an op belongs to one set of op_fusion, but {', '.join(twice[:3])} to several"
+        )
+    if any(len(names) < 2 for names in in_order):
+        raise InvalidStrategy("a set of op_fusion needs at least 2 ops, but one has fewer")
+    return in_order
 
 
 def in_flight_error(in_flight: int, cross_step: bool) -> str | None:

@@ -20,12 +20,13 @@ from autotune.tuning.events import TrialFigures
 
 @dataclass(frozen=True, eq=False)
 class CandidateColumns:
-    """Each has shape (C,). `median_s` is NaN for a failure; `unsteady` as in `TrialFigures`."""
+    """Each has shape (C,). `median_s` is NaN for a failure; the last two as in `TrialFigures`."""
 
     numbers: IntArray
     strategies: IntArray
     median_s: FloatArray
     unsteady: BoolArray
+    first_look: BoolArray
 
     @staticmethod
     def of(trials: Sequence[TrialFigures], numbering: dict[str, int]) -> CandidateColumns:
@@ -36,6 +37,7 @@ class CandidateColumns:
             np.array([numbering.setdefault(id_, len(numbering)) for id_ in ids], dtype=np.int64),
             np.array([trial.median_s for trial in trials], dtype=np.float64),  # None becomes NaN
             np.array([trial.unsteady for trial in trials], dtype=bool),
+            np.array([trial.first_look for trial in trials], dtype=bool),
         )
 
     def then(self, later: CandidateColumns) -> CandidateColumns:
@@ -44,6 +46,7 @@ class CandidateColumns:
             np.concatenate([self.strategies, later.strategies]),
             np.concatenate([self.median_s, later.median_s]),
             np.concatenate([self.unsteady, later.unsteady]),
+            np.concatenate([self.first_look, later.first_look]),
         )
 
     @property

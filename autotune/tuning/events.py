@@ -6,11 +6,11 @@ A rank's measurement keeps one type from the rank to the report: `records.Measur
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from autotune.canonical import to_data
+from autotune.canonical import LATER, to_data
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
 from autotune.parsing import parse
@@ -22,6 +22,7 @@ from autotune.records import (
     Measured,
     RankingQuality,
     Role,
+    Stopped,
     TrialRequest,
 )
 from autotune.strategy_space.describe import plan_text
@@ -98,7 +99,7 @@ class TrialFigures:
     """A trial as the figures of its job need it.
 
     `median_s` is None for a failure, and `overrun` for real accelerators. `unsteady`: the steps of
-    a candidate show that the machine changed.
+    a candidate show that the machine changed. `first_look`: see `TrialFinished`.
     """
 
     number: int
@@ -110,6 +111,7 @@ class TrialFigures:
     overrun: float | None
     unsteady: bool
     conditions: Conditions
+    first_look: bool = field(default=False, metadata=LATER)
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,17 @@ class TrialFinished:
             measured.overrun if measured else None,
             request.role is Role.CANDIDATE and self.unsteady,
             self.conditions,
+            self.first_look,
         )
+
+    @property
+    def first_look(self) -> bool:
+        """Whether the trial ended as a first look, before its median was precise."""
+        request, outcome, interval = self.request, self.outcome, self.interval
+        if interval is None or not isinstance(outcome, Measured):
+            return False
+        ended = request.first_look > 0 and outcome.stopped is Stopped.PRECISE
+        return ended and interval.half_width > request.precision
 
     @property
     def refused(self) -> bool:

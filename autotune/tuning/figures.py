@@ -42,9 +42,26 @@ class JobFigures(ABC):
         """The number of rounds of proposals."""
 
     @cached_property
-    def references(self) -> tuple[tuple[int, float], ...]:
+    def measured_references(self) -> tuple[tuple[int, float], ...]:
         """(trial number, median step time) of every measured reference, in order."""
         return references(self.figures)
+
+    @cached_property
+    def first_looks(self) -> tuple[int, ...]:
+        """Numbers of the references that were first looks; at most one in the tuner's jobs."""
+        return first_looks(self.figures)
+
+    @property
+    def looked_only(self) -> bool:
+        """Whether the only reference so far was a first look."""
+        return len(self.measured_references) == len(self.first_looks) == 1
+
+    @cached_property
+    def references(self) -> tuple[tuple[int, float], ...]:
+        """The measured references; without a first look once there is another one."""
+        measured = self.measured_references
+        looked = len(measured) > 1 and measured[0][0] in self.first_looks[:1]
+        return measured[1:] if looked else measured
 
     @cached_property
     def _columns(self) -> CandidateColumns:
@@ -78,22 +95,31 @@ class JobFigures(ABC):
         """Numbers of the candidate trials during which the machine changed.
 
         Either the trial's own steps show the change, or the two references around it differ by
-        more than the tolerance; then the moment is unknown. A machine that is slower for long
-        disturbs no trial once it is steady: see `History.measured_s`.
+        more than the tolerance; then the moment is unknown. A first look only tells a difference of
+        `deviation`. A machine that is slower for long disturbs no trial once it is steady: see
+        `History.measured_s`.
         """
         return frozenset(self._columns.numbers[self._is_disturbed].tolist())
 
     @cached_property
     def _is_disturbed(self) -> BoolArray:
         columns = self._columns
-        before_s, after_s = self._reference_columns.around_s(columns.numbers)
+        measured = ReferenceColumns.of(self.measured_references)
+        before_s, after_s = measured.around_s(columns.numbers)
         slower_s, faster_s = np.maximum(before_s, after_s), np.minimum(before_s, after_s)
+        first = self.references[0][0] if self.references else 0
+        tolerance = np.where(columns.numbers < first, self.deviation, self.tolerance)
         # A comparison with NaN is false.
-        return columns.unsteady | (slower_s > (1 + self.tolerance) * faster_s)
+        return columns.unsteady | (slower_s > (1 + tolerance) * faster_s)
+
+    @cached_property
+    def _is_useless(self) -> BoolArray:
+        """Whether another trial of the same strategy replaces this one."""
+        return self._is_disturbed | self._columns.first_look
 
     @cached_property
     def repeated(self) -> int:
-        """Number of trials in the search that repeat a disturbed one."""
+        """Number of trials in the search that repeat a disturbed one or a first look."""
         return sum(
             trial.attempt > 0 and trial.round < self.round_count
             for trial in of_role(self.figures, Role.CANDIDATE)
@@ -165,6 +191,10 @@ def references(trials: Sequence[TrialFigures]) -> tuple[tuple[int, float], ...]:
         for trial in of_role(trials, Role.REFERENCE)
         if trial.median_s is not None
     )
+
+
+def first_looks(trials: Sequence[TrialFigures]) -> tuple[int, ...]:
+    return tuple(trial.number for trial in of_role(trials, Role.REFERENCE) if trial.first_look)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from autotune.strategy_space.builders.collectives import bucketed
 from autotune.strategy_space.plan import Plan, PlannedStrategy, plan
 from autotune.tuning.candidates import CandidateColumns, medians
 from autotune.tuning.events import Event, Profiled, Proposal, Proposed, TrialFigures, TrialFinished
-from autotune.tuning.figures import JobFigures, not_proposed, of_role, references
+from autotune.tuning.figures import JobFigures, first_looks, not_proposed, of_role, references
 
 
 @dataclass(frozen=True)
@@ -153,14 +153,16 @@ class History(JobFigures):
     def next_proposal(self, most_repeats: int) -> tuple[Proposed, Proposal, int] | None:
         """The first proposal to try, with its round and the number of its trials so far.
 
-        It has no trial yet, or at most `most_repeats`, all of them measured and disturbed.
+        It has no trial yet, or all of them were measured and useless: at most `most_repeats`
+        disturbed ones and a first look.
         """
         proposed_numbers, columns = self._proposed, self._columns
         count = len(self._numbering)
         attempts = np.bincount(columns.strategies, minlength=count)
-        useless = columns.strategies[columns.measured & self._is_disturbed]
+        useless = columns.strategies[columns.measured & self._is_useless]
         useless_attempts = np.bincount(useless, minlength=count)
-        wanted = (attempts == useless_attempts) & (attempts <= most_repeats)
+        looks = np.bincount(columns.strategies[columns.first_look], minlength=count)
+        wanted = (attempts == useless_attempts) & (attempts - looks <= most_repeats)
         positions = np.flatnonzero(wanted[proposed_numbers])
         if len(positions) == 0:
             return None
@@ -205,7 +207,7 @@ class History(JobFigures):
         """`measured_s` by the number of the strategy; NaN if it was not measured."""
         columns, count = self._columns, len(self._numbering)
         has_steady = np.zeros(count, dtype=bool)
-        steady = columns.measured & ~self._is_disturbed
+        steady = columns.measured & ~self._is_useless
         has_steady[columns.strategies[steady]] = True
         used = steady | (columns.measured & ~has_steady[columns.strategies])
         step_s = self._corrected_s(columns.numbers[used], columns.median_s[used])
@@ -213,9 +215,9 @@ class History(JobFigures):
 
     @cached_property
     def measured_s(self) -> dict[str, float]:
-        """Strategy id -> median of `steady_s` over its undisturbed trials.
+        """Strategy id -> median of `steady_s` over its undisturbed trials but a first look.
 
-        If every trial was disturbed, over all of them. Blocks of the closing comparison do not
+        If there are none, over all of its trials. Blocks of the closing comparison do not
         count: they are compared with their neighbouring blocks of the current setup.
         """
         measured = [trial for trial in self.candidates if isinstance(trial.outcome, Measured)]
@@ -294,6 +296,10 @@ def _references(events: Sequence[Event]) -> tuple[tuple[int, float], ...]:
     return references(_figures(events))
 
 
+def _first_looks(events: Sequence[Event]) -> tuple[int, ...]:
+    return first_looks(_figures(events))
+
+
 _PARTS: dict[str, Callable[[Sequence[Event]], tuple[Any, ...]]] = {
     "rounds": _rounds,
     "trials": _trials,
@@ -301,6 +307,7 @@ _PARTS: dict[str, Callable[[Sequence[Event]], tuple[Any, ...]]] = {
     "candidates": _candidates,
     "ab_trials": _ab_trials,
     "refused": _refused,
-    "references": _references,
+    "measured_references": _references,
+    "first_looks": _first_looks,
     "_failures": _failures,
 }

@@ -49,7 +49,9 @@ class JobSpec:
     A trial runs `warmup_steps` untimed and `timed_steps` timed steps. It continues, up to
     `most_steps` timed steps in all, until one of two things holds. Half the width of the 95 %
     interval of its median is at most `precision` of the median. Or the interval lies above
-    `losing` times the best step time so far.
+    `losing` times the best step time so far. The first trials of the current setup and of a
+    candidate are first looks. They end as soon as they can tell a difference of `deviation`, and
+    more precise ones then replace them.
 
     After `reference_every` candidates the current setup runs again. If it deviates from the run
     before by more than `deviation`, the trials in between count as disturbed. The limit is tighter

@@ -155,7 +155,8 @@ def stop_reason(request: TrialRequest, measured: Measured) -> Stopped | None:
     if request.most_steps == 0:
         return None
     interval = trial_interval(measured)
-    if interval is not None and interval.half_width <= request.precision:
+    precision = max(request.precision, request.first_look)
+    if interval is not None and interval.half_width <= precision:
         return Stopped.PRECISE
     if interval is not None and request.losing_s is not None and interval.low > request.losing_s:
         return Stopped.LOSING

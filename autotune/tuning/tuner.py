@@ -109,7 +109,7 @@ def contender(history: History) -> str | None:
 
 def _explore(spec: JobSpec, history: History) -> Instruction | None:
     """The next trial or round, or the end; None if the space has nothing new."""
-    if _candidates_since_reference(history) >= spec.reference_every:
+    if _candidates_since_reference(history) >= _candidates_per_reference(spec, history):
         return _reference(spec, history)
     pending = _pending(spec, history)
     if pending is not None:
@@ -125,7 +125,7 @@ def _explore(spec: JobSpec, history: History) -> Instruction | None:
 
 
 def _pending(spec: JobSpec, history: History) -> RunTrial | None:
-    """The first proposal without a trial, or the first disturbed trial that may be repeated."""
+    """The first proposal without a trial, or whose trials are useless and may be repeated."""
     pending = history.next_proposal(spec.max_repeats)
     if pending is None:
         return None
@@ -150,6 +150,11 @@ def _round_unbracketed(spec: JobSpec, history: History) -> bool:
     """
     since = _candidates_since_reference(history)
     return since > 0 and 2 * since >= spec.reference_every
+
+
+def _candidates_per_reference(spec: JobSpec, history: History) -> int:
+    """Candidates until the next reference; one after a first look, which it replaces."""
+    return 1 if history.looked_only else spec.reference_every
 
 
 def _candidates_since_reference(history: History) -> int:
@@ -362,9 +367,21 @@ def _request(
 
 
 def _reference(spec: JobSpec, history: History) -> RunTrial:
-    request = _request(spec, history, CURRENT_SETUP, Role.REFERENCE)
-    most_steps = _longest(spec, history)
-    return RunTrial(replace(request, most_steps=most_steps, precision=spec.precision))
+    request = _adaptive(spec, history, _request(spec, history, CURRENT_SETUP, Role.REFERENCE))
+    return RunTrial(request if history.references else _first_look(spec, request))
+
+
+def _adaptive(spec: JobSpec, history: History, request: TrialRequest) -> TrialRequest:
+    return replace(request, most_steps=_longest(spec, history), precision=spec.precision)
+
+
+def _first_look(spec: JobSpec, request: TrialRequest) -> TrialRequest:
+    """Let the trial end when it can tell whether the machine changed by `deviation`.
+
+    So the user soon sees a result, which a precise trial then replaces. The difference of two such
+    medians has sqrt(2) times their half width.
+    """
+    return replace(request, first_look=spec.deviation / math.sqrt(2))
 
 
 def _candidate(
@@ -376,14 +393,14 @@ def _candidate(
     predicted_s: float | None,
 ) -> RunTrial:
     request = replace(
-        _request(spec, history, strategy_id, Role.CANDIDATE, round_),
+        _adaptive(spec, history, _request(spec, history, strategy_id, Role.CANDIDATE, round_)),
         attempt=attempt,
         predicted_s=predicted_s,
-        most_steps=_longest(spec, history),
-        precision=spec.precision,
         losing_s=_losing_s(spec, history),
     )
-    return RunTrial(request)
+    # The comparison with a first look is no more precise than that.
+    looks = history.looked_only and attempt == 0
+    return RunTrial(_first_look(spec, request) if looks else request)
 
 
 def _longest(spec: JobSpec, history: History) -> int:

@@ -42,6 +42,8 @@ from runtime_rewriter.pytorch.exchange.ranks import SynchronizerGroups
 SIZES_BYTES = tuple(2**power for power in range(12, 25, 2))  # 4 KiB .. 16 MiB
 BETWEEN_BYTES = (*(2**power for power in range(13, 25, 2)), 2**25, 2**26)
 """Added by a long probe: the sizes between, and up to 64 MiB."""
+FEWEST_SIZES = 3
+"""Two tell latency and bandwidth, a third one the error of their line."""
 LOADED_BYTES = tuple(2**power for power in (16, 18, 20, 22))
 FEWEST_REPEATS = 3
 BATCH_REPEATS = 5
@@ -88,21 +90,34 @@ def probe_links(
     deadline_s: float = 30.0,
     devices: tuple[int, ...] = (),
     byte_scale: float = 1.0,
+    largest_bytes: int = SIZES_BYTES[-1],
 ) -> tuple[ProbeSeries, ...]:
     """The short probe. Collective over the group (None: the world); the same series on every rank.
 
     It repeats a point three times, and as often again if these differ: the fit counts no more
     repeats that follow one another (`link_fit.INDEPENDENT_REPEATS`). It leaves out sizes whose time
-    the last two tell. `devices`: ranks per host, in rank order. With a `byte_scale` of k a message
-    of S bytes is sent as S/k, on links that have 1/k of their rate.
+    the last two tell. No message of a plan is larger than `largest_bytes`. `devices`: ranks per
+    host, in rank order. With a `byte_scale` of k a message of S bytes is sent as S/k, on links that
+    have 1/k of their rate.
     """
+    sizes = sizes_up_to(largest_bytes)
     with _prober(
         process_group, deadline_s, devices, byte_scale, lambda _: None, short=True
     ) as prober:
-        prober.run_pass(prober.series_on(prober.groups[:1], EVERYWHERE), SIZES_BYTES, 0.55)
-        prober.run_pass(prober.series_on(prober.groups[1:], EVERYWHERE), SIZES_BYTES, 0.85)
+        prober.run_pass(prober.series_on(prober.groups[:1], EVERYWHERE), sizes, 0.55)
+        prober.run_pass(prober.series_on(prober.groups[1:], EVERYWHERE), sizes, 0.85)
         prober.repair(1.0)
         return prober.measured()
+
+
+def sizes_up_to(largest_bytes: int) -> tuple[int, ...]:
+    """The probe's sizes up to `largest_bytes`, which replaces those above its half.
+
+    At least `FEWEST_SIZES`, which a fit needs, however small the largest message is.
+    """
+    smaller = tuple(size for size in SIZES_BYTES if 2 * size <= largest_bytes)
+    sizes = (*smaller, largest_bytes) if largest_bytes < SIZES_BYTES[-1] else SIZES_BYTES
+    return sizes if len(sizes) >= FEWEST_SIZES else SIZES_BYTES[:FEWEST_SIZES]
 
 
 def probe_cluster(

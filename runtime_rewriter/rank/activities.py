@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from autotune.errors import AutotuneError
+from autotune.recordings.probe import ProbeSeries
 from autotune.workload import Workload
 from runtime_rewriter.emulation import timetable_of
 from runtime_rewriter.probe.collectives import probe_links
@@ -123,10 +124,14 @@ class ProfileRun:
     def __init__(self, synchronizer: GradientSynchronizer, request: StartProfile) -> None:
         self._synchronizer = synchronizer
         ranks, scale = synchronizer.ranks, synchronizer.byte_scale
-        probed = request.probe_s > 0
-        self._series = (
-            probe_links(ranks.base, request.probe_s, request.devices, scale) if probed else ()
-        )
+        self._series: tuple[ProbeSeries, ...] = ()
+        if request.probe_s > 0:
+            gradients_bytes = sum(
+                one.numel() * one.element_size() for one in synchronizer.parameters
+            )
+            self._series = probe_links(
+                ranks.base, request.probe_s, request.devices, scale, gradients_bytes
+            )
         self._profiler = (
             WorkloadProfiler(synchronizer, request.steps, alone=request.alone)
             if request.steps

@@ -22,6 +22,7 @@ from runtime_rewriter.tensorflow.distributed_graph import (
     ReplicatedFeed,
 )
 from runtime_rewriter.tensorflow.node_writing import GraphWriter
+from runtime_rewriter.tensorflow.op_fusion import set_scopes
 from runtime_rewriter.tensorflow.randomness import seed_variables
 from runtime_rewriter.tensorflow.refreshing import Refreshes, update_targets
 from runtime_rewriter.tensorflow.refusals import refuse
@@ -67,6 +68,7 @@ class _Rewriting:
         self.copies.averaged = synchronization.averaged()
         refreshes = Refreshes(self.plan, self.copies)
         targets = self._copy_all(refreshes)
+        set_scopes(self.writer.graph_def, self.plan.op_fusion, self.devices)
         return DistributedGraph(
             self.writer.graph_def,
             self.plan,

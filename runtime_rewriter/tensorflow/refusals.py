@@ -8,6 +8,7 @@ from autotune.errors import InvalidInput, ModelMismatch
 from autotune.strategy_space.enactable import describe, refusal_reason
 from autotune.strategy_space.plan import Message, Plan
 from autotune.strategy_space.strategy import CASTS, Compressor
+from runtime_rewriter.tensorflow.op_fusion import refuse_fusion
 from runtime_rewriter.tensorflow.training_graph import TrainingGraph
 
 _WIRE_DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -26,9 +27,10 @@ def refuse(training: TrainingGraph, plan: Plan, devices: Sequence[str]) -> None:
         raise ModelMismatch(
             f"a plan must name exactly the variables with gradients, but {side} {name!r}"
         )
-    reason = refusal_reason(plan) or plan_refusal(plan)
+    reason = refusal_reason(plan, fuses_ops=True) or plan_refusal(plan)
     if reason is not None:
         raise InvalidInput(f"TensorFlow cannot enact this plan: {reason}")
+    refuse_fusion(training.view, plan.op_fusion, devices[0])
 
 
 def plan_refusal(plan: Plan) -> str | None:

@@ -19,6 +19,7 @@ from autotune.deadlines import Call, Overdue, within
 from autotune.errors import AutotuneError, LaunchError, raised_line
 from runtime_rewriter.file_view import FileView
 from runtime_rewriter.world.ray_folder import PrivateFolder
+from runtime_rewriter.world.ray_start import quick_start
 from runtime_rewriter.world.views import HeldView, Protected, held_view
 from runtime_rewriter.world.worker import Polled, ProcessSupervisor, WorkerLost, free_port
 
@@ -408,14 +409,15 @@ def _set_environment(place: RayPlace) -> None:
 
 
 def _start(workers: int, folder: Path) -> None:
-    _init(
-        address="local",
-        num_cpus=workers,  # a slot per rank, however many cores there are
-        include_dashboard=False,
-        object_store_memory=100_000_000,
-        _node_ip_address=LOOPBACK,
-        _temp_dir=str(folder),
-    )
+    with quick_start():
+        _init(
+            address="local",
+            num_cpus=workers,  # a slot per rank, however many cores there are
+            include_dashboard=False,
+            object_store_memory=100_000_000,
+            _node_ip_address=LOOPBACK,
+            _temp_dir=str(folder),
+        )
 
 
 def _connect(place: RayPlace) -> None:

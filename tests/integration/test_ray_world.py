@@ -34,7 +34,7 @@ from autotune.strategy_space.plan import plan
 from autotune.tuning import statistics
 from runtime_rewriter.world.command import read_command
 from runtime_rewriter.world.ray_cluster import Deadlines, RayCluster, RayPlace
-from runtime_rewriter.world.ray_folder import processes_of
+from runtime_rewriter.world.ray_folder import FOLDER_VARIABLE, processes_of
 from runtime_rewriter.world.ray_world import ray_world
 from runtime_rewriter.world.views import Protected
 from runtime_rewriter.world.world import World
@@ -91,6 +91,13 @@ def test_successive_private_clusters_have_other_tokens_and_keep_the_sigterm_hand
 ) -> None:
     assert clusters.tokens[0] != clusters.tokens[1]
     assert clusters.handlers[0] is clusters.handlers[1]
+
+
+def test_a_private_cluster_runs_no_server_without_a_reader(clusters) -> None:
+    folder = Path(os.environ[FOLDER_VARIABLE])
+    commands = [Path(f"/proc/{one}/cmdline").read_bytes() for one in processes_of(folder)]
+    assert any(b"gcs_server" in words for words in commands)
+    assert not [words for words in commands if b"monitor.py" in words]
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import pytest
 import torch.distributed as dist
@@ -11,7 +12,13 @@ from torch_world import run_world
 from autotune.cluster import Cluster, Where
 from autotune.profiling.fits.probe_fits import collective_fits
 from autotune.recordings.probe import ProbedLinks, ProbeSeries
-from runtime_rewriter.probe.collectives import SIZES_BYTES, ProbeResult, probe_cluster, probe_links
+from runtime_rewriter.probe.collectives import (
+    SIZES_BYTES,
+    ProbeResult,
+    probe_cluster,
+    probe_links,
+    sizes_up_to,
+)
 from runtime_rewriter.probe.groups import members_of
 
 EVERYWHERE = {
@@ -26,10 +33,15 @@ EVERYWHERE = {
 
 
 def short(
-    rank: int, deadline_s: float, devices: tuple[int, ...] = (), byte_scale: float = 1.0
+    rank: int,
+    deadline_s: float,
+    devices: tuple[int, ...] = (),
+    byte_scale: float = 1.0,
+    largest_bytes: int = SIZES_BYTES[-1],
 ) -> tuple[tuple[ProbeSeries, ...], float]:
     started_s = time.monotonic()
-    return probe_links(None, deadline_s, devices, byte_scale), time.monotonic() - started_s
+    series = probe_links(None, deadline_s, devices, byte_scale, largest_bytes)
+    return series, time.monotonic() - started_s
 
 
 def test_every_primitive_is_timed_for_pairs_and_the_world_with_equal_results_on_all_ranks() -> None:
@@ -58,9 +70,20 @@ def test_a_world_of_one_has_no_links() -> None:
     assert run_world(long, 1, 1.0, (1,))[0][0] == ProbeResult((), ProbedLinks())
 
 
-def test_scaled_messages_count_as_whole_ones() -> None:
-    series = run_world(short, 2, 2.0, (), 64.0)[0][0]
-    assert {one.points[0].size_bytes for one in series} == {SIZES_BYTES[0]}
+def test_scaled_messages_count_as_whole_ones_up_to_the_largest_of_a_plan() -> None:
+    series = run_world(short, 2, 4.0, (), 64.0, 100_000)[0][0]
+    assert {tuple(point.size_bytes for point in one.points) for one in series} == {
+        (4096, 16384, 100_000)
+    }
+
+
+@pytest.mark.parametrize("largest_bytes", [1, 65_536, 131_072, 10_700_000, 2**24, 2**30])
+def test_sizes_end_at_the_largest_message_with_three_at_least(largest_bytes: int) -> None:
+    sizes = sizes_up_to(largest_bytes)
+    assert list(sizes) == sorted(set(sizes)) and len(sizes) >= 3
+    assert sizes[-1] == min(max(largest_bytes, SIZES_BYTES[2]), SIZES_BYTES[-1])
+    # Two sizes that are close tell no slope.
+    assert all(2 * size <= larger for size, larger in pairwise(sizes))
 
 
 def long(

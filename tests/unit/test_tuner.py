@@ -36,6 +36,8 @@ SEARCH = "r" + "ccccr" + "ccccr" + "cccc"
 LOOK = "cc" + "r"
 AB = "abba" * 3
 WHOLE = SEARCH + LOOK + AB
+LOOKED = "rc" + SEARCH[:-1] + LOOK + AB
+"""With first looks at the current setup and the first candidate."""
 
 
 def candidate(request: TrialRequest) -> bool:
@@ -76,7 +78,7 @@ NO_FASTER = "not significantly faster"
 SLOWER = "slower than the current setup"
 W = SyntheticWorld
 DECISIONS = {
-    "insignificant": (W({5: 0.0999}, noise=0.05), None, WHOLE, NO_FASTER),
+    "insignificant": (W({5: 0.0999}, noise=0.05), None, LOOKED, NO_FASTER),
     "slower": (W(default_s=0.2, noise=0.01), None, WHOLE, SLOWER),
     "first reference fails": (W(FAST, fails=trial(0)), 5, "r" + WHOLE, FASTER),
     "later reference fails": (W(FAST, fails=trial(5)), 5, WHOLE, FASTER),
@@ -318,6 +320,37 @@ def test_search_trials_run_until_they_are_precise_and_blocks_have_a_fixed_length
     assert {outcome.stopped for outcome in search} == {Stopped.CAP}
 
 
+@pytest.mark.parametrize("settings", [{}, {"deviation": 0.4}, {"precision": 0.03}])
+def test_the_first_reference_and_candidate_are_only_as_precise_as_a_disturbance_needs(settings):
+    spec = job_spec(timed_steps=8, most_steps=40, **settings)
+    history, _ = drive(spec, SyntheticWorld(FAST, noise=0.05))
+    first, candidate_, second, *_ = history.trials
+    assert roles(history).startswith("rcrccccrccccr")
+    for look in (first, candidate_):
+        assert look.outcome.stopped is Stopped.PRECISE and len(look.outcome.slowest_s) <= 16
+        assert spec.precision < look.interval.half_width <= spec.deviation / math.sqrt(2)
+        assert look.first_look
+    assert not any(trial.request.first_look for trial in history.trials[2:])
+    assert second.interval.half_width < first.interval.half_width
+    # Both are replaced.
+    again = history.trials[3]
+    assert again.request.strategy_id == candidate_.request.strategy_id
+    assert history.measured_s[again.request.strategy_id] == history.steady_s(again)
+    assert history.first(4).references[0][0] == 0 and history.references[0][0] == 2
+
+
+@pytest.mark.parametrize(
+    ("noise", "settings"),
+    [(0.01, {}), (0.05, {"most_steps": 0}), (0.05, {"precision": 0.2}), (1.0, {})],
+)
+def test_a_first_reference_that_is_precise_or_at_its_cap_is_not_measured_again_at_once(
+    noise, settings
+):
+    spec = job_spec(**{"timed_steps": 8, "most_steps": 40} | settings)
+    history, _ = drive(spec, SyntheticWorld(noise=noise))
+    assert roles(history).startswith("rccccr")
+
+
 def trials_of(history: History, number: int) -> list[TrialFinished]:
     """The candidate trials of a strategy."""
     return [trial for trial in history.candidates if trial.request.strategy_id == IDS[number]]
@@ -328,7 +361,7 @@ def test_a_clearly_losing_candidate_is_stopped_early_at_whatever_speed_the_machi
     true_s = {5: 0.06, 8: 0.2}
     world = SyntheticWorld(true_s, noise=0.02, factor=lambda number: 2.0 if number >= 6 else 1.0)
     history, _ = drive(spec, world)
-    loser, before = trials_of(history, 8)[0], trials_of(history, 0)[0]
+    loser, before = trials_of(history, 8)[0], trials_of(history, 1)[0]
     assert loser.outcome.stopped is Stopped.LOSING and len(loser.outcome.slowest_s) == 8
     # As fast as the current setup, which was the best so far:
     assert before.outcome.stopped is Stopped.CAP

@@ -69,6 +69,7 @@ class Draft:
         self.servers = servers_of(cluster)
         self.cross_step = strategy.cross_step
         self.in_flight = strategy.in_flight
+        self.op_fusion = strategy.op_fusion
         self.ring_order = strategy.ring_order
         choices = [strategy.by_name[variable.name] for variable in workload.variables]
         self.partitions: list[Partition | None] = [choice.partition for choice in choices]
@@ -115,7 +116,13 @@ class Draft:
             partition, sparse = self.partitions[position], self.sparse[position]
             choices.append(VariableStrategy(variable.name, in_order, partition, sparse))
         in_flight = self.in_flight if self.cross_step else 1
-        return Strategy(tuple(choices), self.cross_step, self.ring_order, in_flight=in_flight)
+        return Strategy(
+            tuple(choices),
+            self.cross_step,
+            self.ring_order,
+            in_flight=in_flight,
+            op_fusion=self.op_fusion,
+        )
 
     def pick(self, count: int) -> int:
         return int(self.rng.integers(count))
