@@ -48,6 +48,8 @@ The seconds are a safety limit only."""
 ROUND = 0.25
 """Largest share of a job's remaining time for the proposals of a round, as thousands of variables
 need. Half of it is for the optimizer, a quarter for samples, the rest to learn and score them."""
+SCORING = 0.9
+"""Share of the time after sampling for learning and scoring; the rest is to choose and identify."""
 POOL_SLICES = 2**21
 """Most slices of the plans of a round's candidates: 1 GB, if each is a message of 0.45 kB."""
 SHORTEST_S = 1.0
@@ -113,7 +115,7 @@ class Proposer:
             proposals = tuple(_proposal(candidate, history) for candidate in pool[:count])
             reason = _full_reason("random search was asked for", untried)
             return Proposed(round_, proposals, "random", reason, len(pool), (), 0.0)
-        scores = self._scorer.score(history, pool, deadline)
+        scores = self._scorer.score(history, pool, deadline.share(SCORING))
         scored = len(scores.ranked)
         untried.cut_short |= scored < len(pool)
         most = int(LATER_LEADERS * count) if round_ else max(1, round(LEADERS * count))
