@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import tensorflow as tf
 from tensorflow.core.framework.node_def_pb2 import NodeDef
 
-from runtime_rewriter.tensorflow.graph_view import TensorName, control_inputs, data_inputs
+from runtime_rewriter.tensorflow.graph_view import TensorName, control_inputs
 from runtime_rewriter.tensorflow.node_writing import GraphWriter
 from runtime_rewriter.tensorflow.randomness import reseed
 from runtime_rewriter.tensorflow.serving import Served, is_gather
@@ -139,7 +139,7 @@ class Copies:
                 reading = replica(server)
         data = [
             self._data(tensor, reading if place == 0 else site)
-            for place, tensor in enumerate(data_inputs(node))
+            for place, tensor in enumerate(self.training.view.inputs[name])
         ]
         control = [one for name_ in control_inputs(node) for one in self._after(name_, site)]
         control += self._after_replicas(name, site)
@@ -169,14 +169,14 @@ class Copies:
         """Return the part of a tensor of the variable's shape; scalars are the same for all."""
         assert site.variable is not None and site.part is not None
         variable, served = self.training.by_name[site.variable], self.served[site.variable]
-        if self.updates.shapes[tensor] != variable.shape or variable.shape == ():
+        if self.training.types.shapes[tensor] != variable.shape or variable.shape == ():
             return name
         if (name, site) not in self._cuts:
             part, axis = served.parts[site.part], served.axis or 0
             start, extent = [0] * len(variable.shape), list(variable.shape)
             start[axis], extent[axis] = part.start, part.stop - part.start
             with self.writer.at(self.devices[site.rank], f"{site.name}/{tensor.node}"):
-                dtype = tf.as_dtype(self.updates.dtypes[tensor])
+                dtype = tf.as_dtype(self.training.types.dtypes[tensor])
                 self._cuts[name, site] = self.writer.cut(name, start, extent, dtype)
         return self._cuts[name, site]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable
 from functools import cached_property
 from typing import NamedTuple
 
@@ -39,18 +39,51 @@ class GraphView:
 
     def __init__(self, graph_def: GraphDef) -> None:
         self.nodes: dict[str, NodeDef] = {node.name: node for node in graph_def.node}
+        self.inputs = {name: tuple(data_inputs(node)) for name, node in self.nodes.items()}
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """The place of each node in the order of construction."""
+        return {name: place for place, name in enumerate(self.nodes)}
 
     @cached_property
     def consumers(self) -> dict[str, list[str]]:
         """Names of the nodes that read an output of a node; control edges are no reads."""
         readers: dict[str, list[str]] = defaultdict(list)
-        for node in self.nodes.values():
-            for producer in {tensor.node for tensor in data_inputs(node)}:
-                readers[producer].append(node.name)
+        for name, inputs in self.inputs.items():
+            for producer in {tensor.node for tensor in inputs}:
+                readers[producer].append(name)
         return readers
 
-    def upstream(self, names: Iterable[str], control: bool = True) -> set[str]:
-        """Return `names` and every node they depend on, over control edges too if `control`."""
+    @cached_property
+    def topological(self) -> tuple[str, ...]:
+        """The names of all nodes, each after those whose data it reads."""
+        order: list[str] = []
+        placed: set[str] = set()
+        for root in self.nodes:
+            stack = [(root, False)]
+            while stack:
+                name, ready = stack.pop()
+                if ready:
+                    order.append(name)
+                elif name not in placed:
+                    placed.add(name)
+                    stack.append((name, True))
+                    stack.extend((one.node, False) for one in self.inputs[name])
+        return tuple(order)
+
+    @cached_property
+    def turns(self) -> dict[str, int]:
+        """The place of each node in the topological order."""
+        return {name: place for place, name in enumerate(self.topological)}
+
+    def upstream(
+        self, names: Iterable[str], control: bool = True, stop: Collection[str] = ()
+    ) -> set[str]:
+        """Return `names` and every node they depend on, over control edges too if `control`.
+
+        What the nodes of `stop` depend on does not count.
+        """
         reached: set[str] = set()
         waiting = list(names)
         while waiting:
@@ -58,10 +91,11 @@ class GraphView:
             if name in reached:
                 continue
             reached.add(name)
-            node = self.nodes[name]
-            waiting.extend(tensor.node for tensor in data_inputs(node))
+            if name in stop:
+                continue
+            waiting.extend(tensor.node for tensor in self.inputs[name])
             if control:
-                waiting.extend(control_inputs(node))
+                waiting.extend(control_inputs(self.nodes[name]))
         return reached
 
     def downstream(self, names: Iterable[str]) -> set[str]:
@@ -74,7 +108,3 @@ class GraphView:
                 reached.add(name)
                 waiting.extend(self.consumers.get(name, ()))
         return reached
-
-    def of_types(self, types: Iterable[str]) -> Iterator[NodeDef]:
-        wanted = frozenset(types)
-        return (node for node in self.nodes.values() if node.op in wanted)

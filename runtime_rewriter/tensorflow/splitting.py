@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from runtime_rewriter.tensorflow.graph_view import TensorName, data_inputs
-from runtime_rewriter.tensorflow.updates import Update, Updates, topological
+from runtime_rewriter.tensorflow.graph_view import TensorName
+from runtime_rewriter.tensorflow.updates import Update, Updates
 
 _ELEMENTWISE = """
 Abs Add AddN AddV2 Cast Div DivNoNan Equal Erf Exp Expm1 Greater GreaterEqual Identity IsFinite
@@ -38,19 +38,17 @@ def divided_nodes(updates: Updates, update: Update) -> frozenset[str] | str:
             return f"its slot {slot!r} has another shape"
     held = {update.variable, *update.slots}
     divided: set[str] = set()
-    for name in topological(training):
-        if name not in update.nodes:
-            continue
-        node = training.view.nodes[name]
-        inputs = data_inputs(node)
+    view, shapes = training.view, training.types.shapes
+    for name in sorted(update.nodes, key=view.turns.__getitem__):
+        node, inputs = view.nodes[name], view.inputs[name]
         if not any(_is_whole(one, held, divided, gradient.values) for one in inputs):
             continue
         if node.op not in _DIVISIBLE:
             return f"{name!r} ({node.op}) does not work element by element"
         for one in inputs:
             whole = _is_whole(one, held, divided, gradient.values)
-            if not whole and updates.shapes[one] not in ((), shape):
-                return f"{name!r} broadcasts {one.node!r} of shape {updates.shapes[one]}"
+            if not whole and shapes[one] not in ((), shape):
+                return f"{name!r} broadcasts {one.node!r} of shape {shapes[one]}"
         divided.add(name)
     return frozenset(divided)
 

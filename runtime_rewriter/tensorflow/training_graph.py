@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import tensorflow as tf
 from tensorflow.core.framework.graph_pb2 import GraphDef
 
 from runtime_rewriter.tensorflow.graph_view import GraphView, TensorName
@@ -44,6 +45,27 @@ class Feed:
 
 
 @dataclass(frozen=True)
+class Types:
+    """Shape (None: its rank is unknown) and dtype of each tensor, as TensorFlow infers them."""
+
+    shapes: dict[TensorName, tuple[int | None, ...] | None]
+    dtypes: dict[TensorName, str]
+
+    @staticmethod
+    def of(graph_def: GraphDef) -> Types:
+        graph = tf.Graph()
+        with graph.as_default():
+            tf.import_graph_def(graph_def, name="")
+        types = Types({}, {})
+        for op in graph.get_operations():
+            for output in op.outputs:
+                name, shape = TensorName(op.name, output.value_index), output.shape
+                types.shapes[name] = None if shape.rank is None else tuple(shape.as_list())
+                types.dtypes[name] = output.dtype.name
+        return types
+
+
+@dataclass(frozen=True)
 class TrainingGraph:
     """One training step on one device.
 
@@ -63,6 +85,10 @@ class TrainingGraph:
     @cached_property
     def view(self) -> GraphView:
         return GraphView(self.graph_def)
+
+    @cached_property
+    def types(self) -> Types:
+        return Types.of(self.graph_def)
 
     @cached_property
     def by_name(self) -> dict[str, GraphVariable]:

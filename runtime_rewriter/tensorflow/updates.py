@@ -14,9 +14,6 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 
-import tensorflow as tf
-
-from runtime_rewriter.tensorflow.graph_view import TensorName, data_inputs
 from runtime_rewriter.tensorflow.training_graph import TrainingGraph
 
 READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"})
@@ -39,8 +36,6 @@ class Updates:
 
     def __init__(self, training: TrainingGraph) -> None:
         self.training = training
-        types = Types.of(training)
-        self.shapes, self.dtypes = types.shapes, types.dtypes
         self.users: dict[str, set[str]] = {
             variable.name: self._users(variable.name) for variable in training.variables
         }
@@ -50,9 +45,22 @@ class Updates:
         """The nodes that write each variable, in the order of construction."""
         nodes = self.training.view.nodes
         return {
-            name: tuple(node for node in nodes if node in users and nodes[node].op not in READS)
+            name: tuple(
+                node
+                for node in sorted(users, key=self.training.view.places.__getitem__)
+                if nodes[node].op not in READS
+            )
             for name, users in self.users.items()
         }
+
+    @cached_property
+    def _used_by(self) -> dict[str, set[str]]:
+        """The variables that each node uses by their handles."""
+        used: dict[str, set[str]] = defaultdict(set)
+        for name, users in self.users.items():
+            for node in users:
+                used[node].add(name)
+        return used
 
     @cached_property
     def slots(self) -> dict[str, tuple[str, ...]]:
@@ -62,9 +70,9 @@ class Updates:
         for name, writers in self.writers.items():
             if name in trained or not writers:
                 continue
-            sources = set().union(*(self._sources[writer] for writer in writers))
+            sources = frozenset[str]().union(*(self._sources[writer] for writer in writers))
             if len(sources) == 1:
-                found[sources.pop()].append(name)
+                found[next(iter(sources))].append(name)
         return {name: tuple(found[name]) for name in trained}
 
     def update_of(self, variable: str) -> Update | str:
@@ -75,7 +83,7 @@ class Updates:
         if not self.writers[variable]:
             return "nothing writes it"
         for writer in writers:
-            others = {name for name, users in self.users.items() if writer in users} - held
+            others = self._used_by[writer] - held
             if others:
                 return f"{writer!r} also uses {sorted(others)[0]!r}"
             if self.training.view.consumers.get(writer):
@@ -105,7 +113,7 @@ class Updates:
                 continue
             if any(reader not in nodes for reader in view.consumers.get(name, ())):
                 nodes.discard(name)
-                waiting.extend(tensor.node for tensor in data_inputs(view.nodes[name]))
+                waiting.extend(tensor.node for tensor in view.inputs[name])
         return nodes
 
     @cached_property
@@ -119,13 +127,13 @@ class Updates:
         """The gradients on which a node depends, element by element."""
         at = {one.values: one.variable for one in self.training.gradients}
         known: dict[str, frozenset[str]] = {}
-        for name in topological(self.training):
-            node = self.training.view.nodes[name]
+        view, shapes = self.training.view, self.training.types.shapes
+        for name in view.topological:
             own: set[str] = set()
-            for tensor in data_inputs(node):
+            for tensor in view.inputs[name]:
                 if tensor in at:
                     own.add(at[tensor])
-                elif self.shapes.get(tensor) != ():
+                elif shapes[tensor] != ():
                     own |= known[tensor.node]
             known[name] = frozenset(own)
         return known
@@ -141,42 +149,3 @@ class Updates:
                     waiting.append(name)
                 users.add(name)
         return users
-
-
-@dataclass(frozen=True)
-class Types:
-    """Shape (None: its rank is unknown) and dtype of each tensor, as TensorFlow infers them."""
-
-    shapes: dict[TensorName, tuple[int | None, ...] | None]
-    dtypes: dict[TensorName, str]
-
-    @staticmethod
-    def of(training: TrainingGraph) -> Types:
-        graph = tf.Graph()
-        with graph.as_default():
-            tf.import_graph_def(training.graph_def, name="")
-        types = Types({}, {})
-        for op in graph.get_operations():
-            for output in op.outputs:
-                name, shape = TensorName(op.name, output.value_index), output.shape
-                types.shapes[name] = None if shape.rank is None else tuple(shape.as_list())
-                types.dtypes[name] = output.dtype.name
-        return types
-
-
-def topological(training: TrainingGraph) -> list[str]:
-    """Return the names of all nodes, each after those whose data it reads."""
-    view = training.view
-    order: list[str] = []
-    placed: set[str] = set()
-    for root in view.nodes:
-        stack = [(root, False)]
-        while stack:
-            name, ready = stack.pop()
-            if ready:
-                order.append(name)
-            elif name not in placed:
-                placed.add(name)
-                stack.append((name, True))
-                stack.extend((one.node, False) for one in data_inputs(view.nodes[name]))
-    return order

@@ -44,7 +44,8 @@ class Program:
             inputs = [value for name, value in feeds.items() if name != "label"]
             given = inputs if len(inputs) > 1 else inputs[0]
             loss = self.loss(feeds["label"], self.model(given, training=True))
-        return loss, tape.gradient(loss, self.model.trainable_variables)
+            scaled = self.optimizer.scale_loss(loss)
+        return loss, tape.gradient(scaled, self.model.trainable_variables)
 
     def capture(self) -> TrainingGraph:
         def step(*feeds):
@@ -190,6 +191,15 @@ def collaborative_filtering() -> Program:
     model = keras.Model([user, item], layers.Dense(10)(value))
     adagrad = keras.optimizers.Adagrad(0.1)
     return _program(model, adagrad, {"user": (), "item": ()}, "int32")
+
+
+def two_layers(optimizer: Any) -> Program:
+    """A model that trains fast, for one optimizer after another."""
+    keras.utils.set_random_seed(SEED)
+    model = keras.Sequential(
+        [keras.Input((6,)), layers.Dense(7, activation="tanh"), layers.Dense(10)]
+    )
+    return _program(model, optimizer, {"value": (6,)}, "float32")
 
 
 def _program(model: Any, optimizer: Any, inputs: Mapping[str, tuple[int, ...]], dtype: str):

@@ -7,7 +7,9 @@ import pytest
 
 pytest.importorskip("tensorflow", reason="the extra tensorflow is not installed")
 
+from keras.optimizers import SGD, Adam, AdamW, LossScaleOptimizer
 from synthetic_cluster import cluster
+from tensorflow_checks import assert_each_gradient_is_synchronized_once, graph_of
 from tensorflow_programs import (
     Batch,
     Program,
@@ -17,33 +19,34 @@ from tensorflow_programs import (
     rewritten_steps,
     small_resnet,
     small_transformer,
+    two_layers,
 )
 
 from autotune.strategy_space.builders.registry import BUILDERS
 from autotune.strategy_space.builders.rows import with_rows
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import Strategy
+from autotune.zoo.architectures import workload as zoo
+from runtime_rewriter.tensorflow.distribute import distribute
 from runtime_rewriter.tensorflow.distributed_graph import DistributedGraph
 from runtime_rewriter.tensorflow.graph_workload import workload_of
 
 REPLICAS = 4
+DEVICES = [f"/device:CPU:{rank}" for rank in range(REPLICAS)]
 CLUSTER = cluster(*[(1, 1000.0)] * REPLICAS)
+PAIR = cluster((1, 1000.0), (1, 1000.0))
 STEPS = 5
 TOLERANCE = 1e-5
 
 
 def assert_close(found: Batch, expected: Batch, tolerance: float) -> None:
     """Compare each variable: at most `tolerance` of the largest value of the expected one."""
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
+    assert found.keys() <= expected.keys()  # a step may leave variables alone
+    for name in found:
+        value = expected[name]
         scale = max(float(np.abs(value).max(initial=0)), 1e-3)
         error = float(np.abs(found[name] - value).max(initial=0)) / scale
         assert error <= tolerance, f"{name} differs by {error:.2g}"
-
-
-@pytest.fixture(scope="module", params=[small_resnet, small_transformer, collaborative_filtering])
-def trained(request):
-    return Trained(request.param())
 
 
 class Trained:
@@ -64,20 +67,61 @@ class Trained:
         return graph
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
+PAIRS = {
+    small_resnet: [
         "all_reduce_chunks_8",
         "reduce_scatter_all_gather_25mib",
-        "random_axis_partitioned_all_reduce",
-        "parallax",
         "ps_round_robin",
         "uneven_partitioned_ps",
     ],
-)
-def test_five_steps_equal_those_of_one_device(trained, name):
-    strategy = BUILDERS[name](trained.workload, CLUSTER)
-    trained.assert_trains_exactly(strategy)
-    rows = with_rows(strategy, trained.workload)
-    if rows != strategy:
-        trained.assert_trains_exactly(rows)
+    small_transformer: ["random_axis_partitioned_all_reduce", "partitioned_ps", "parallax"],
+    collaborative_filtering: [
+        "per_variable",
+        "partitioned_all_reduce",
+        "parameter_server",
+        "uneven_partitioned_ps",
+        "byteps_like",
+    ],
+}
+
+
+@pytest.mark.parametrize("make", PAIRS)
+def test_five_steps_equal_those_of_one_device(make):
+    trained = Trained(make())
+    for name in PAIRS[make]:
+        strategy = BUILDERS[name](trained.workload, CLUSTER)
+        for variant in dict.fromkeys((strategy, with_rows(strategy, trained.workload))):
+            trained.assert_trains_exactly(variant)
+
+
+PLANNED = [name for name, build in BUILDERS.items() if not build(zoo("vgg16"), PAIR).cross_step]
+"""Builders of plans within the step, which TensorFlow can enact."""
+
+
+@pytest.mark.parametrize("model", ["ncf-sparse", "vgg16", "bert-3l"])
+def test_every_builder_synchronizes_each_gradient_once(model):
+    training = graph_of(zoo(model))
+    workload = workload_of(training, model)
+    for name in PLANNED:
+        strategy = BUILDERS[name](workload, PAIR)
+        for variant in dict.fromkeys((strategy, with_rows(strategy, workload))):
+            graph = distribute(training, plan(variant, workload, 2), DEVICES[:2])
+            assert_each_gradient_is_synchronized_once(graph, training)
+
+
+OPTIMIZERS = {
+    "momentum": lambda: SGD(0.1, momentum=0.9, nesterov=True),
+    "adam with decay": lambda: AdamW(1e-2, weight_decay=0.1),
+    "global norm": lambda: SGD(0.1, momentum=0.9, global_clipnorm=0.1),
+    "norm per variable": lambda: Adam(0.1, clipnorm=0.1),
+    "loss scaling": lambda: LossScaleOptimizer(Adam(1e-2), 1024.0, dynamic_growth_steps=2),
+    "accumulation": lambda: Adam(1e-2, gradient_accumulation_steps=2),
+    "moving average": lambda: SGD(0.1, momentum=0.9, use_ema=True, ema_momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_optimizers_update_on_replicas_and_on_servers(optimizer):
+    trained = Trained(two_layers(OPTIMIZERS[optimizer]()))
+    for name in ("all_reduce_chunks_8", "ps_round_robin", "uneven_partitioned_ps"):
+        trained.assert_trains_exactly(BUILDERS[name](trained.workload, CLUSTER))
