@@ -6,12 +6,17 @@ measured before the first trial. Nothing is fitted on the strategies under test.
 estimate (`overlap_step_s`) is the comparison. `accuracy.csv` lists all strategies; the last line is
 one JSON object. `benchmarks.ranking --dataset DIRECTORY` compares learned simulators.
 
+With `--frameworks horovod` it predicts Horovod under settings that were never profiled instead
+(`benchmarks.replay_accuracy.horovod`): the keys with `_horovod`, and `horovod.csv`.
+
     python -m benchmarks.replay_accuracy --models layers --clusters four_hosts --strategies 12
+    python -m benchmarks.replay_accuracy --frameworks horovod
     python -m benchmarks.replay_accuracy --folder DIRECTORY --only-evaluate
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import sys
@@ -27,7 +32,7 @@ from autotune.jobs.campaign.domain_features import domain_extractor
 from autotune.simulators.evaluation import kendall_tau
 from autotune.strategy_space.plan import Plan, PlannedStrategy, plan
 from benchmarks.replay_accuracy.trials import CLUSTERS, MODELS, collect, collected
-from benchmarks.repository import can_emulate, machine, option_parser, setup_of
+from benchmarks.repository import can_emulate, emulated_setting, option_parser, setup_of
 
 console = Console(stderr=True, highlight=False, markup=False)
 
@@ -163,6 +168,13 @@ def main() -> int:
         default=Path("accuracy-trials"),
         help="where trials are kept (default accuracy-trials)",
     )
+    parser.add_argument(
+        "--frameworks",
+        nargs="+",
+        default=["torch"],
+        choices=["torch", "horovod"],
+        help="what is predicted (default torch)",
+    )
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--clusters", nargs="*", default=list(CLUSTERS), choices=list(CLUSTERS))
     parser.add_argument(
@@ -174,10 +186,28 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only-evaluate", action="store_true", help="of what lies in the folder")
     options = parser.parse_args()
+    result: dict[str, object] = {}
+    if "horovod" in options.frameworks:
+        from benchmarks.replay_accuracy import horovod
+
+        if not can_emulate():
+            return 2
+        result |= horovod.measure(options.folder / "horovod", console.log)
+    if "torch" in options.frameworks:
+        accuracy = torch_accuracy(options)
+        if accuracy is None:
+            return 2
+        result |= accuracy
+    print(json.dumps({**result, **emulated_setting()}))
+    return 0
+
+
+def torch_accuracy(options: argparse.Namespace) -> dict[str, object] | None:
+    """Collect and predict strategies of our runtime; None, with the reason, if there are none."""
     setups = [setup_of(model, cluster) for model in options.models for cluster in options.clusters]
     if not options.only_evaluate:
         if not can_emulate():
-            return 2
+            return None
         for setup in setups:
             collect(options.folder, setup, options.strategies, options.seed, console.log)
     domains = [
@@ -189,7 +219,7 @@ def main() -> int:
             f"{options.folder} holds no trials of {', '.join(options.models)}; collect some first",
             file=sys.stderr,
         )
-        return 2
+        return None
     write_table(rows, options.folder / "accuracy.csv")
     for title in sorted({row.domain for row in rows}):
         print(shown(title, [row for row in rows if row.domain == title]))
@@ -197,19 +227,14 @@ def main() -> int:
     for kind in kinds:
         print(shown(kind, [row for row in rows if row.kind == kind]))
     replayed, analytic = taus(rows)
-    result = {
+    return {
         **summary(rows),
         "kendall_tau": replayed,
         "analytic_kendall_tau": analytic,
         "by_kind": {kind: summary([row for row in rows if row.kind == kind]) for kind in kinds},
         "overrun_median": float(np.median([row.overrun for row in rows])),
         "load_median": float(np.median([row.load for row in rows])),
-        "network": "emulated",
-        "accelerators": "emulated",
-        **machine(),
     }
-    print(json.dumps(result))
-    return 0
 
 
 if __name__ == "__main__":

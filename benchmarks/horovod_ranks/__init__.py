@@ -1,0 +1,1 @@
+"""Ranks of Horovod inside the hosts of a testbed, with emulated accelerators."""

@@ -1,0 +1,235 @@
+"""Compare predicted with measured steps of Horovod, under settings that were never profiled.
+
+One run per model is recorded, under Horovod's defaults on `PROFILED`: the calls of every rank, rank
+0's timeline, and transfers of other sizes. From it alone, steps are predicted for other fusion
+thresholds, cycle times and groups, and on networks of other rates. Hosts are network namespaces,
+transfers are real, and accelerators are emulated by timed waits.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from autotune.cluster import Cluster
+from autotune.cluster_file import read_cluster
+from autotune.costs.timing import ready_times_s
+from autotune.jobs.campaign import generated_models
+from autotune.lowering.horovod import HorovodLowering, HostTimes
+from autotune.lowering.negotiation import HorovodSettings
+from autotune.profiling.formats.horovod import read_horovod
+from autotune.profiling.graph.horovod_costs import fit_horovod, measured_times
+from autotune.recordings.horovod_calls import HorovodCall
+from autotune.workload import Workload
+from benchmarks.horovod_ranks.start import Case, CaseResult, run_cases
+from benchmarks.repository import cluster_file
+
+MODELS = ("vgg", "densenet", "transformer")
+PROFILED = "four_hosts"
+CLUSTERS = (PROFILED, "four_hosts_half", "four_hosts_uneven")
+PLAIN, LOGGED, TIMELINE = "plain", "logged", "timeline"
+BLOCKS = ((PLAIN, 8), (LOGGED, 8)) * 2
+STEPS = 8
+PROBE_BYTES = tuple(4**k for k in range(5, 13))
+MIB = 2**20
+GROUPS = 3
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class PredictedHorovod:
+    """One setting of one model on one cluster: medians and predictions in seconds.
+
+    `unaligned_s`: predicted without a common clock of the ranks.
+    """
+
+    model: str
+    cluster: str
+    setting: str
+    measured_s: float
+    spread: float
+    predicted_s: float
+    unaligned_s: float
+    forward_error: float
+    backward_error: float
+
+    @property
+    def error(self) -> float:
+        return abs(self.predicted_s / self.measured_s - 1)
+
+    @property
+    def unaligned_error(self) -> float:
+        return abs(self.unaligned_s / self.measured_s - 1)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What the recorded run gave. Overheads: step with over step without a recording, less 1."""
+
+    workload: Workload
+    costs: HorovodLowering
+    unaligned: HostTimes
+    forward_s: float
+    backward_s: float
+    logged_overhead: float
+    timeline_overhead: float
+
+    def lowering(self, cluster: Cluster, aligned: bool) -> HorovodLowering:
+        times = self.costs.times if aligned else self.unaligned
+        return HorovodLowering(self.workload, cluster, self.costs.costs, times)
+
+
+def settings_of(workload: Workload, profiled: bool) -> dict[str, HorovodSettings]:
+    """Name -> settings to predict; the defaults only where they were not profiled."""
+    settings = {
+        "64 MiB, 5 ms": HorovodSettings(64 * MIB, 5e-3),
+        "2 MiB, 1 ms": HorovodSettings(2 * MIB, 1e-3),
+        "512 KiB, 10 ms": HorovodSettings(MIB // 2, 10e-3),
+        "no fusion": HorovodSettings(0, 1e-3),
+        f"{GROUPS} groups": HorovodSettings(
+            groups=contiguous_groups(workload, GROUPS), fuses_groups=False
+        ),
+    }
+    return settings if profiled else {"defaults": HorovodSettings(), **settings}
+
+
+def contiguous_groups(workload: Workload, count: int) -> tuple[tuple[str, ...], ...]:
+    """Variables that are ready one after the other, in groups of about equal bytes."""
+    order = np.argsort(ready_times_s(workload), kind="stable").tolist()
+    variables = [workload.variables[place] for place in order]
+    total = sum(variable.elements for variable in variables)
+    groups: list[list[str]] = [[] for _ in range(count)]
+    done = 0
+    for variable in variables:
+        groups[min(count * done // total, count - 1)].append(variable.name)
+        done += variable.elements
+    return tuple(tuple(group) for group in groups if group)
+
+
+def record(model: str, folder: Path) -> Recording:
+    """Record a run of the defaults on the profiled cluster."""
+    workload = generated_models.MODELS[model].workload()
+    cluster = read_cluster(cluster_file(PROFILED))
+    settings = HorovodSettings()
+    cases = [
+        Case(settings, BLOCKS, probe_bytes=PROBE_BYTES),
+        Case(settings, ((TIMELINE, STEPS),)),  # apart: its writer thread spins even when paused
+    ]
+    result, timed = run_cases(cluster, workload, cases, folder)
+    with timed.timelines()[-1].open("rb") as file:
+        timeline = read_horovod(file.read, "timeline")
+    calls, ended_s = last_logged(result)
+    costs = fit_horovod(timeline, calls, cluster, settings.cycle_s)
+    aligned = measured_times(calls, ended_s, workload)
+    plain_s = median(result.steps_s(PLAIN))
+    return Recording(
+        workload,
+        HorovodLowering(workload, cluster, costs, aligned),
+        measured_times(calls, ended_s, workload, aligned=False),
+        passes_s(result)[0],
+        passes_s(result)[1],
+        median(result.steps_s(LOGGED)) / plain_s - 1,
+        median(timed.steps_s(TIMELINE)) / plain_s - 1,
+    )
+
+
+def last_logged(result: CaseResult) -> tuple[list[list[HorovodCall]], list[list[float]]]:
+    """The calls of each rank in its last logged block, and when its backward passes ended."""
+    calls, ended_s = [], []
+    for rank in result.ranks:
+        listed = [HorovodCall(**call) for call in rank["calls"]]
+        starts = [
+            place
+            for place, call in enumerate(listed)
+            if call.step == 0 and (place == 0 or listed[place - 1].step != 0)
+        ]
+        calls.append(listed[starts[-1] :])
+        blocks = [block for block in rank["blocks"] if block["what"] == LOGGED]
+        ended_s.append([marks[2] for marks in blocks[-1]["marks_s"]])
+    return calls, ended_s
+
+
+def passes_s(result: CaseResult) -> tuple[float, float]:
+    """Median forward and backward pass of all ranks in the steps without a recording."""
+    marks = np.array(
+        [
+            step[:3]
+            for rank in result.ranks
+            for block in rank["blocks"]
+            if block["what"] == PLAIN
+            for step in block["marks_s"]
+        ]
+    )
+    forward_s, backward_s = np.median(np.diff(marks, axis=1), axis=0).tolist()
+    return float(forward_s), float(backward_s)
+
+
+def predicted(model: str, name: str, recording: Recording, folder: Path) -> list[PredictedHorovod]:
+    """Measure every setting on a cluster, and predict it."""
+    cluster = read_cluster(cluster_file(name))
+    settings = settings_of(recording.workload, name == PROFILED)
+    cases = [Case(one, ((PLAIN, STEPS),)) for one in settings.values()]
+    results = run_cases(cluster, recording.workload, cases, folder)
+    aligned = recording.lowering(cluster, aligned=True)
+    unaligned = recording.lowering(cluster, aligned=False)
+    rows = []
+    for (setting, wanted), result in zip(settings.items(), results, strict=True):
+        low_s, measured_s, high_s = np.quantile(result.steps_s(PLAIN), [0.25, 0.5, 0.75]).tolist()
+        forward_s, backward_s = passes_s(result)
+        rows.append(
+            PredictedHorovod(
+                model=model,
+                cluster=name,
+                setting=setting,
+                measured_s=measured_s,
+                spread=(high_s - low_s) / measured_s,
+                predicted_s=aligned.step_s(wanted),
+                unaligned_s=unaligned.step_s(wanted),
+                forward_error=abs(recording.forward_s / forward_s - 1),
+                backward_error=abs(recording.backward_s / backward_s - 1),
+            )
+        )
+    return rows
+
+
+def measure(
+    folder: Path, say: Say, models: Sequence[str] = MODELS, clusters: Sequence[str] = CLUSTERS
+) -> dict[str, float]:
+    """Record, measure and predict; `horovod.csv` in the folder lists all settings."""
+    rows: list[PredictedHorovod] = []
+    recordings = []
+    for model in models:
+        recording = record(model, folder / f"{model}.recorded")
+        recordings.append(recording)
+        for cluster in clusters:
+            rows += predicted(model, cluster, recording, folder / f"{model}.{cluster}")
+            for row in (row for row in rows if (row.model, row.cluster) == (model, cluster)):
+                say(
+                    f"{row.model}.{row.cluster}, {row.setting}: {row.measured_s * 1e3:.1f} ms, "
+                    f"predicted {row.predicted_s * 1e3:.1f} ms ({row.error:.1%})"
+                )
+        write_table(rows, folder / "horovod.csv")
+    return {
+        "settings_horovod": len(rows),
+        "error_mean_horovod": float(np.mean([row.error for row in rows])),
+        "error_p90_horovod": float(np.quantile([row.error for row in rows], 0.9)),
+        "error_mean_horovod_unaligned": float(np.mean([row.unaligned_error for row in rows])),
+        "error_forward_horovod": float(np.mean([row.forward_error for row in rows])),
+        "error_backward_horovod": float(np.mean([row.backward_error for row in rows])),
+        "overhead_horovod": float(np.mean([one.logged_overhead for one in recordings])),
+        "overhead_horovod_timeline": float(np.mean([one.timeline_overhead for one in recordings])),
+        "spread_median_horovod": float(np.median([row.spread for row in rows])),
+    }
+
+
+def write_table(rows: Sequence[PredictedHorovod], path: Path) -> None:
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, list(asdict(rows[0])))
+        table.writeheader()
+        table.writerows(asdict(row) for row in rows)
