@@ -7,7 +7,7 @@ import os
 import socket
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -21,7 +21,6 @@ from torch_world import run_world
 
 from autotune.errors import AutotuneError
 from autotune.strategy_space.plan import Plan
-from autotune.strategy_space.strategy import Compressor
 from runtime_rewriter.horovod.torch_scripts import horovod_steered
 from runtime_rewriter.pytorch.exchange.ranks import Timeouts
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer

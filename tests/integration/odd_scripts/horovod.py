@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from odd_scripts.basics import STEPS, Net, Run, data, loss_of
 from torch import Tensor, nn
 from torch_world import seeded
+
+from odd_scripts.basics import STEPS, Net, Run, data, loss_of
 
 
 def _wrapped(model: nn.Module, kind: Callable[..., Any] = torch.optim.SGD, **options: Any) -> Any:
