@@ -11,11 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autotune.canonical import canonical_json, to_data
+from autotune.canonical import LATER, canonical_json, to_data
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput, ModelMismatch
 from autotune.files import write_whole
@@ -25,7 +25,7 @@ from autotune.records import REAL_CONDITIONS, Comparison, Conditions
 from autotune.strategy_space import plan as planning
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Strategy
-from autotune.workload import Variable, Workload
+from autotune.workload import Library, Variable, Workload
 
 SCHEMA = 1
 
@@ -56,7 +56,7 @@ class Export:
 
     `variables` are in backward order. `tuned` and `current` are the sides of the closing
     comparison, or None. `predicted_s`: the tuned strategy's predicted step time at its proposal.
-    `conditions`: what was emulated when these times were measured.
+    `conditions`: what was emulated when these times were measured. `library`: see `Workload`.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -78,6 +78,7 @@ class Export:
     software: dict[str, str]
     conditions: Conditions = REAL_CONDITIONS
     schema: int = SCHEMA
+    library: Library = field(default=Library.DDP, metadata=LATER)
 
     def __post_init__(self) -> None:
         check_range(self.world_size, 1, MAX_RANKS, f"world_size of job {self.job_id!r}")

@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
@@ -38,6 +39,13 @@ DTYPE_BYTES = {
     "complex64": 8,
     "complex128": 16,
 }
+
+
+class Library(StrEnum):
+    """The library by which the script itself synchronizes its gradients."""
+
+    DDP = "ddp"  # torch's, which `autotune.apply` replaces on a bare module
+    HOROVOD = "horovod"
 
 
 @dataclass(frozen=True)
@@ -128,7 +136,7 @@ class Workload:
     threads that compute; 0 on an accelerator, or if unknown. `buffer_bytes`: size of each broadcast
     of the module's buffers before a forward pass; `buffers`: number of these tensors. Both are
     empty if `forward_s` includes the broadcasts. `source`: "measured" or "assumed", which the
-    report repeats.
+    report repeats. `library`: the script's own, which enacts the plans that it can express.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -145,6 +153,7 @@ class Workload:
     buffer_bytes: tuple[int, ...] = ()
     buffers: int = 0
     schema: int = field(default=1)
+    library: Library = field(default=Library.DDP, metadata=LATER)
 
     def __post_init__(self) -> None:
         if not self.variables:

@@ -45,6 +45,6 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         status = process.wait()
     chosen = export.strategy.id if export.strategy else "current setup"
     plan = export.plan()
-    backend = None if plan is None else backend_of(plan, export.variables)
+    backend = None if plan is None else backend_of(plan, export.variables, export.library)
     data = {"exit_status": status, "strategy": chosen, "carrier": backend}
     return data, f"ran with {chosen}{f' ({backend})' if backend else ''}, exit status {status}"

@@ -48,6 +48,7 @@ def build_export(
         cluster=history.profiled.cluster,
         software=dict(history.profiled.software),
         conditions=history.conditions(spec.conditions),
+        library=workload.library,
     )
 
 

@@ -54,7 +54,7 @@ def _backend(store: Store, summary: JobSummary, decision: Decision | None) -> st
         return None
     workload, ranks = summary.profiled.workload, summary.profiled.cluster.world_size
     planned = PlannedStrategy.of(store.strategy(decision.strategy_id), workload, ranks)
-    return backend_of(planned.plan, workload.variables)
+    return backend_of(planned.plan, workload.variables, workload.library)
 
 
 def overview_data(store: Store, overview: Overview) -> dict[str, Any]:

@@ -171,7 +171,7 @@ class _PlanGraph:
             prepare_s=prepare_s,
             taken_s=taken_s,
             costs=lowering.costs,
-            buckets=sent_by_torch(plan, lowering.workload.variables),
+            buckets=sent_by_torch(plan, lowering.workload.variables, lowering.workload.library),
         )
         self.network = Network(
             batches,

@@ -207,7 +207,7 @@ def _details(
         "strategy": strategy,
         "plan": enacted,
         "whole": whole_text(strategy),
-        "carrier": backend_of(enacted, workload.variables),
+        "carrier": backend_of(enacted, workload.variables, workload.library),
         "default": default,
         "variables": variable_rows(workload, planned),
         "buckets": {name: numbers_text(numbers) for name, numbers in messages_of(default).items()},

@@ -50,6 +50,7 @@ class HorovodConnection:
         self._place: Place | None = None
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._world: OwnWorld | None = None
+        self._store: Any = None
         self._connections = 0
         self._own_setting: str | None = None  # the user's, of GROUPS_ALONE
         self.restarts = 0
@@ -74,9 +75,11 @@ class HorovodConnection:
             return
         self._place = Place.of(os.environ)
         place = self._place
-        with nullcontext(0) if place is None else place.served() as port:
+        if place is not None:
+            self._store = place.store()
+        with nullcontext(0) if place is None else place.served(self._store) as port:
             if place is not None:
-                os.environ |= place.meet(port)
+                os.environ |= place.meet(port, self._store)
             self._init(*args, **kwargs)
             rank, size = self._ranks()
             address = self._own_address() if rank == 0 else ""
@@ -108,7 +111,7 @@ class HorovodConnection:
             return
         self._connections += 1
         world, rank = self.world, self._place.rank
-        serving = rendezvous_server(self._place.address, 0) if rank == 0 else nullcontext(0)
+        serving = rendezvous_server(self._place.address) if rank == 0 else nullcontext(0)
         with serving as port:
             os.environ[_PORT] = world.agree_on(f"rendezvous/{self._connections}", str(port))
             yield

@@ -9,7 +9,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -21,6 +21,7 @@ from runtime_rewriter.horovod.rendezvous import RendezvousClient, rendezvous_ser
 START_TIMEOUT_S = 300.0
 """Ranks import their libraries before `hvd.init()`, and many ranks of one machine do so at once."""
 
+_PORT_KEY = "autotune/horovod/port"
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
@@ -35,8 +36,8 @@ class Place:
     host: int
     address: str
     port: int
-    store_of: str
-    """Names the start of the ranks if torchrun's agent keeps a store at that port; or empty."""
+    agent_store: bool
+    """Whether torchrun's agent keeps a store at that port."""
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> Place | None:
@@ -50,10 +51,9 @@ class Place:
         rank, size, local_rank, local_size, host = (int(environment[name]) for name in _LAUNCHER)
         address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
         agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        start = environment.get("TORCHELASTIC_RESTART_COUNT", "0") if agent else ""
-        return Place(rank, size, local_rank, local_size, host, address, port, start)
+        return Place(rank, size, local_rank, local_size, host, address, port, agent)
 
-    def meet(self, port: int) -> dict[str, str]:
+    def meet(self, port: int, store: dist.TCPStore) -> dict[str, str]:
         """Wait until every rank has come, and return the variables that horovodrun would set.
 
         Horovod itself waits for at most half a minute.
@@ -61,6 +61,8 @@ class Place:
         client = RendezvousClient(self.address, port, time.monotonic() + START_TIMEOUT_S)
         client.put(str(self.rank), f"{self.host} {self.local_rank}")
         places = [client.wait_for(str(rank)).split() for rank in range(self.size)]
+        if self.rank == 0:
+            store.delete_key(_PORT_KEY)  # all have read it, and the next start must not
         hosts = [int(host) for host, local_rank in places if int(local_rank) == self.local_rank]
         return {
             "HOROVOD_RANK": str(self.rank),
@@ -77,19 +79,46 @@ class Place:
         }
 
     @contextmanager
-    def served(self) -> Iterator[int]:
-        """Let rank 0 serve the rendezvous inside; yields its port."""
-        if not self.store_of:
-            with rendezvous_server(self.address, self.port) if self.rank == 0 else nullcontext():
-                yield self.port
-            return
-        waits = timedelta(seconds=START_TIMEOUT_S)
-        store = dist.TCPStore(self.address, self.port, is_master=False, timeout=waits)
-        key = f"autotune/horovod/{self.store_of}"
-        with rendezvous_server(self.address, 0) if self.rank == 0 else nullcontext() as port:
+    def served(self, store: dist.TCPStore) -> Iterator[int]:
+        """Let rank 0 serve the rendezvous inside; yields its port, which the ranks agree on."""
+        with rendezvous_server(self.address) if self.rank == 0 else nullcontext() as port:
             if port is not None:
-                store.set(key, str(port))
-            yield int(store.get(key))
+                store.set(_PORT_KEY, str(port))
+            yield int(store.get(_PORT_KEY))
+
+    def store(self) -> dist.TCPStore:
+        """A store at the master's address, which the script's own world of torch shares.
+
+        Keep it: a rank of the script may be connected to it. Raises `LaunchError` if the port is
+        taken.
+        """
+        try:
+            return self._store(timedelta(seconds=START_TIMEOUT_S))
+        except RuntimeError as error:
+            raise LaunchError(
+                f"the ranks meet at {self.address}:{self.port}, but rank {self.rank} cannot: "
+                f"{str(error).splitlines()[0]}; give other ports with --master-ports"
+            ) from error
+
+    def _store(self, waits: timedelta) -> dist.TCPStore:
+        if self.rank > 0 or self.agent_store:
+            return dist.TCPStore(self.address, self.port, is_master=False, timeout=waits)
+        with closing(socket.socket()) as listening:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            descriptor = None
+            with suppress(OSError):
+                listening.bind((self.address, self.port))
+                listening.listen(self.size)
+                descriptor = listening.detach()
+            return dist.TCPStore(
+                self.address,
+                self.port,
+                is_master=True,
+                timeout=waits,
+                wait_for_workers=False,
+                multi_tenant=True,
+                master_listen_fd=descriptor,
+            )
 
 
 def address_of(interface: str) -> str:

@@ -58,18 +58,18 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def rendezvous_server(address: str, port: int) -> Iterator[int]:
-    """Serve at `address` inside, and yield the port (of the kernel's choice if it is 0).
+def rendezvous_server(address: str) -> Iterator[int]:
+    """Serve at `address` inside, and yield the port, which the kernel chooses.
 
-    Raises `LaunchError` if it is taken.
+    Raises `LaunchError` if the address is not one of this host.
     """
     kind = type("Handler", (_Handler,), {"values": {}, "lock": threading.Lock()})
     try:
-        server = ThreadingHTTPServer((address, port), kind)
+        server = ThreadingHTTPServer((address, 0), kind)
     except OSError as error:
         raise LaunchError(
-            f"Horovod's ranks must find each other at {address}:{port}, but rank 0 cannot listen "
-            f"there: {error.strerror}; give other ports with --master-ports"
+            f"Horovod's ranks must find each other at {address}, but rank 0 cannot listen there: "
+            f"{error.strerror}; MASTER_ADDR must be an address of rank 0's host"
         ) from error
     thread = threading.Thread(target=server.serve_forever, args=(_POLL_S,), daemon=True)
     thread.start()

@@ -19,6 +19,7 @@ from torch import nn
 
 from autotune.errors import InvalidInput, SynchronizationError
 from autotune.strategy_space.plan import Plan
+from autotune.workload import Library
 from runtime_rewriter.horovod.connection import HorovodConnection
 from runtime_rewriter.horovod.torch_messages import HorovodLanes
 from runtime_rewriter.pytorch.attached import HookedSynchronizer
@@ -61,6 +62,7 @@ class HorovodSynchronizer(HookedSynchronizer):
                 summed=optimizer.op == horovod.Sum,
                 unused_as_zeros=True,
             )
+        self.library = Library.HOROVOD
         self.cross_step.forbidden = NO_CROSSING
         self.cross_step.outer = optimizer
         self._own_synchronize = optimizer.synchronize
@@ -77,6 +79,10 @@ class HorovodSynchronizer(HookedSynchronizer):
             super().load(plan, deferred=deferred)
             if self._own_groups is not None:
                 self._connection.execute_groups_alone(plan is not None)
+
+    @property
+    def restarts(self) -> int:
+        return self._connection.restarts
 
     def close(self) -> None:
         with self._connection.world.as_default():

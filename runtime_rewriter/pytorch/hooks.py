@@ -32,6 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from autotune.errors import AutotuneError, InvalidStrategy, SynchronizationError
 from autotune.strategy_space.enactable import scaled_refusal_reason
 from autotune.strategy_space.plan import Plan
+from autotune.workload import Library
 from runtime_rewriter.pytorch.agreement import (
     agree,
     assumed_workload,
@@ -99,6 +100,7 @@ class GradientSynchronizer:
         self.residuals = Residuals(named, self.ranks.rank, self.ranks.size)
         self.listeners: list[StepListener] = []
         self.observers: list[BackwardObserver] = []
+        self.library = Library.DDP
         self.accelerator: Accelerator | None = None  # None: the module itself computes
         self.byte_scale = 1.0
         self._find_unused, self._static = find_unused_parameters, static_graph
@@ -140,6 +142,11 @@ class GradientSynchronizer:
     def process_group(self) -> dist.ProcessGroup:
         """The script's group over which gradients are averaged."""
         return self.ranks.base
+
+    @property
+    def restarts(self) -> int:
+        """How often a plan made the ranks restart their communication library."""
+        return 0
 
     @property
     def model_id(self) -> str:

@@ -291,6 +291,7 @@ class WorkloadProfiler(BackwardObserver):
             source="measured",
             buffer_bytes=tuple(sent.values()),
             buffers=len(buffers),
+            library=self._synchronizer.library,
         )
 
 

@@ -49,6 +49,7 @@ class TrialRun:
 
     The first step runs under the numerics `gate` (None: no plan, or already checked). With
     `crossing`, updates that cross the step are compared in the next ones, all of which are untimed.
+    `restarts`: see `Measured`.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class TrialRun:
         timed_steps: int,
         accelerator: Accelerator | None = None,
         crossing: GradientSynchronizer | None = None,
+        restarts: int = 0,
     ) -> None:
         self._gate = gate
         self._crossing = crossing
@@ -65,6 +67,7 @@ class TrialRun:
             # The last one's updates are due in the step after it.
             warmup_steps = max(warmup_steps, 1 + GATED_UPDATES + 1)
         self._accelerator = accelerator
+        self._restarts = restarts
         self._warmup_steps = warmup_steps
         self._timed_steps = timed_steps
         self._steps = 0
@@ -114,7 +117,11 @@ class TrialRun:
 
     def answer(self) -> TrialAnswer:
         return TrialAnswer(
-            tuple(self._step_s), tuple(self._clean), tuple(self._overrun), self._gradient_error
+            tuple(self._step_s),
+            tuple(self._clean),
+            tuple(self._overrun),
+            self._gradient_error,
+            self._restarts,
         )
 
 

@@ -52,6 +52,7 @@ class TorchModel:
             return FurtherTraining()
         assert isinstance(instruction, StartTrial | ContinueTrial)
         gate = crossing = None
+        restarts_before = model.restarts
         model.cross_step.gate = None
         accelerator = model.accelerator
         emulated = accelerator if isinstance(accelerator, EmulatedAccelerator) else None
@@ -65,7 +66,14 @@ class TorchModel:
             # An emulated accelerator plays the updates: there is nothing to compare.
             if model.plan is not None and model.plan.cross_step and emulated is None:
                 crossing = model
-        return TrialRun(gate, instruction.warmup_steps, instruction.timed_steps, emulated, crossing)
+        return TrialRun(
+            gate,
+            instruction.warmup_steps,
+            instruction.timed_steps,
+            emulated,
+            crossing,
+            model.restarts - restarts_before,
+        )
 
     def probe(self, request: StartProbe, report: Callable[[str], None]) -> ProbeAnswer:
         result = probe_cluster(

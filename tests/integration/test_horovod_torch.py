@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import socket
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from odd_scripts.basics import Net
 from odd_scripts.horovod import HOROVOD_SCRIPTS
 from test_odd_scripts import detached
 from torch import nn
 from torch_plans import mixed, uniform
-from torch_world import run_world
+from torch_world import run_world, seeded
 
 from autotune.errors import AutotuneError
 from autotune.strategy_space.plan import Plan
+from autotune.strategy_space.strategy import Compressor
 from runtime_rewriter.horovod.torch_scripts import horovod_steered
 from runtime_rewriter.pytorch.exchange.ranks import Timeouts
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
@@ -29,7 +35,8 @@ pytest.importorskip("horovod", reason="`make horovod` builds it")
 
 WAITS = Timeouts(30.0, 20.0)
 TRIAL_STEP = 3
-PlanOf = Callable[[nn.Module], Plan]
+FP16 = Compressor.FP16
+PlanOf = Callable[[nn.Module], Plan | None]
 
 
 @dataclass
@@ -93,6 +100,7 @@ def as_launched(rank: int, port: int) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
+        "HOROVOD_TIMELINE": "DYNAMIC",
     }
 
 
@@ -102,38 +110,242 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def check_scripts(rank: int, port: int, names: list[str]) -> dict[str, str]:
-    """What differs, or was refused, by script and way."""
+def check_all(rank: int, port: int, timeline: str) -> dict[str, Any]:
+    """Everything that the tests look at, in one job."""
     as_launched(rank, port)
-    problems: dict[str, str] = {}
-    for name in names:
-        own = HorovodRun(rank)
-        session = PlanSession(WAYS["by Horovod"][0], in_trial=True)
-        with horovod_steered(session, WAITS, tuned=True):
-            import horovod.torch as hvd
-
-            hvd.init()
-        torch.manual_seed(0)
-        HOROVOD_SCRIPTS[name](own)
-        for way, (plan_of, in_trial) in WAYS.items():
-            run = HorovodRun(rank)
-            session = PlanSession(plan_of, in_trial)
-            with horovod_steered(session, WAITS, tuned=True):
-                hvd.init()
-                torch.manual_seed(0)
-                try:
-                    HOROVOD_SCRIPTS[name](run)
-                    torch.testing.assert_close(run.seen, own.seen, rtol=0, atol=0)
-                except (AutotuneError, AssertionError) as problem:
-                    problems[f"{name}, {way}"] = f"{type(problem).__name__}: {problem}"
-            assert session.synchronizer is not None
-            session.synchronizer.close()
-    return problems
-
-
-def test_every_script_sees_and_trains_what_its_own_horovod_gives() -> None:
     names = list(HOROVOD_SCRIPTS)
-    for rank, problems in enumerate(run_world(check_scripts, 2, free_port(), names)):
-        assert not problems, f"rank {rank}: " + "\n".join(
-            f"{what}: {problem}" for what, problem in problems.items()
-        )
+    found = {"scripts": [f"{name}: {p}" for name in names for p in problems_of(name, rank)]}
+    return found | {
+        "sent": sent(rank, timeline),
+        "fp16": compressed(rank),
+        "restarts": restarts(rank),
+        "sparse on one rank": sparse_on_one_rank(rank),
+        "refusals": refusals(rank),
+    }
+
+
+@contextmanager
+def launched(session: Any) -> Iterator[Any]:
+    os.environ.pop("HOROVOD_RANK", None)  # the launcher's last start in this process has set it
+    with horovod_steered(session, WAITS, tuned=True):
+        import horovod.torch as hvd
+
+        hvd.init()
+        torch.manual_seed(0)
+        yield hvd
+
+
+def problems_of(name: str, rank: int) -> Iterator[str]:
+    """What differs or was refused, in each way."""
+    own = HorovodRun(rank)
+    with launched(None):
+        pass  # the reference runs without us
+    HOROVOD_SCRIPTS[name](own)
+    for way, (plan_of, in_trial) in WAYS.items():
+        run, session = HorovodRun(rank), PlanSession(plan_of, in_trial)
+        with launched(session):
+            try:
+                HOROVOD_SCRIPTS[name](run)
+                torch.testing.assert_close(run.seen, own.seen, rtol=0, atol=0)
+            except (AutotuneError, AssertionError) as problem:
+                yield f"{way}: {type(problem).__name__}: {problem}"
+        assert session.synchronizer is not None
+        session.synchronizer.close()
+
+
+def sent(rank: int, timeline: str) -> list[list[str]]:
+    """The tensors of each all-reduce of three steps, as rank 0's timeline shows them."""
+    session = PlanSession(lambda module: uniform(module, 2), in_trial=False)
+    with launched(session) as hvd:
+        model = Net()
+        optimizer = wrapped(model)
+        hvd.start_timeline(timeline)
+        train(model, optimizer, rank)
+        hvd.stop_timeline()
+    assert session.synchronizer is not None
+    session.synchronizer.close()
+    if rank > 0:
+        return []
+    deadline_s = time.monotonic() + 10
+    while not (text := Path(timeline).read_text()).rstrip().endswith("]"):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    batches, batch = [], []
+    tensors: dict[int, str] = {}
+    for event in json.loads(text):
+        if event.get("name") == "process_name" and "name" in event["args"]:
+            tensors[event["pid"]] = event["args"]["name"]
+        elif event.get("ph") == "B" and event.get("name") == "GLOO_ALLREDUCE":
+            batch.append(tensors[event["pid"]])
+        elif batch and event.get("ph") == "E":
+            batches.append(batch)
+            batch = []
+    return batches
+
+
+def wrapped(model: nn.Module, **options: Any) -> Any:
+    import horovod.torch as hvd
+
+    return hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05),
+        named_parameters=model.named_parameters(),
+        **options,
+    )
+
+
+def train(model: nn.Module, optimizer: Any, rank: int, steps: int = 3) -> list[torch.Tensor]:
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(5, 6, generator=seeded(10 * rank + step))).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def compressed(rank: int) -> bool:
+    """Whether a plan of fp16 gives the bits of the script's own compression."""
+    import horovod.torch as hvd
+
+    results = []
+    for way in (lambda module: None, lambda module: uniform(module, 2, compressor=FP16)):
+        session = PlanSession(way, in_trial=False)
+        with launched(session):
+            model = Net()
+            optimizer = wrapped(model, compression=hvd.Compression.fp16)
+            results.append(train(model, optimizer, rank))
+        assert session.synchronizer is not None
+        session.synchronizer.close()
+    return all(map(torch.equal, *results))
+
+
+def restarts(rank: int) -> list[int]:
+    """The number of restarts so far: after building the optimizer, under a plan, and without."""
+    session = PlanSession(lambda module: None, in_trial=False)
+    os.environ.pop("HOROVOD_DISABLE_GROUP_FUSION")  # the user has not set it
+    counts = []
+    with launched(session):
+        model = Net()
+        optimizer = wrapped(model, num_groups=2)
+        synchronizer = session.synchronizer
+        assert synchronizer is not None
+        counts.append(synchronizer.restarts)
+        for plan in (uniform(model, 2), uniform(model, 2, groups=1), None):
+            synchronizer.load(plan)
+            train(model, optimizer, rank, steps=1)
+            counts.append(synchronizer.restarts)
+        synchronizer.close()
+    return counts
+
+
+class Sometimes(nn.Module):
+    """An embedding with sparse gradients that is not used in every pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8, 6, sparse=True), nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor, used: bool) -> torch.Tensor:
+        rows = self.embedding(torch.tensor([1, 3, 3])).sum() if used else 0.0
+        return self.head(x) + rows
+
+
+def sparse_on_one_rank(rank: int) -> bool:
+    """Whether a plan averages rows that only rank 0 has, as if rank 1 had sent zeros."""
+    session = PlanSession(lambda module: uniform(module, 2), in_trial=False)
+    with launched(session):
+        model = Sometimes()
+        before = model.embedding.weight.detach().clone()
+        optimizer = wrapped(model)
+        x = torch.ones(1, 6)
+        model(x, used=rank == 0).sum().backward()
+        optimizer.step()
+    assert session.synchronizer is not None
+    session.synchronizer.close()
+    rows = torch.zeros(8, 6)
+    rows[1], rows[3] = 2.0, 4.0  # two outputs
+    return torch.equal(model.embedding.weight, before - 0.05 * rows / 2)
+
+
+def refusals(rank: int) -> dict[str, str]:
+    """The message of each script that cannot be tuned."""
+    import horovod.torch as hvd
+
+    def adasum() -> None:
+        wrapped(Net(), op=hvd.Adasum)
+
+    def part_of_a_module() -> None:
+        model = Net()
+        hvd.DistributedOptimizer(torch.optim.SGD([model.a.weight, model.c.bias], lr=0.1))
+
+    def maximum() -> None:
+        model = Net()
+        wrapped(model, op=hvd.Max)
+        assert session.synchronizer is not None
+        session.synchronizer.load(uniform(model, 2))
+
+    def different_plans() -> None:
+        model = Net()
+        wrapped(model)
+        assert session.synchronizer is not None
+        session.synchronizer.load(uniform(model, 2, groups=1 + rank))
+
+    def elastic() -> None:
+        hvd.elastic.run(print)
+
+    messages = {}
+    for script in (adasum, part_of_a_module, maximum, different_plans, elastic):
+        session = PlanSession(lambda module: None, in_trial=False)
+        with launched(session):
+            try:
+                script()
+                messages[script.__name__] = "not refused"
+            except AutotuneError as refusal:
+                messages[script.__name__] = str(refusal)
+    return messages
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    timeline = tmp_path_factory.mktemp("horovod") / "timeline.json"
+    return run_world(check_all, 2, free_port(), str(timeline), timeout_s=150.0)
+
+
+def test_every_script_sees_and_trains_what_its_own_horovod_gives(found) -> None:
+    for rank, of_rank in enumerate(found):
+        assert not of_rank["scripts"], f"rank {rank}: " + "\n".join(of_rank["scripts"])
+
+
+def test_every_message_is_one_operation_and_they_follow_the_plan(found) -> None:
+    batches = found[0]["sent"]
+    assert {len(batch) for batch in batches} == {1}
+    messages = len(uniform(Net(), 2).messages)
+    assert len(batches) == 3 * messages
+    names = [batch[0] for batch in batches]
+    assert names == names[:messages] * 3
+    numbers = [int(name.split(".")[-1].split("_")[0]) for name in names[:messages]]
+    assert numbers == sorted(numbers)
+
+
+def test_fp16_gives_the_bits_of_horovods_own_compression(found) -> None:
+    assert found[0]["fp16"] and found[1]["fp16"]
+
+
+def test_only_a_script_with_groups_of_its_own_costs_restarts(found) -> None:
+    assert found[0]["restarts"] == found[1]["restarts"] == [1, 2, 2, 3]
+
+
+def test_rows_of_one_rank_are_averaged_with_zeros(found) -> None:
+    assert found[0]["sparse on one rank"] and found[1]["sparse on one rank"]
+
+
+def test_a_script_that_cannot_be_tuned_is_told_why(found) -> None:
+    expected = {
+        "adasum": "op=hvd.Adasum",
+        "part_of_a_module": "Net has 8",
+        "maximum": "op other than hvd.Average and hvd.Sum",
+        "different_plans": "every rank must hold the same plan",
+        "elastic": "elastic Horovod cannot be controlled",
+    }
+    for of_rank in found:
+        assert of_rank["refusals"].keys() == expected.keys()
+        for name, part in expected.items():
+            assert part in of_rank["refusals"][name]
