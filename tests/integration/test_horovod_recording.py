@@ -28,7 +28,7 @@ GRADIENTS = {"1.bias": 40, "1.weight": 2560, "0.bias": 256, "0.weight": 16384}
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("horovod")
-    with rendezvous_server("127.0.0.1", 0) as port:
+    with rendezvous_server("127.0.0.1") as port:
         shared = {
             **os.environ,
             "HOROVOD_SIZE": str(RANKS),
