@@ -62,7 +62,7 @@ def test_two_ranks_sum_and_average(framework, rendezvous):
         for rank in range(RANKS)
     ]
     try:
-        printed = [process.communicate(timeout=120) for process in processes]
+        printed = [process.communicate(timeout=240) for process in processes]
     finally:
         for process in processes:
             process.kill()

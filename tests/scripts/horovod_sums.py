@@ -17,7 +17,7 @@ answer = {
     "size": hvd.size(),
     "gloo": bool(hvd.gloo_built()),
     "mpi": bool(hvd.mpi_built()),
-    "sum": hvd.allreduce(mine, op=hvd.Max, name="sum").numpy().tolist(),
+    "sum": hvd.allreduce(mine, op=hvd.Sum, name="sum").numpy().tolist(),
     "average": hvd.allreduce(mine, op=hvd.Average, name="average").numpy().tolist(),
 }
 print(json.dumps(answer), flush=True)
