@@ -7,10 +7,12 @@ estimate (`overlap_step_s`) is the comparison. `accuracy.csv` lists all strategi
 one JSON object. `benchmarks.ranking --dataset DIRECTORY` compares learned simulators.
 
 With `--frameworks horovod` it predicts Horovod under settings that were never profiled instead
-(`benchmarks.replay_accuracy.horovod`): the keys with `_horovod`, and `horovod.csv`.
+(`benchmarks.replay_accuracy.horovod`): the keys with `_horovod`, and `horovod.csv`. With
+`--frameworks tensorflow` it does so for graphs on TensorFlow's servers
+(`benchmarks.replay_accuracy.tensorflow`): the keys with `_tensorflow`, and `tensorflow.csv`.
 
     python -m benchmarks.replay_accuracy --models layers --clusters four_hosts --strategies 12
-    python -m benchmarks.replay_accuracy --frameworks horovod
+    python -m benchmarks.replay_accuracy --frameworks horovod tensorflow
     python -m benchmarks.replay_accuracy --folder DIRECTORY --only-evaluate
 """
 
@@ -172,7 +174,7 @@ def main() -> int:
         "--frameworks",
         nargs="+",
         default=["torch"],
-        choices=["torch", "horovod"],
+        choices=["torch", "horovod", "tensorflow"],
         help="what is predicted (default torch)",
     )
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
@@ -193,6 +195,14 @@ def main() -> int:
         if not can_emulate():
             return 2
         result |= horovod.measure(options.folder / "horovod", console.log)
+    if "tensorflow" in options.frameworks:
+        from benchmarks.replay_accuracy import tensorflow
+
+        if not options.only_evaluate and not can_emulate():
+            return 2
+        result |= tensorflow.measure(
+            options.folder / "tensorflow", console.log, options.only_evaluate
+        )
     if "torch" in options.frameworks:
         accuracy = torch_accuracy(options)
         if accuracy is None:

@@ -7,8 +7,9 @@ ends with the last node that a gradient depends on outside the scopes of gradien
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from statistics import median
 
 import numpy as np
 
@@ -74,6 +75,28 @@ def stated_workload(job: TraceJob, graph: StepGraph, step: int, model: str) -> W
         update_s=_update_s(steps, step, nodes, op_of) + client_s(graph, job, step),
         device="cuda" if any("GPU" in device.device for device in graph.devices) else "cpu",
         source="measured",
+    )
+
+
+def median_workload(workloads: Sequence[Workload]) -> Workload:
+    """The workload with the median of each time, over workloads of the same variables."""
+    ready_s: dict[str, list[float]] = {}
+    needed_s: dict[str, list[float]] = {}
+    for workload in workloads:
+        for variable in workload.variables:
+            ready_s.setdefault(variable.name, []).append(variable.ready_s or 0.0)
+            needed_s.setdefault(variable.name, []).append(variable.needed_s or 0.0)
+    variables = [
+        replace(one, ready_s=median(ready_s[one.name]), needed_s=median(needed_s[one.name]))
+        for one in workloads[0].variables
+    ]
+    variables.sort(key=lambda variable: (variable.ready_s, variable.name))
+    return replace(
+        workloads[0],
+        variables=tuple(variables),
+        forward_s=median(one.forward_s for one in workloads),
+        backward_s=median(one.backward_s for one in workloads),
+        update_s=median(one.update_s for one in workloads),
     )
 
 

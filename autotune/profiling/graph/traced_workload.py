@@ -17,7 +17,11 @@ from autotune.dfg.graph import Kind
 from autotune.dfg.replay import Timeline
 from autotune.errors import InvalidInput
 from autotune.profiling.formats.rank_trace import MISSING
-from autotune.profiling.graph.stated_workload import replayed_without, stated_workload
+from autotune.profiling.graph.stated_workload import (
+    median_workload,
+    replayed_without,
+    stated_workload,
+)
 from autotune.profiling.graph.traced_steps import StepChoice, TracedSteps
 from autotune.profiling.traces.collectives import TracedCollective
 from autotune.profiling.traces.job import TraceJob
@@ -100,9 +104,13 @@ def workload_of(
 def _stated_workload(
     job: TraceJob, graph: StepGraph, step: StepChoice, model: str
 ) -> TracedWorkload:
-    """The variables that the recorded graph names, on the first rank."""
+    """The variables that the recorded graph names, on the first rank.
+
+    For the median step, each time is the median over all steps.
+    """
     number = TracedSteps(job).chosen(step)
-    workload = stated_workload(job, graph, number, model)
+    numbers = job.steps if step == "median" else (number,)
+    workload = median_workload([stated_workload(job, graph, one, model) for one in numbers])
     return TracedWorkload(workload, job.rank_numbers[0], number, ())
 
 

@@ -16,10 +16,12 @@ class TrainedVariables:
 
     - `gradients`: node -> the variable whose gradient it computes, on each replica.
     - `handles`: VarHandleOp -> its variable; a replica's copy has the name of the variable.
+    - `forward`: nodes that lead to the loss; empty if they are not known.
     """
 
     gradients: Mapping[str, str]
     handles: Mapping[str, str]
+    forward: frozenset[str] = frozenset()
 
 
 def rank_devices(partitions: Partitions, trained: TrainedVariables) -> list[str]:
@@ -35,7 +37,7 @@ def graph_nodes(
     """One node of the recording per node of the partitions, with the memory that it took."""
     ranks = {device: rank for rank, device in enumerate(rank_devices(partitions, trained))}
     gradients = [node.number for node in partitions.nodes if node.name in trained.gradients]
-    phase = phases(partitions, gradients)
+    phase = phases(partitions, gradients, trained.forward)
     reads = _reads(partitions, trained)
     events = _first_events(steps)
     received = _received_bytes(partitions, steps)

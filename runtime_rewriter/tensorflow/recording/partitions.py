@@ -8,7 +8,7 @@ Collectives of several devices carry a group key and an instance key.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -181,11 +181,11 @@ def _set_collective(
     node.collective = (kind, keys[0], keys[1])
 
 
-def phases(partitions: Partitions, gradients: Iterable[int]) -> list[str]:
+def phases(partitions: Partitions, gradients: Iterable[int], forward: Collection[str]) -> list[str]:
     """(N,) the pass of each node: "forward", "backward", "update" or "other".
 
-    What leads to a gradient is backward where TensorFlow's own scopes of gradients hold it, else
-    forward. What depends on a gradient is the update.
+    What leads to a gradient is forward if `forward` names it, else backward. Without names, it is
+    backward in TensorFlow's own scopes of gradients. What depends on a gradient is the update.
     """
     marked = set(gradients)
     behind = _reached(marked, partitions.consumers) - marked
@@ -196,11 +196,17 @@ def phases(partitions: Partitions, gradients: Iterable[int]) -> list[str]:
             found.append("update")
         elif node.number not in before:
             found.append("other")
-        elif any(scope in _GRADIENT_SCOPES for scope in node.name.split("/")):
-            found.append("backward")
-        else:
+        elif _is_forward(node, forward):
             found.append("forward")
+        else:
+            found.append("backward")
     return found
+
+
+def _is_forward(node: PartitionNode, forward: Collection[str]) -> bool:
+    if forward:
+        return node.name in forward
+    return not any(scope in _GRADIENT_SCOPES for scope in node.name.split("/"))
 
 
 def _reached(first: Iterable[int], edges: Mapping[int, Sequence[int]]) -> set[int]:

@@ -1,0 +1,1 @@
+"""Ranks of TensorFlow inside the hosts of a testbed, with emulated accelerators."""

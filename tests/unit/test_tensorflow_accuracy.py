@@ -1,0 +1,43 @@
+"""The pure parts of `benchmarks.replay_accuracy.tensorflow`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autotune.cluster import Bend, Cluster, CollectiveFit, Host
+from benchmarks.replay_accuracy.tensorflow import COSTS, at_rate, chunked, slowed
+from benchmarks.tensorflow_ranks.layers import layers_of
+
+HOSTS = tuple(Host(name, 1, 1e8, 1e-5, 1e9, 1e-6) for name in "abcd")
+SIZE = 2**23
+
+
+def fitted(bends: tuple[Bend, ...] = ()) -> Cluster:
+    fit = CollectiveFit("all_reduce", 4, 1e-3, 2e-8, 0.01, 1, SIZE, bends=bends)
+    return Cluster("even", HOSTS, fits=(fit,))
+
+
+@pytest.mark.parametrize("bends", [(), (Bend(2**20, 3e-8),)])
+def test_half_the_bandwidth_adds_the_time_of_the_bytes_on_the_link(bends) -> None:
+    cluster = fitted(bends)
+    (fit,) = at_rate(cluster, slowed(cluster, 0.5)).fits
+    more_s = 1.5 * SIZE / 1e8 / COSTS["payload"]  # a ring of 4 carries 2 * 3 / 4 of the message
+    assert fit.seconds(SIZE) == pytest.approx(cluster.fits[0].seconds(SIZE) + more_s)
+    assert at_rate(cluster, cluster).fits == cluster.fits
+
+
+def test_layers_keep_the_bytes_and_the_time_of_a_model() -> None:
+    layers = layers_of("vgg16", 12, SIZE, 0.12)
+    assert sum(4 * layer.elements for layer in layers) == pytest.approx(SIZE, rel=1e-3)
+    assert sum(layer.forward_s + layer.backward_s for layer in layers) == pytest.approx(0.12)
+    assert max(layer.elements for layer in layers) == max(one.elements for one in layers[-4:])
+
+
+def test_groups_hold_neighbours_in_the_order_of_the_backward_pass() -> None:
+    layers = layers_of("resnet50", 12, SIZE, 0.12)
+    wanted = chunked("resnet50", layers, 4, 2)
+    assert [len(message.slices) for message in wanted.messages] == [4, 4, 4]
+    assert wanted.messages[0].slices[0].variable == "layer_11"
+    assert replace(wanted, world_size=4).id != wanted.id
