@@ -79,7 +79,8 @@ def whole_text(strategy: Strategy) -> str:
     sets = len(strategy.op_fusion)
     ops = sum(len(names) for names in strategy.op_fusion)
     fusion = f"{ops} ops run as {sets} fused kernel{'s' * (sets > 1)}." if sets else ""
-    return " ".join(sentence for sentence in (crossing, ring, fusion) if sentence)
+    remote = "" if strategy.local_copies else "Replicas read variables at their servers."
+    return " ".join(sentence for sentence in (crossing, ring, fusion, remote) if sentence)
 
 
 _SENT = {

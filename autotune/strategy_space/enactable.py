@@ -22,12 +22,17 @@ _FED_BACK = ("float32", "float64")
 _MOST_INDICES = 2**31 - 1
 
 
-def refusal_reason(plan: Plan, fuses_ops: bool = False) -> str | None:
+def refusal_reason(plan: Plan, rewrites_graph: bool = False) -> str | None:
     """Return the rule that keeps the runtime from enacting `plan`, or None.
 
-    `fuses_ops`: whether the framework compiles sets of ops, as TensorFlow does.
+    `rewrites_graph`: whether the model's graph is rewritten, as that of TensorFlow is.
     """
-    if plan.op_fusion and not fuses_ops:
+    if not plan.local_copies and not rewrites_graph:
+        return (
+            "replicas read variables at a parameter server in TensorFlow only, but local_copies is "
+            "false; set it to true"
+        )
+    if plan.op_fusion and not rewrites_graph:
         return (
             "sets of ops become one kernel in TensorFlow only, but the plan fuses "
             f"{', '.join(plan.op_fusion[0][:3])} ({len(plan.op_fusion)} sets); empty op_fusion"

@@ -114,6 +114,7 @@ class Plan:
     """The `messages` in issue order: every rank starts them in exactly this order.
 
     `op_fusion`: sets of ops of the model's graph; each set is one kernel on every rank.
+    `local_copies`: replicas read a copy of a parameter server's variable; else they read it there.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -126,6 +127,7 @@ class Plan:
     schema: int = SCHEMA
     in_flight: int = field(default=1, metadata=LATER)
     op_fusion: OpFusionSets = field(default=(), metadata=LATER)
+    local_copies: bool = field(default=True, metadata=LATER)
 
     @property
     def limit(self) -> int | None:
@@ -199,6 +201,7 @@ def plan(strategy: Strategy, workload: Workload, world_size: int) -> Plan:
         strategy.ring_order,
         in_flight=strategy.in_flight,
         op_fusion=strategy.op_fusion,
+        local_copies=strategy.local_copies,
     )
 
 

@@ -217,6 +217,8 @@ class Strategy:
     the ranks along the ring; None is rank order. `in_flight`: messages in flight per lane, which
     needs `cross_step` (ByteScheduler's credit, counted in messages); within the step the library
     decides. `op_fusion`: sets of ops of the model's graph, by name; each set is one kernel.
+    `local_copies`: replicas read a copy of a parameter server's variable that each step refreshes
+    (AutoDist's proxy); else they read it at the server.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -227,6 +229,7 @@ class Strategy:
     schema: int = SCHEMA
     in_flight: int = field(default=1, metadata=LATER)
     op_fusion: OpFusionSets = field(default=(), metadata=LATER)
+    local_copies: bool = field(default=True, metadata=LATER)
 
     def __post_init__(self) -> None:
         if self.schema != SCHEMA:

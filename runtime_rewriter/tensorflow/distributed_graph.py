@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from tensorflow.core.framework.graph_pb2 import GraphDef
@@ -63,7 +63,7 @@ class DistributedGraph:
     servers if its collective keys start at `next_key`.
     """
 
-    graph_def: GraphDef
+    graph_def: GraphDef = field(repr=False)
     plan: Plan
     devices: tuple[str, ...]
     variables: tuple[PlacedVariable, ...]

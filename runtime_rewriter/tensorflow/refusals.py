@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from autotune.errors import InvalidInput, ModelMismatch
 from autotune.strategy_space.enactable import describe, refusal_reason
 from autotune.strategy_space.plan import Message, Plan
-from autotune.strategy_space.strategy import CASTS, Compressor
+from autotune.strategy_space.strategy import CASTS, Compressor, SparseHandling
 from runtime_rewriter.tensorflow.op_fusion import refuse_fusion
 from runtime_rewriter.tensorflow.training_graph import TrainingGraph
 
+_LEAVE_ROWS = frozenset({"ResourceSparseApplyAdagrad", "ResourceSparseApplyAdagradV2"})
+"""Updates that leave a row with a gradient of 0 as it is."""
 _WIRE_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -27,10 +29,27 @@ def refuse(training: TrainingGraph, plan: Plan, devices: Sequence[str]) -> None:
         raise ModelMismatch(
             f"a plan must name exactly the variables with gradients, but {side} {name!r}"
         )
-    reason = refusal_reason(plan, fuses_ops=True) or plan_refusal(plan)
+    reason = refusal_reason(plan, rewrites_graph=True) or plan_refusal(plan)
     if reason is not None:
         raise InvalidInput(f"TensorFlow cannot enact this plan: {reason}")
+    for message in plan.messages:
+        for part in message.slices:
+            _refuse_untouched_rows(training, part.variable, message)
     refuse_fusion(training.view, plan.op_fusion, devices[0])
+
+
+def _refuse_untouched_rows(training: TrainingGraph, variable: str, message: Message) -> None:
+    """Refuse to send rows dense to an optimizer that changes a row even if its gradient is 0."""
+    gradient = training.gradient_of[variable]
+    if gradient.indices is None or message.sparse is not SparseHandling.DENSE:
+        return
+    for name in training.view.consumers.get(gradient.indices.node, ()):
+        op = training.view.nodes[name].op
+        if op.startswith("ResourceSparseApply") and op not in _LEAVE_ROWS:
+            raise InvalidInput(
+                f"{op} of {variable!r} changes each row that it gets, but the plan sends the "
+                "gradient dense, with all rows; set sparse = all_gather or gather_scatter"
+            )
 
 
 def plan_refusal(plan: Plan) -> str | None:

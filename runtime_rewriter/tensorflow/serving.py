@@ -29,7 +29,8 @@ class Served:
 
     `axis`: along which it is cut; None for one whole part. `divided`: the nodes of its update that
     run once per part. `local_copy`: replicas read a copy that each step refreshes; else they read
-    at the server.
+    at the server. Rows are taken at the server. A variable that is cut, or that a loop or branch
+    reads, always has copies.
     """
 
     update: Update
@@ -72,7 +73,7 @@ def served_variables(
         kinds = {message.synchronizer for _, message in of_variable}
         if kinds != {Synchronizer.PARAMETER_SERVER}:
             continue
-        found = _served(training, updates, name, of_variable)
+        found = _served(training, plan, updates, name, of_variable)
         if isinstance(found, Served):
             served[name] = found
         else:
@@ -83,7 +84,11 @@ def served_variables(
 
 
 def _served(
-    training: TrainingGraph, updates: Updates, name: str, slices: list[tuple[TensorSlice, Message]]
+    training: TrainingGraph,
+    plan: Plan,
+    updates: Updates,
+    name: str,
+    slices: list[tuple[TensorSlice, Message]],
 ) -> Served | str:
     update = updates.update_of(name)
     if isinstance(update, str):
@@ -94,9 +99,12 @@ def _served(
     divided = update.nodes if axis is None else divided_nodes(updates, update)
     if isinstance(divided, str):
         return divided
+    readers = updates.users[name] - update.nodes
     rows = in_order[0][1].sparse is SparseHandling.GATHER_SCATTER
-    gathered = rows and _only_gathered(training.view, updates.users[name] - update.nodes)
-    return Served(update, axis, parts, divided, local_copy=not gathered)
+    if rows and _only_gathered(training.view, readers):
+        return Served(update, axis, parts, divided, local_copy=False)
+    readable = axis is None and all(training.view.nodes[one].op in READS for one in readers)
+    return Served(update, axis, parts, divided, plan.local_copies or not readable)
 
 
 def _owner(message: Message) -> int:

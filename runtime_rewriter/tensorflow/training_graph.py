@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -74,7 +74,7 @@ class TrainingGraph:
     each variable.
     """
 
-    graph_def: GraphDef
+    graph_def: GraphDef = field(repr=False)
     variables: tuple[GraphVariable, ...]
     gradients: tuple[Gradient, ...]
     feeds: tuple[Feed, ...]

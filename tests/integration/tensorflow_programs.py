@@ -20,10 +20,12 @@ import tensorflow as tf
 from keras import layers
 
 from autotune.strategy_space.plan import Plan
-from runtime_rewriter.tensorflow.capture import capture_function
+from runtime_rewriter.tensorflow.capture import capture_graph
 from runtime_rewriter.tensorflow.checkpoints import gather, scatter
 from runtime_rewriter.tensorflow.distribute import distribute
 from runtime_rewriter.tensorflow.distributed_graph import DistributedGraph
+from runtime_rewriter.tensorflow.gradient_marks import marked_gradients
+from runtime_rewriter.tensorflow.keras_step import LABELS, capture_keras
 from runtime_rewriter.tensorflow.training_graph import TrainingGraph
 
 Batch = dict[str, np.ndarray]
@@ -41,19 +43,14 @@ class Program:
 
     def gradients(self, feeds: Mapping[str, Any]) -> tuple[Any, list[Any]]:
         with tf.GradientTape() as tape:
-            inputs = [value for name, value in feeds.items() if name != "label"]
+            inputs = [value for name, value in feeds.items() if name != LABELS]
             given = inputs if len(inputs) > 1 else inputs[0]
-            loss = self.loss(feeds["label"], self.model(given, training=True))
+            loss = self.loss(feeds[LABELS], self.model(given, training=True))
             scaled = self.optimizer.scale_loss(loss)
         return loss, tape.gradient(scaled, self.model.trainable_variables)
 
     def capture(self) -> TrainingGraph:
-        def step(*feeds):
-            loss, gradients = self.gradients(dict(zip(self.signature, feeds, strict=True)))
-            self.optimizer.apply(gradients, self.model.trainable_variables)
-            return {"loss": loss}
-
-        return capture_function(step, list(self.signature.values()))
+        return capture_keras(self.model, self.optimizer, self.loss, self.signature[LABELS])
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -159,7 +156,7 @@ def session(distributed: DistributedGraph) -> Any:
 
 def small_resnet() -> Program:
     keras.utils.set_random_seed(SEED)
-    image = keras.Input((8, 8, 3))
+    image = keras.Input((8, 8, 3), name="image")
     value = layers.Conv2D(8, 3, padding="same", use_bias=False)(image)
     for _ in range(2):
         inner = layers.Conv2D(8, 3, padding="same", use_bias=False)(value)
@@ -172,7 +169,7 @@ def small_resnet() -> Program:
 
 def small_transformer() -> Program:
     keras.utils.set_random_seed(SEED)
-    tokens = keras.Input((6,), dtype="int32")
+    tokens = keras.Input((6,), dtype="int32", name="tokens")
     value = layers.Embedding(50, 16)(tokens)
     attended = layers.MultiHeadAttention(2, 8, dropout=0.1, use_bias=False)(value, value)
     value = layers.LayerNormalization()(layers.Add()([value, attended]))
@@ -185,7 +182,7 @@ def small_transformer() -> Program:
 
 def collaborative_filtering() -> Program:
     keras.utils.set_random_seed(SEED)
-    user, item = keras.Input((), dtype="int32"), keras.Input((), dtype="int32")
+    user, item = (keras.Input((), dtype="int32", name=name) for name in ("user", "item"))
     both = [layers.Embedding(40, 8)(user), layers.Embedding(60, 8)(item)]
     value = layers.Dense(16, activation="relu")(layers.Concatenate()(both))
     model = keras.Model([user, item], layers.Dense(10)(value))
@@ -197,7 +194,7 @@ def two_layers(optimizer: Any) -> Program:
     """A model that trains fast, for one optimizer after another."""
     keras.utils.set_random_seed(SEED)
     model = keras.Sequential(
-        [keras.Input((6,)), layers.Dense(7, activation="tanh"), layers.Dense(10)]
+        [keras.Input((6,), name="value"), layers.Dense(7, activation="tanh"), layers.Dense(10)]
     )
     return _program(model, optimizer, {"value": (6,)}, "float32")
 
@@ -205,7 +202,7 @@ def two_layers(optimizer: Any) -> Program:
 def _program(model: Any, optimizer: Any, inputs: Mapping[str, tuple[int, ...]], dtype: str):
     optimizer.build(model.trainable_variables)
     signature = {name: tf.TensorSpec([None, *shape], dtype, name) for name, shape in inputs.items()}
-    signature["label"] = tf.TensorSpec([None], "int32", "label")
+    signature[LABELS] = tf.TensorSpec([None], "int32")
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     return Program(model, optimizer, loss, signature)
 
@@ -221,3 +218,83 @@ def batches_of(program: Program, rows: int, count: int) -> list[Batch]:
         }
         for _ in range(count)
     ]
+
+
+V1_RATE, V1_MOMENTUM = 0.1, 0.9
+
+
+def v1_program(marked: bool) -> tuple[TrainingGraph, Batch]:
+    """A v1 graph of two variables with TensorFlow's own momentum update, and initial values."""
+    graph = tf.Graph()
+    with graph.as_default(), marked_gradients() as marks:
+        v1 = tf.compat.v1
+        value = v1.placeholder(tf.float32, [None, 3], "value")
+        options = {"initializer": v1.ones_initializer(), "use_resource": True}
+        weight = v1.get_variable("weight", [3, 4], **options)
+        bias = v1.get_variable("bias", [4], **options)
+        loss = tf.reduce_mean(tf.square(tf.matmul(value, weight) * 0.1 + bias))
+        optimizer = v1.train.MomentumOptimizer(V1_RATE, V1_MOMENTUM)
+        train = optimizer.minimize(loss, var_list=[weight, bias])
+    training = capture_graph(graph, train, {"loss": loss}, marks if marked else None)
+    return training, dict(training.initial)
+
+
+def v1_reference(start: Batch, batches: Sequence[Batch], replicas: int) -> Batch:
+    """The same by hand, in numpy."""
+    held = {name: np.array(value) for name, value in start.items()}
+    for batch in batches:
+        rows = batch["value"]
+        error = 2 * (rows @ held["weight"] * 0.1 + held["bias"]) / (len(rows) * 4)
+        gradients = {"weight": rows.T @ error * 0.1, "bias": error.sum(0)}
+        for name, gradient in gradients.items():
+            held[f"{name}/Momentum"] = V1_MOMENTUM * held[f"{name}/Momentum"] + gradient
+            held[name] = held[name] - V1_RATE * held[f"{name}/Momentum"]
+    return held
+
+
+def _step_of(body: Callable[[Any, Any], Any]) -> tuple[Any, list[tf.TensorSpec]]:
+    variable = tf.Variable(1.0, name="weight")
+    return (lambda value: body(variable, value)), [tf.TensorSpec([], tf.float32, "value")]
+
+
+def _gradient(variable: Any, value: Any) -> Any:
+    with tf.GradientTape() as tape:
+        loss = variable * value
+    return tape.gradient(loss, variable)
+
+
+def python_step():
+    def body(variable, value):
+        value = tf.py_function(lambda one: one, [value], tf.float32)
+        variable.assign_sub(_gradient(variable, value))
+
+    return _step_of(body)
+
+
+def table_step():
+    initializer = tf.lookup.KeyValueTensorInitializer(tf.constant([1], tf.int64), [2.0])
+    table = tf.lookup.StaticHashTable(initializer, 0.0)
+    return _step_of(
+        lambda variable, value: variable.assign_sub(
+            _gradient(variable, table.lookup(tf.cast(value, tf.int64)))
+        )
+    )
+
+
+def branch_step():
+    def body(variable, value):
+        gradient = tf.cond(value > 0, lambda: _gradient(variable, value), lambda: 0.0)
+        variable.assign_sub(gradient)
+
+    return _step_of(body)
+
+
+def twice_step():
+    def body(variable, value):
+        variable.assign_sub(_gradient(variable, value) + _gradient(variable, value * 2))
+
+    return _step_of(body)
+
+
+def gradientless_step():
+    return _step_of(lambda variable, value: variable.assign_sub(value))

@@ -133,7 +133,7 @@ def test_two_sets_that_wait_for_each_other_are_refused(training) -> None:
 def test_pytorch_refuses_a_plan_that_fuses_ops(training) -> None:
     fused = planned(training, named(training, "product", "positive"))
     assert "TensorFlow only" in refusal_reason(fused)
-    assert refusal_reason(fused, fuses_ops=True) is None
+    assert refusal_reason(fused, rewrites_graph=True) is None
     assert Plan.from_json(fused.to_json()).id == fused.id
     assert "op_fusion" not in planned(training).to_data()
 

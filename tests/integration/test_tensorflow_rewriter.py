@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -15,18 +18,27 @@ from tensorflow_programs import (
     Program,
     averaged_steps,
     batches_of,
+    branch_step,
     collaborative_filtering,
+    gradientless_step,
+    python_step,
     rewritten_steps,
     small_resnet,
     small_transformer,
+    table_step,
+    twice_step,
     two_layers,
+    v1_program,
+    v1_reference,
 )
 
+from autotune.errors import InvalidInput
 from autotune.strategy_space.builders.registry import BUILDERS
 from autotune.strategy_space.builders.rows import with_rows
-from autotune.strategy_space.plan import plan
-from autotune.strategy_space.strategy import Strategy
+from autotune.strategy_space.plan import Plan, plan
+from autotune.strategy_space.strategy import Compressor, Strategy
 from autotune.zoo.architectures import workload as zoo
+from runtime_rewriter.tensorflow.capture import capture_function
 from runtime_rewriter.tensorflow.distribute import distribute
 from runtime_rewriter.tensorflow.distributed_graph import DistributedGraph
 from runtime_rewriter.tensorflow.graph_workload import workload_of
@@ -125,3 +137,91 @@ def test_optimizers_update_on_replicas_and_on_servers(optimizer):
     trained = Trained(two_layers(OPTIMIZERS[optimizer]()))
     for name in ("all_reduce_chunks_8", "ps_round_robin", "uneven_partitioned_ps"):
         trained.assert_trains_exactly(BUILDERS[name](trained.workload, CLUSTER))
+
+
+def test_a_checkpoint_moves_between_plans_and_the_program():
+    trained = Trained(two_layers(Adam(1e-2)))
+    plans = [
+        plan(BUILDERS[name](trained.workload, CLUSTER), trained.workload, REPLICAS)
+        for name in ("ps_round_robin", "uneven_partitioned_ps", "single_bucket")
+    ]
+    values = trained.start
+    parts = [trained.batches[:2], trained.batches[2:4], trained.batches[4:]]
+    for planned, batches in zip(plans, parts, strict=True):
+        _, values = rewritten_steps(trained.training, planned, batches, values)
+    assert_close(values, trained.expected, TOLERANCE)
+    names, program = list(trained.program.variables), two_layers(Adam(1e-2))
+    for name, variable in zip(names, program.variables.values(), strict=True):
+        variable.assign(values[name])
+    continued = averaged_steps(program, trained.batches, REPLICAS)
+    expected = averaged_steps(trained.program, trained.batches, REPLICAS)
+    assert_close(dict(zip(names, continued.values(), strict=True)), expected, TOLERANCE)
+
+
+def test_replicas_read_dense_variables_at_their_servers():
+    trained = Trained(two_layers(Adam(1e-2)))
+    strategy = BUILDERS["ps_round_robin"](trained.workload, CLUSTER)
+    copied = trained.assert_trains_exactly(strategy)
+    remote = trained.assert_trains_exactly(replace(strategy, local_copies=False))
+    trainable = set(trained.training.gradient_of)
+    held = [[one.variable in trainable for one in graph.variables] for graph in (copied, remote)]
+    assert [sum(of) for of in held] == [len(trainable) * REPLICAS, len(trainable)]
+
+
+def test_a_v1_graph_trains_with_and_without_marked_gradients():
+    for marked in (True, False):
+        training, start = v1_program(marked)
+        batches = [{"value": np.full((4, 3), step, "float32")} for step in range(1, STEPS + 1)]
+        workload = workload_of(training, "v1")
+        expected = v1_reference(start, batches, 2)
+        for name in ("single_bucket", "ps_round_robin", "uneven_partitioned_ps"):
+            planned = plan(BUILDERS[name](workload, PAIR), workload, 2)
+            _, found = rewritten_steps(training, planned, batches, start)
+            assert_close(found, expected, TOLERANCE)
+
+
+REFUSED_PLANS = {
+    "cross_step": lambda planned: replace(planned, cross_step=True),
+    "ring_order": lambda planned: replace(planned, ring_order=(1, 0)),
+    "int8": lambda planned: _with_message(planned, compressor=Compressor.INT8),
+    "hierarchical": lambda planned: _with_message(planned, hierarchical=True),
+    "the graph lacks": lambda planned: _renamed(planned),
+}
+
+
+@pytest.mark.parametrize("named", REFUSED_PLANS)
+def test_a_plan_that_cannot_be_enacted_is_refused_by_name(v1_training, named):
+    workload = workload_of(v1_training, "v1")
+    planned = plan(BUILDERS["per_variable"](workload, PAIR), workload, 2)
+    with pytest.raises(InvalidInput, match=named):
+        distribute(v1_training, REFUSED_PLANS[named](planned), DEVICES[:2])
+
+
+@pytest.fixture(scope="module")
+def v1_training():
+    return v1_program(marked=True)[0]
+
+
+def _with_message(planned: Plan, **changes: Any) -> Plan:
+    return replace(planned, messages=tuple(replace(one, **changes) for one in planned.messages))
+
+
+def _renamed(planned: Plan) -> Plan:
+    first, *others = planned.messages
+    slices = (replace(first.slices[0], variable="another"),)
+    return replace(planned, messages=(replace(first, slices=slices), *others))
+
+
+REFUSED_STEPS = {
+    "of type EagerPyFunc": python_step,
+    "another resource": table_step,
+    "computed in the loop or branch": branch_step,
+    "computes? the gradient of a variable once": twice_step,
+    "must compute gradients": gradientless_step,
+}
+
+
+@pytest.mark.parametrize("message", REFUSED_STEPS)
+def test_a_step_that_cannot_be_rewritten_is_refused_by_name(message):
+    with pytest.raises(InvalidInput, match=message):
+        capture_function(*REFUSED_STEPS[message]())

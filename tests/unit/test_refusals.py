@@ -124,3 +124,10 @@ def test_a_replica_on_several_devices_is_refused_with_their_names():
     rule = "must be on one device for plans, but the model's parameters are on cpu, meta"
     with pytest.raises(InvalidStrategy, match=rule):
         check_fit(Plan("model", 2, (WHOLE,)), replica, 2)
+
+
+def test_only_a_rewritten_graph_reads_variables_at_their_servers():
+    plan = Plan("model", 2, (WHOLE,), local_copies=False)
+    reason = refusal_reason(plan)
+    assert reason is not None and "local_copies" in reason
+    assert refusal_reason(plan, rewrites_graph=True) is None
