@@ -36,7 +36,7 @@ PLAIN, LOGGED, TIMELINE = "plain", "logged", "timeline"
 PROBE, LATENCY = "probe", "latency"
 """Beginnings of the names of probes, as `profiling.graph.horovod_costs` knows them."""
 FEWEST_PROBES, MOST_PROBES, LARGE_BYTES = 4, 8, 2**20
-LATENCIES = 40
+PROBE_ROUNDS, LATENCIES = 3, 40
 
 
 @contextmanager
@@ -135,7 +135,7 @@ def run_case(
     if case["probe_bytes"]:
         log.step = -1
         with log.watching():
-            for size_bytes in case["probe_bytes"]:
+            for size_bytes in case["probe_bytes"] * PROBE_ROUNDS:
                 probe(hvd, size_bytes)
             for number in range(LATENCIES):
                 handle = hvd.allreduce_async_(torch.zeros(1), name=f"{LATENCY}.{number}")

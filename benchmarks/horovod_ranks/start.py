@@ -21,13 +21,22 @@ FIRST_PORT = 29500
 START_S, CASE_S = 120.0, 60.0
 """Longest time until all ranks run, and of one case."""
 STALL_S = 30
+STALL = {
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": str(STALL_S // 2),
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(STALL_S),
+}
+"""A wait for another rank ends."""
+STEP_S = 2.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """Settings and blocks of steps, as `rank.run_case` takes them."""
+    """Settings and blocks of steps, as `rank.run_case` takes them.
 
-    settings: HorovodSettings
+    Without settings, Horovod has its own defaults, which its autotune may change.
+    """
+
+    settings: HorovodSettings | None
     blocks: tuple[tuple[str, int], ...]
     warmup: int = 4
     probe_bytes: tuple[int, ...] = ()
@@ -35,11 +44,12 @@ class Case:
 
     def to_data(self) -> dict[str, Any]:
         settings = self.settings
+        fixed = {} if settings is None else environment_of(settings)
         takes = any(what == "timeline" for what, _ in self.blocks)
         timeline = {"HOROVOD_TIMELINE": "DYNAMIC"} if takes else {}
         return {
-            "environment": {**environment_of(settings), **timeline, **self.environment},
-            "groups": [list(group) for group in settings.groups],
+            "environment": {**STALL, **fixed, **timeline, **self.environment},
+            "groups": [] if settings is None else [list(group) for group in settings.groups],
             "blocks": [list(block) for block in self.blocks],
             "warmup": self.warmup,
             "probe_bytes": list(self.probe_bytes),
@@ -47,13 +57,11 @@ class Case:
 
 
 def environment_of(settings: HorovodSettings) -> dict[str, str]:
-    """Horovod's variables for these settings. A wait for another rank ends."""
+    """Horovod's variables for these settings."""
     return {
         "HOROVOD_FUSION_THRESHOLD": str(settings.fusion_threshold_bytes),
         "HOROVOD_CYCLE_TIME": repr(settings.cycle_s * 1e3),
         "HOROVOD_DISABLE_GROUP_FUSION": "0" if settings.fuses_groups else "1",
-        "HOROVOD_STALL_CHECK_TIME_SECONDS": str(STALL_S // 2),
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(STALL_S),
     }
 
 
@@ -98,11 +106,12 @@ def run_cases(
             }
         )
     )
+    steps = sum(count for case in cases for _, count in case.blocks)
     with running(cluster, name=f"horovod-{os.getpid()}") as bed:
         processes = start(bed, [sys.executable, "-m", "benchmarks.horovod_ranks.rank", str(job)])
         try:
             for process in processes:
-                process.wait(START_S + CASE_S * len(cases))
+                process.wait(START_S + CASE_S * len(cases) + STEP_S * steps)
         finally:
             for process in processes:
                 process.kill()

@@ -6,12 +6,15 @@ bucket, parameter servers, BytePS-, ByteScheduler- and ZeRO-2-like strategies; r
 scikit-optimize; ours after 25, 50, 100 and 200 trials, without and with lossy compressors. All are
 frozen and measured again, interleaved in rounds of random order.
 
+With `--horovod`, Horovod is measured next in the same domains (`benchmarks.outcome.horovod`).
+
 Ratios are time(rival) / time(ours): above 1, ours is faster. The last line is one JSON object, and
 `outcome.md` in the folder is a report. The folder is a dataset (`autotune.dataset`) of all trials,
 which `datasets/datasheet.py` and `benchmarks.ranking --dataset` read.
 
     python -m benchmarks.outcome --domain vgg.four_hosts --quick   # one domain in a few minutes
     python -m benchmarks.outcome --marks 25,50                     # all domains; resumes a run
+    python -m benchmarks.outcome --domain vgg.four_hosts --quick --horovod
     python -m benchmarks.outcome --only-evaluate                   # the trials in a folder
 """
 
@@ -30,6 +33,7 @@ from autotune.errors import InvalidInput
 from autotune.jobs.campaign.retries import persevere
 from autotune.jobs.campaign.setups import Setup
 from autotune.tuning.statistics import CONFIDENCE, fewest_values
+from benchmarks.outcome.horovod import horovod_keys, horovod_ratios, measure_horovod
 from benchmarks.outcome.kept import OutcomeSettings
 from benchmarks.outcome.measure import DOMAINS, measure
 from benchmarks.outcome.report import section
@@ -122,6 +126,9 @@ def main() -> int:
         action="store_true",
         help=f"{QUICK_TRIALS} trials, a short probe, the fewest rounds, lossless only",
     )
+    parser.add_argument(
+        "--horovod", action="store_true", help="then measure Horovod in the same domains"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only-evaluate", action="store_true", help="of what lies in the folder")
     options = parser.parse_args()
@@ -142,6 +149,12 @@ def main() -> int:
             for name in options.domain
             if not measured(DOMAINS[name], options.folder / name, settings, options.quick)
         ]
+        if options.horovod:
+            for name in options.domain:
+                if name not in left:
+                    measure_horovod(
+                        DOMAINS[name], options.folder / name, settings.rounds, console.log
+                    )
         if left:
             console.log(f"given up: {', '.join(left)}")
     rows = [row for name in options.domain if (row := row_of(options.folder / name))]
@@ -159,7 +172,8 @@ def main() -> int:
     )
     (options.folder / "outcome.md").write_text(text, encoding="utf-8")
     print(text)
-    print(json.dumps(last_line(rows)))
+    ratios = [one for name in options.domain if (one := horovod_ratios(options.folder / name))]
+    print(json.dumps({**last_line(rows), **horovod_keys(ratios)}))
     return 1 if left else 0
 
 

@@ -51,7 +51,10 @@ def fit_horovod(
 
 
 def _transfer_fit(calls: Sequence[Sequence[HorovodCall]], ranks: int) -> CollectiveFit:
-    """A curve through the median time of each size, from one completion to the next one."""
+    """A curve through the times of each size, from one completion to the next one.
+
+    Other work on the machine only lengthens them, so the lower quartile counts.
+    """
     by_size: dict[int, list[float]] = defaultdict(list)
     for of_rank in calls:
         probes = [call for call in of_rank if call.name.startswith(f"{PROBE}.")]
@@ -64,13 +67,13 @@ def _transfer_fit(calls: Sequence[Sequence[HorovodCall]], ranks: int) -> Collect
             f"{len(by_size)}; all-reduce tensors named {PROBE}.<bytes>.<number> in the recorded run"
         )
     sizes = sorted(by_size)
-    medians_s = [_median(by_size[size]) for size in sizes]
+    times_s = [float(np.quantile(by_size[size], 0.25)) for size in sizes]
     spreads = [float(np.std(by_size[size]) / np.median(by_size[size])) for size in sizes]
     doubts = [
         uncertainty_of(spread, len(by_size[size]) // len(calls))
         for size, spread in zip(sizes, spreads, strict=True)
     ]
-    curve = fit_curve(sizes, medians_s, doubts)
+    curve = fit_curve(sizes, times_s, doubts)
     return CollectiveFit(
         primitive="all_reduce",
         group_size=ranks,
@@ -89,14 +92,15 @@ def _transfer_fit(calls: Sequence[Sequence[HorovodCall]], ranks: int) -> Collect
 def _negotiate_s(
     calls: Sequence[Sequence[HorovodCall]], fit: CollectiveFit, cycle_s: float
 ) -> float:
-    """Median latency of a single tensor, without its transfer and half an idle cycle's wait."""
+    """Lower quartile of the latencies of single tensors, less their transfer and half a cycle."""
     latencies_s = [
         call.complete_s - call.called_s
         for of_rank in calls
         for call in of_rank
         if call.name.startswith(f"{LATENCY}.") and call.complete_s is not None
     ]
-    return max(_median(latencies_s) - fit.alpha_s - cycle_s / 2, 0.0)
+    latency_s = float(np.quantile(latencies_s, 0.25)) if latencies_s else 0.0
+    return max(latency_s - fit.alpha_s - cycle_s / 2, 0.0)
 
 
 def _copy_costs(timeline: HorovodTimeline) -> tuple[float, float]:
