@@ -14,9 +14,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from autotune.errors import InvalidInput
+from runtime_rewriter.horovod.hostname import call_on_interface
 from runtime_rewriter.horovod.own_world import Broadcast, OwnWorld
 from runtime_rewriter.horovod.places import Place, address_of
 from runtime_rewriter.horovod.rendezvous import rendezvous_server
@@ -71,7 +73,7 @@ class HorovodConnection:
         self._set_defaults()
         if self._world is not None:  # the script has called hvd.shutdown()
             with self.connecting():
-                self._init(*args, **kwargs)
+                self._initialize()
             return
         self._place = Place.of(os.environ)
         place = self._place
@@ -80,11 +82,15 @@ class HorovodConnection:
         with nullcontext(0) if place is None else place.served(self._store) as port:
             if place is not None:
                 os.environ |= place.meet(port, self._store)
-            self._init(*args, **kwargs)
+            self._initialize()
             rank, size = self._ranks()
             address = self._own_address() if rank == 0 else ""
             self._world = OwnWorld(rank, size, address, self._broadcast, self._timeout_s)
             self._world.barrier()  # all ranks have found each other
+
+    def _initialize(self) -> None:
+        args, kwargs = self._arguments
+        call_on_interface(os.environ.get(_INTERFACE, ""), partial(self._init, *args, **kwargs))
 
     def _own_address(self) -> str:
         if self._place is not None:
@@ -130,9 +136,8 @@ class HorovodConnection:
             return
         self._shutdown()
         os.environ |= variables
-        args, kwargs = self._arguments
         with self.connecting():
-            self._init(*args, **kwargs)
+            self._initialize()
         self.restarts += 1
 
 
