@@ -94,7 +94,7 @@ class _Rewriting:
         gradients += [one.indices.node for one in self.training.gradients if one.indices]
         own = [name for name in self.training.targets if not self.copies.is_in_update(name)]
         for rank in self.ranks:
-            self.copies.copy([*own, *gradients, *(fetched if rank == 0 else ())], replica(rank))
+            self.copies.copy([*own, *gradients, *fetched], replica(rank))
             targets += [f"{replica(rank).name}/{name}" for name in own]
             targets += refreshes.targets(rank)
         refreshes.write()

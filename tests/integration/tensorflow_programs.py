@@ -11,6 +11,7 @@ import os
 os.environ.update(KERAS_BACKEND="tensorflow", CUDA_VISIBLE_DEVICES="", TF_CPP_MIN_LOG_LEVEL="3")
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +21,15 @@ import tensorflow as tf
 from keras import layers
 
 from autotune.strategy_space.plan import Plan
+from runtime_rewriter.private_network import new_network_namespace
+from runtime_rewriter.tensorflow.between_graph import graph_of_rank
 from runtime_rewriter.tensorflow.capture import capture_graph
 from runtime_rewriter.tensorflow.checkpoints import gather, scatter
 from runtime_rewriter.tensorflow.distribute import distribute
 from runtime_rewriter.tensorflow.distributed_graph import DistributedGraph
 from runtime_rewriter.tensorflow.gradient_marks import marked_gradients
 from runtime_rewriter.tensorflow.keras_step import LABELS, capture_keras
+from runtime_rewriter.tensorflow.servers import JOB, reserved_port, session_config
 from runtime_rewriter.tensorflow.training_graph import TrainingGraph
 
 Batch = dict[str, np.ndarray]
@@ -145,13 +149,60 @@ def rewritten_steps(
 
 def session(distributed: DistributedGraph) -> Any:
     """A session of this process with a device per rank, without Grappler."""
-    config = tf.compat.v1.ConfigProto(device_count={"CPU": len(distributed.devices)})
-    config.graph_options.optimizer_options.opt_level = -1
-    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    config = session_config()
+    config.device_count["CPU"] = len(distributed.devices)
+    return tf.compat.v1.Session(graph=imported(distributed), config=config)
+
+
+def imported(distributed: DistributedGraph) -> tf.Graph:
     graph = tf.Graph()
     with graph.as_default():
         tf.import_graph_def(distributed.graph_def, name="")
-    return tf.compat.v1.Session(graph=graph, config=config)
+    return graph
+
+
+def two_servers() -> list[Any]:
+    """Two servers in this process."""
+    with reserved_port() as first, reserved_port() as second:
+        addresses = [f"127.0.0.1:{port}" for port in (first, second)]
+    cluster = tf.train.ClusterSpec({JOB: addresses})
+    return [
+        tf.distribute.Server(cluster, job_name=JOB, task_index=rank, config=session_config())
+        for rank in range(2)
+    ]
+
+
+def train_by_two_clients(
+    distributed: DistributedGraph, batches: Sequence[Batch], values: Batch
+) -> list[Batch]:
+    """Let a thread per rank run the rank's part with its half of each batch.
+
+    Servers listen without authentication, so all runs in a network namespace of its own.
+    """
+    with ThreadPoolExecutor(1, initializer=new_network_namespace) as inside:
+        return inside.submit(_train_inside, distributed, batches, values).result()
+
+
+def _train_inside(
+    distributed: DistributedGraph, batches: Sequence[Batch], values: Batch
+) -> list[Batch]:
+    servers = two_servers()
+
+    def train(rank: int) -> Batch:
+        own, config = graph_of_rank(distributed, rank), session_config()
+        config.device_filters.append(distributed.devices[rank].partition("/device")[0])
+        options = tf.compat.v1.RunOptions(timeout_in_ms=60_000)
+        with tf.compat.v1.Session(
+            servers[rank].target, graph=imported(own), config=config
+        ) as running:
+            scatter(running, own, values)
+            for batch in batches:
+                half = {name: np.split(value, 2)[rank] for name, value in batch.items()}
+                running.run(list(own.targets), own.feed_dict(half), options=options)
+            return gather(running, own)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(train, range(2)))
 
 
 def small_resnet() -> Program:

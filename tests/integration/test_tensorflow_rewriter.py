@@ -26,6 +26,7 @@ from tensorflow_programs import (
     small_resnet,
     small_transformer,
     table_step,
+    train_by_two_clients,
     twice_step,
     two_layers,
     v1_program,
@@ -37,11 +38,14 @@ from autotune.strategy_space.builders.registry import BUILDERS
 from autotune.strategy_space.builders.rows import with_rows
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Compressor, Strategy
+from autotune.workload import Workload
 from autotune.zoo.architectures import workload as zoo
+from runtime_rewriter.tensorflow.between_graph import graph_of_rank
 from runtime_rewriter.tensorflow.capture import capture_function
 from runtime_rewriter.tensorflow.distribute import distribute
 from runtime_rewriter.tensorflow.distributed_graph import DistributedGraph
 from runtime_rewriter.tensorflow.graph_workload import workload_of
+from runtime_rewriter.tensorflow.servers import JOB
 
 REPLICAS = 4
 DEVICES = [f"/device:CPU:{rank}" for rank in range(REPLICAS)]
@@ -225,3 +229,22 @@ REFUSED_STEPS = {
 def test_a_step_that_cannot_be_rewritten_is_refused_by_name(message):
     with pytest.raises(InvalidInput, match=message):
         capture_function(*REFUSED_STEPS[message]())
+
+
+def test_a_client_on_each_rank_trains_as_one_client_does():
+    program = two_layers(Adam(1e-2))
+    training, start = program.capture(), {n: v.numpy() for n, v in program.variables.items()}
+    batches, workload = batches_of(program, 16, STEPS), workload_of(training, "model")
+    tasks = [f"/job:{JOB}/replica:0/task:{rank}/device:CPU:0" for rank in range(2)]
+    graph = distribute(training, _planned("all_reduce_chunks_8", workload), tasks)
+    found = train_by_two_clients(graph, batches, start)
+    expected = averaged_steps(program, batches, 2)
+    for values in found:
+        assert_close(values, expected, TOLERANCE)
+    served = distribute(training, _planned("ps_round_robin", workload), tasks)
+    with pytest.raises(InvalidInput, match=r"message \d+ \(parameter_server of"):
+        graph_of_rank(served, 1)
+
+
+def _planned(name: str, workload: Workload) -> Plan:
+    return plan(BUILDERS[name](workload, PAIR), workload, 2)
