@@ -34,6 +34,7 @@ from runtime_rewriter.control import ControlClosed, ControlLine
 from runtime_rewriter.failures import kind_of_exception
 from runtime_rewriter.file_view import requested_view
 from runtime_rewriter.rank.lightning_ranks import lightning_hint
+from runtime_rewriter.rank.missing_libraries import missing_library_hint
 from runtime_rewriter.scheduling import BYTE_SCALE, ROUND_ROBIN, take_round_robin
 
 MESSAGE_CHARACTERS = 6000
@@ -200,7 +201,7 @@ def _describe(error: BaseException) -> str:
         and not frame.filename.startswith("<frozen")
     ]
     where = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    hint = lightning_hint(error, os.environ)
+    hint = lightning_hint(error, os.environ) or missing_library_hint(error)
     return masked(f"{type(error).__name__}: {error}{where}{hint}", secrets)[:MESSAGE_CHARACTERS]
 
 

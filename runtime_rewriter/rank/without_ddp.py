@@ -57,4 +57,9 @@ def _case(optimizer: Optimizer) -> str:
             "DeepSpeed synchronizes its gradients; autotune tunes DistributedDataParallel: train "
             f"without DeepSpeed and {NO_DDP_FIX}"
         )
+    if "horovod" in sys.modules:
+        return (
+            "no hvd.DistributedOptimizer was built for the first optimizer that stepped; autotune "
+            "tunes its gradients, not calls of hvd.allreduce in the script"
+        )
     return f"its model is not wrapped, so every rank trains alone; {NO_DDP_FIX}"

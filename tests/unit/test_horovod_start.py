@@ -23,6 +23,7 @@ from runtime_rewriter.horovod.importing import changed_on_import, replace_attrib
 from runtime_rewriter.horovod.modules import module_of
 from runtime_rewriter.horovod.places import Place, address_of
 from runtime_rewriter.horovod.rendezvous import RendezvousClient, rendezvous_server
+from runtime_rewriter.rank.missing_libraries import missing_library_hint
 
 LAUNCHED = {
     "RANK": "3",
@@ -143,3 +144,10 @@ def test_the_backend_of_a_horovod_script_is_named() -> None:
     assert both == "carried out by Horovod, 1 of 2 messages, and autotune's hooks"
     none = backend_text(_plan(other), native=False, library=horovod)
     assert none == "carried out by autotune's hooks, 1 message"
+
+
+def test_a_missing_library_is_named_with_the_command_that_installs_it() -> None:
+    hint = missing_library_hint(ModuleNotFoundError("no", name="horovod.torch"))
+    assert hint == "; `make horovod` installs it (docs/frameworks.md)"
+    assert missing_library_hint(ModuleNotFoundError("no", name="pandas")) == ""
+    assert missing_library_hint(ValueError("horovod")) == ""
