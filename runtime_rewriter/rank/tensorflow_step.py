@@ -25,8 +25,9 @@ from runtime_rewriter.rank.following import follow
 from runtime_rewriter.rank.session import TuningSession
 from runtime_rewriter.rank.tensorflow_model import TensorflowModel
 from runtime_rewriter.tensorflow.capture import CapturedStep, capture_step
-from runtime_rewriter.tensorflow.running import RunningGraph
-from runtime_rewriter.tensorflow.servers import RankPlace, Servers, start_servers
+from runtime_rewriter.tensorflow.program_variables import ProgramVariables
+from runtime_rewriter.tensorflow.running import RunningGraph, Target
+from runtime_rewriter.tensorflow.servers import RankPlace, start_servers
 
 START_S = 300.0
 """Time until all ranks have come to `distribute`: each of them may load its data before."""
@@ -52,7 +53,7 @@ def distribute(step: Any, strategy: str | Path | None) -> Any:
     export = session.export if isinstance(session, ExportSession) else None
     if export is None and strategy is not None:
         export = read_export(Path(strategy))
-    return DistributedStep(step, servers, tuning, export)
+    return DistributedStep(step, servers, servers.peers.lines, tuning, export)
 
 
 def _say_goodbye(followers: Sequence[ControlLine]) -> None:
@@ -69,11 +70,24 @@ class DistributedStep:
     """
 
     def __init__(
-        self, step: Any, servers: Servers, session: TuningSession | None, export: Export | None
+        self,
+        step: Any,
+        target: Target,
+        followers: Sequence[ControlLine],
+        session: TuningSession | None,
+        export: Export | None,
     ) -> None:
-        self._step, self._servers, self._session, self._export = step, servers, session, export
+        self._step, self._target, self._followers = step, target, followers
+        self._session, self._export = session, export
         self._captured: CapturedStep | None = None
         self._model: TensorflowModel | None = None
+        self._program: ProgramVariables | None = None
+        self._stepped = False
+        self._until_closed = contextlib.ExitStack()
+
+    def close(self) -> None:
+        """Stop to keep the script's own variables up to date."""
+        self._until_closed.close()
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         if keywords:
@@ -84,23 +98,29 @@ class DistributedStep:
         flat = [np.asarray(value) for value in nest.flatten(arguments)]
         if self._model is None:
             self._model = self._built(arguments)
-        elif self._session is not None:
-            self._session.on_boundary(time.perf_counter(), clean=True)
-        assert self._captured is not None
+        assert self._captured is not None and self._program is not None
+        used = self._program.send_changes()
+        if self._session is not None and self._stepped:
+            self._session.on_boundary(time.perf_counter(), clean=not used)
+        self._stepped = True
         needed = {feed.name for feed in self._model.running.training.feeds}
         pairs = zip(self._captured.arguments, flat, strict=True)
         results = self._model.step({name: value for name, value in pairs if name in needed})
+        self._program.stepped()
         return self._packed(list(results.values()))
 
     def _built(self, arguments: tuple[Any, ...]) -> TensorflowModel:
         self._captured = capture_step(_untraced(self._step), signature_of(arguments, self._step))
         waits = TRAINING_TIMEOUTS if self._session is None else self._session.timeouts
-        running = RunningGraph(self._captured.training, self._servers, waits.message_s)
+        running = RunningGraph(self._captured.training, self._target, waits.message_s)
         model = TensorflowModel(running, getattr(self._step, "__name__", "train_step"))
+        self._program = ProgramVariables(self._captured.variables, running)
+        self._until_closed.enter_context(self._program.watched())
+        atexit.register(self.close)
         if self._export is not None:
             model.load_export(self._export)
         if self._session is not None:
-            self._session.tune(model, self._servers.peers.lines)
+            self._session.tune(model, self._followers)
         return model
 
     def _packed(self, values: list[np.ndarray]) -> Any:

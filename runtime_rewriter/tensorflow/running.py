@@ -7,8 +7,9 @@ collectives, because servers remember those that they have seen.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Set
+from dataclasses import replace
+from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -18,7 +19,6 @@ from autotune.strategy_space.plan import Plan
 from runtime_rewriter.tensorflow.checkpoints import gather, scatter
 from runtime_rewriter.tensorflow.distribute import distribute
 from runtime_rewriter.tensorflow.distributed_graph import DistributedGraph
-from runtime_rewriter.tensorflow.servers import Servers, session_config
 from runtime_rewriter.tensorflow.training_graph import TrainingGraph
 
 v1 = tf.compat.v1
@@ -28,13 +28,24 @@ _LATE = (tf.errors.DeadlineExceededError,)
 _COLLECTIVE = ("collective", "socket closed", "rendezvous", "recvtensor", "recvbuf")
 
 
+class Target(Protocol):
+    """What a session connects to: `target`, its configuration, and a device per rank."""
+
+    @property
+    def target(self) -> str: ...
+    @property
+    def devices(self) -> tuple[str, ...]: ...
+    @property
+    def config(self) -> Any: ...
+
+
 class RunningGraph:
     """A training graph on servers under a plan. Only rank 0 has one: it is the only client.
 
     A step fails after `step_timeout_s`.
     """
 
-    def __init__(self, training: TrainingGraph, servers: Servers, step_timeout_s: float) -> None:
+    def __init__(self, training: TrainingGraph, servers: Target, step_timeout_s: float) -> None:
         self.training, self.servers = training, servers
         self._options = v1.RunOptions(timeout_in_ms=int(step_timeout_s * 1e3))
         self._next_key = 1
@@ -62,7 +73,7 @@ class RunningGraph:
         self.graph, self._next_key = graph, graph.next_key
         with tf.Graph().as_default() as built:
             tf.graph_util.import_graph_def(graph.graph_def, name="")
-        self._session = v1.Session(self.servers.target, graph=built, config=session_config())
+        self._session = v1.Session(self.servers.target, graph=built, config=self.servers.config)
         with _translated():
             scatter(self._session, graph, self._values)
 
@@ -115,11 +126,15 @@ class RunningGraph:
                 self._values = gather(self._session, self._loaded)
         return self._values
 
-    def set_values(self, values: Mapping[str, np.ndarray]) -> None:
-        """Replace the values of all variables on all ranks."""
-        self._values = values
+    def fetch(self, names: Set[str]) -> dict[str, np.ndarray]:
+        """The values of some variables, as far as the graph has them."""
         with _translated():
-            scatter(self._session, self._loaded, values)
+            return gather(self._session, _part(self._loaded, names))
+
+    def send(self, values: Mapping[str, np.ndarray]) -> None:
+        """Replace the values of some variables on all ranks."""
+        with _translated():
+            scatter(self._session, _part(self._loaded, values.keys()), values)
 
     def close(self) -> None:
         """End the session; the values stay here, and the servers forget theirs."""
@@ -131,6 +146,10 @@ class RunningGraph:
             self._session.run(destroy)
         self._session.close()
         self._session = self.graph = None
+
+
+def _part(graph: DistributedGraph, names: Set[str]) -> DistributedGraph:
+    return replace(graph, variables=tuple(one for one in graph.variables if one.variable in names))
 
 
 def _destroying(built: Any, graph: DistributedGraph) -> list[Any]:

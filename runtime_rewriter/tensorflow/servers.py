@@ -87,6 +87,10 @@ class Servers:
     own: Any = field(repr=False)
 
     @property
+    def config(self) -> Any:
+        return session_config()
+
+    @property
     def devices(self) -> tuple[str, ...]:
         return tuple(
             f"/job:{JOB}/replica:0/task:{rank}/device:CPU:0"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -143,3 +144,12 @@ def test_the_shipped_text_is_plain_english_with_its_card() -> None:
         (folder / "rust_book.txt").read_text(encoding="ascii").startswith("This text is taken from")
     )
     assert "Apache" in (folder / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(find_spec("tensorflow") is None, reason="the extra tensorflow is missing")
+def test_a_tensorflow_program_runs_alone_and_learns() -> None:
+    words = ("--users", "200", "--items", "200", "--ratings-per-user", "12", "--lr", "1.0")
+    output = run("tensorflow_ncf_ratings.py", *words, "--batch-size", "64", "--max-steps", "100")
+    assert len(losses(output)) == 10
+    rates = [float(rate) for rate in re.findall(r"hit_rate_10 (\S+)", output)]
+    assert rates[-1] > 0.2, "twice the rate of chance"

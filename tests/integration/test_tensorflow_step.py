@@ -1,0 +1,110 @@
+"""A script's own variables stay those that its distributed step trains."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tensorflow", reason="the extra tensorflow is not installed")
+
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from autotune.errors import InvalidInput
+from runtime_rewriter.rank.tensorflow_step import DistributedStep, signature_of
+from runtime_rewriter.tensorflow.program_variables import ProgramVariables
+
+STEPS = 6
+TOLERANCE = 1e-5
+"""The mean of two means of halves is rounded otherwise than the mean of the whole batch."""
+
+
+class TwoDevices:
+    """Devices of this process in place of `Servers`."""
+
+    target = ""
+    devices = ("/device:CPU:0", "/device:CPU:1")
+
+    @property
+    def config(self) -> Any:
+        config = tf.compat.v1.ConfigProto(device_count={"CPU": 2})
+        config.graph_options.rewrite_options.disable_meta_optimizer = True
+        return config
+
+
+def trained(distributed: bool) -> list[np.ndarray]:
+    """Train with a script's habits: it evaluates, changes the rate, and scales a variable."""
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.layers.Dense(8, activation="relu"), keras.layers.Dense(4)])
+    model.build((None, 16))
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def step(inputs, labels):
+        with tf.GradientTape() as tape:
+            logits = model(inputs, training=True)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+            loss = tf.reduce_mean(losses)
+        variables = model.trainable_variables
+        optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss, "rate": optimizer.learning_rate}
+
+    @tf.function
+    def evaluate(inputs):
+        return tf.reduce_sum(tf.abs(model(inputs)))
+
+    random = np.random.default_rng(0)
+    inputs = random.normal(size=(12, 16)).astype("float32")
+    labels = random.integers(0, 4, 12).astype("int32")
+    evaluate(inputs)  # traced before the variables are watched
+    run = DistributedStep(step, TwoDevices(), (), None, None) if distributed else step
+    seen = []
+    for number in range(STEPS):
+        results = run(inputs, labels)
+        if number == 1:
+            seen.append(evaluate(inputs).numpy())
+        if number == 2:
+            optimizer.learning_rate.assign(0.01)
+        if number == 3:
+            kernel = model.layers[0].kernel
+            kernel.assign(kernel * 0.5)
+        if number == 4:  # traced while the variables are watched
+            seen.append(model.predict(inputs, verbose=0))
+    seen += [results["rate"].numpy(), optimizer.iterations.numpy(), *model.get_weights()]
+    seen.append(evaluate(inputs).numpy())
+    if distributed:
+        run.close()
+    return seen
+
+
+def test_a_script_reads_and_changes_its_variables_between_distributed_steps():
+    for found, expected in zip(trained(True), trained(False), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=1e-6)
+
+
+def test_a_variable_that_no_step_has_changed_is_read_while_a_function_is_traced():
+    variable = tf.Variable([1.0, 2.0])
+    nothing_fetched: Any = SimpleNamespace(
+        training=SimpleNamespace(variables=[SimpleNamespace(name="v")]), fetch=lambda names: {}
+    )
+    program = ProgramVariables({"v": variable}, nothing_fetched)
+    with program.watched():
+        assert tf.function(lambda: variable + 1.0)().numpy().tolist() == [2.0, 3.0]
+
+
+def test_the_first_array_gives_the_batch_and_other_arrays_are_copied():
+    batch, weights = np.zeros((6, 3), "float32"), np.zeros(4, "float32")
+    first, second, third = signature_of((batch, weights, 0.5), None)
+    assert (first.shape.as_list(), second.shape.as_list()) == ([None, 3], [4])
+    assert third.shape.as_list() == []
+    with pytest.raises(InvalidInput, match="none of its 1 arguments is an array"):
+        signature_of((0.5,), None)
+
+
+def test_arguments_by_name_are_refused():
+    with pytest.raises(InvalidInput, match="positional arguments, but got labels by name"):
+        DistributedStep(None, TwoDevices(), (), None, None)(labels=1)
