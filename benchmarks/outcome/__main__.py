@@ -153,7 +153,11 @@ def main() -> int:
             for name in options.domain:
                 if name not in left:
                     measure_horovod(
-                        DOMAINS[name], options.folder / name, settings.rounds, console.log
+                        DOMAINS[name],
+                        options.folder / name,
+                        settings.rounds,
+                        console.log,
+                        options.quick,
                     )
         if left:
             console.log(f"given up: {', '.join(left)}")

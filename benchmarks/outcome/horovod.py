@@ -47,10 +47,11 @@ SWEEP = {
     for threshold, cycle_ms in ((64, 5), (0.5, 1), (2, 1), (8, 1), (2, 5), (8, 5), (32, 10))
 }
 STEPS, WARMUP = 6, 3
-STEPS_PER_SAMPLE = 10
-"""Horovod 0.28.1, `HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE`."""
-MOST_AUTOTUNE_STEPS = 1200
-"""Horovod's autotune takes 3 + 20 samples for each setting of its switches, five per sample."""
+STEPS_PER_SAMPLE = 50
+"""A row of the log is the median of 5 scores of 10 steps each (Horovod 0.28.1,
+parameter_manager.cc)."""
+AUTOTUNE_STEPS, QUICK_AUTOTUNE_STEPS = 30 + 20 * STEPS_PER_SAMPLE, 30 + 6 * STEPS_PER_SAMPLE
+"""By default, autotune takes 3 scores to warm up and 20 samples."""
 
 Say = Callable[[str], None]
 
@@ -87,8 +88,11 @@ class HorovodRatios:
     through: float | None
 
 
-def measure_horovod(setup: Setup, folder: Path, rounds: int, say: Say) -> None:
-    """Measure the sides of a domain whose closing comparison is complete; needs root."""
+def measure_horovod(setup: Setup, folder: Path, rounds: int, say: Say, quick: bool = False) -> None:
+    """Measure the sides of a domain whose closing comparison is complete; needs root.
+
+    `quick`: autotune gets a third of its own budget.
+    """
     from benchmarks.horovod_ranks.start import Case, run_cases
 
     frozen = read_frozen(folder)
@@ -103,7 +107,7 @@ def measure_horovod(setup: Setup, folder: Path, rounds: int, say: Say) -> None:
         return
     work = folder / "work" / "horovod"
     budget = our_steps(frozen)
-    steps = min(max(budget, 2 * STEPS_PER_SAMPLE), MOST_AUTOTUNE_STEPS)
+    steps = max(budget, QUICK_AUTOTUNE_STEPS if quick else AUTOTUNE_STEPS)
     say(f"{setup.name}: Horovod's autotune for {steps} steps")
     log = (work / LOG).resolve()
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +117,8 @@ def measure_horovod(setup: Setup, folder: Path, rounds: int, say: Say) -> None:
     write_whole(folder / LOG, log.read_text(encoding="utf-8"), "Horovod's log")
     sides = {DEFAULT: HorovodSettings(), **SWEEP}
     sides[AUTOTUNE_OWN] = best_sample(samples)
-    sides[AUTOTUNE_OURS] = best_sample(samples[: max(budget // STEPS_PER_SAMPLE, 1)])
+    within = samples[: budget // STEPS_PER_SAMPLE]
+    sides[AUTOTUNE_OURS] = best_sample(within) if within else HorovodSettings()
     groups = expressible(frozen, folder)
     if groups is not None:
         sides[THROUGH] = HorovodSettings(groups=groups, fuses_groups=False)

@@ -63,6 +63,7 @@ class HorovodSynchronizer(HookedSynchronizer):
                 unused_as_zeros=True,
             )
         self.library = Library.HOROVOD
+        self.world = connection.world.as_default
         self.cross_step.forbidden = NO_CROSSING
         self.cross_step.outer = optimizer
         self._own_synchronize = optimizer.synchronize

@@ -18,7 +18,7 @@ Gradients count as in torch's DDP. Under accumulation only the last backward pas
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -98,6 +98,8 @@ class GradientSynchronizer:
         self.divisor = 1 if summed else self.ranks.size
         """Divides the sums of all ranks' gradients."""
         self.residuals = Residuals(named, self.ranks.rank, self.ranks.size)
+        self.world: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Inside it, torch's functions find the ranks of the job."""
         self.listeners: list[StepListener] = []
         self.observers: list[BackwardObserver] = []
         self.library = Library.DDP

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,25 +16,33 @@ from autotune.errors import LaunchError
 from autotune.recordings.job_file import JOB_FILE, trace_name
 from autotune.recordings.memory_file import MEMORY_FILE
 
+World = Callable[[], AbstractContextManager[object]]
 GATHER_TIMEOUT_S = 300.0
 """How long the ranks wait for the slowest one to write its trace."""
 
 
 @dataclass
 class Peers:
-    """The ranks of the job; a single rank where there is no process group."""
+    """The ranks of the job; a single rank where there is no process group.
+
+    `world`: inside it, torch's functions find the world that the group belongs to.
+    """
 
     group: dist.ProcessGroup | None
     rank: int
     size: int
+    backend: str = ""
+    world: World = nullcontext
 
     @staticmethod
-    def join() -> Peers:
+    def join(world: World = nullcontext) -> Peers:
         """Collective over the world."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return Peers(None, 0, 1)
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=GATHER_TIMEOUT_S))
-        return Peers(group, dist.get_rank(), dist.get_world_size())
+        with world():
+            if not (dist.is_available() and dist.is_initialized()):
+                return Peers(None, 0, 1)
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=GATHER_TIMEOUT_S))
+            backend = str(dist.get_backend())
+            return Peers(group, dist.get_rank(), dist.get_world_size(), backend, world)
 
     def gather(self, value: Any) -> list[Any]:
         """Collective: return every rank's value. Raises `LaunchError` where one is missing."""
@@ -40,7 +50,8 @@ class Peers:
             return [value]
         values: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(values, value, group=self.group)
+            with self.world():
+                dist.all_gather_object(values, value, group=self.group)
         except RuntimeError as error:
             raise LaunchError(
                 f"every rank must end the recording within {GATHER_TIMEOUT_S:g} s, but one did "
@@ -81,9 +92,10 @@ class Peers:
                 partial.replace(path)
 
     def leave(self) -> None:
-        groups = dist.distributed_c10d._world.pg_map if dist.is_initialized() else {}
-        if self.group is not None and self.group in groups:
-            dist.destroy_process_group(self.group)
+        with self.world():
+            groups = dist.distributed_c10d._world.pg_map if dist.is_initialized() else {}
+            if self.group is not None and self.group in groups:
+                dist.destroy_process_group(self.group)
         self.group = None
 
 

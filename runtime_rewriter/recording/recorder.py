@@ -13,13 +13,12 @@ import os
 import platform
 import socket
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from autotune.errors import InvalidInput, LaunchError
 from autotune.recordings.job_file import RankRecord, RecordedJob, trace_name
@@ -28,15 +27,17 @@ from autotune.recordings.recorded_steps import SeenCollective, collective_rows, 
 from autotune.strategy_space.plan import Message, Plan, TensorSlice
 from autotune.strategy_space.strategy import Compressor, Synchronizer
 from autotune.workload import Workload
+from runtime_rewriter.horovod.recording import HorovodLog
 from runtime_rewriter.pytorch.agreement import assumed_workload
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.profile import WorkloadProfiler
 from runtime_rewriter.recording.collectives import CollectiveLog
+from runtime_rewriter.recording.horovod_spans import add_spans
 from runtime_rewriter.recording.kineto import KinetoTrace
 from runtime_rewriter.recording.memory.capture import MEMORY_STEPS, MemoryCapture
 from runtime_rewriter.recording.peers import Peers
 from runtime_rewriter.recording.settings import SETTLING_STEPS, WORKLOAD_STEPS, RecordSettings
-from runtime_rewriter.recording.trace_file import TraceClock, annotate, write_trace
+from runtime_rewriter.recording.trace_file import Annotated, TraceClock, annotate, write_trace
 from runtime_rewriter.software import software_versions
 
 SHOWN_STEPS = 10
@@ -84,8 +85,9 @@ class StepRecorder:
 
     def __init__(self, settings: RecordSettings, synchronizer: GradientSynchronizer | None) -> None:
         self.settings, self._synchronizer = settings, synchronizer
-        self._peers = Peers.join()
+        self._peers = Peers.join(nullcontext if synchronizer is None else synchronizer.world)
         self._log = CollectiveLog()
+        self._horovod = HorovodLog()
         self._restore = ExitStack()
         self._trace: KinetoTrace | None = None
         self._profiler: WorkloadProfiler | None = None
@@ -127,7 +129,7 @@ class StepRecorder:
     def begin_step(self) -> None:
         """Begin a step, which lasts until `end_step`."""
         if self.phase is RecordingPhase.RECORDING and self._trace is not None:
-            self._log.step = len(self._trace.step_s)
+            self._log.step = self._horovod.step = len(self._trace.step_s)
             self._trace.begin_step()
 
     def end_step(self) -> None:
@@ -221,6 +223,7 @@ class StepRecorder:
     def _begin_settling(self) -> None:
         self._enter(RecordingPhase.SETTLING, SETTLING_STEPS)
         self._restore.enter_context(self._log.watching())
+        self._restore.enter_context(self._horovod.watching())
         if self._synchronizer is not None:
             lanes = self._synchronizer.lanes
             lanes.around = self._log.around
@@ -304,6 +307,9 @@ class StepRecorder:
             steps = len(trace.step_s)
             self._log.issued = [entry for entry in self._log.issued if entry.step < steps]
             annotated = annotate(content, self._log, clock, rank, self._peers.size, plan_id)
+            calls = [call for call in self._horovod.calls if call.step < steps]
+            spans = add_spans(content, calls, clock, rank, self._peers.size)
+            annotated = Annotated((*annotated.collectives, *spans))
             folder = Path(self.settings.folder)
             folder.mkdir(parents=True, exist_ok=True)
             write_trace(content, folder / trace_name(rank))
@@ -355,7 +361,7 @@ class StepRecorder:
             plan=results.plan,
             plan_id="" if results.plan is None else results.plan.id,
             buckets=results.buckets,
-            backend="" if peers.group is None else str(dist.get_backend()),
+            backend=peers.backend,
             collectives=collective_rows(collectives, steps),
             software=software_versions(),
             command=self.settings.command,

@@ -108,10 +108,15 @@ class RecordingSession:
         """Write one file per rank, if the settings name a folder for it."""
         if not self.settings.reports:
             return
-        rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+        rank = dist.get_rank() if dist.is_initialized() else _rank_of_launcher()
         outcome: dict[str, Any] = {"rank": rank, "written": self.written, "steps": self.steps}
         if problem is not None:
             outcome |= {"problem": described, "ours": isinstance(problem, AutotuneError)}
         path = Path(self.settings.reports) / REPORT.format(rank)
         with contextlib.suppress(OSError):  # the command may have ended
             path.write_text(json.dumps(outcome), encoding="utf-8")
+
+
+def _rank_of_launcher() -> int:
+    """The rank that torchrun or horovodrun gave; 0 for a single process."""
+    return int(os.environ.get("RANK", os.environ.get("HOROVOD_RANK", "0")))

@@ -189,7 +189,7 @@ def _bucket_numbers(entries: Entries) -> dict[int, int]:
     return numbers
 
 
-_NCCL_DTYPES = {
+NCCL_DTYPES = {
     "float32": "Float",
     "float64": "Double",
     "float16": "Half",
@@ -210,7 +210,7 @@ def _as_nccl(entry: IssuedCollective, log: CollectiveLog) -> dict[str, Any]:
     group = log.groups[entry.group]
     arguments: dict[str, Any] = {
         "Collective name": "recv" if entry.op.startswith("recv") else entry.op.rstrip("_"),
-        "dtype": _NCCL_DTYPES.get(entry.dtype, entry.dtype),
+        "dtype": NCCL_DTYPES.get(entry.dtype, entry.dtype),
         "In msg nelems": entry.in_elements,
         "Out msg nelems": entry.out_elements,
         "Group size": len(group.ranks),

@@ -58,8 +58,8 @@ _KERNEL = re.compile(rf"(?:nccl|rccl)(?:\w*?_)?({'|'.join(_KERNEL_NAMES)})(?![a-
 `ncclDevKernel_AllReduce_...`, `ncclSymkDevKernel_...`."""
 _UNNAMED_KERNEL = re.compile(r"rccl_main_kernel|mscclKernel_")
 """RCCL has one kernel for all kinds; the host's events state the kind."""
-_BACKEND = re.compile(r"(nccl|gloo|ucc|mpi):(\w+)")
-_EXECUTING_MARK = re.compile(r"(?:gloo|ucc|mpi|tf):|autotune\.message#")
+_BACKEND = re.compile(r"(nccl|gloo|ucc|mpi|horovod):(\w+)")
+_EXECUTING_MARK = re.compile(r"(?:gloo|ucc|mpi|tf|horovod):|autotune\.message#")
 
 
 def is_executing_mark(name: str) -> bool:
