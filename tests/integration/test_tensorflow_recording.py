@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from autotune.cli import main
@@ -64,7 +65,7 @@ def training_step() -> tuple[list[Any], dict[str, str], dict[str, str]]:
         with tf.device(f"{worker}/cpu:0"), v1.name_scope(f"replica{task}"):
             reduced = v1.get_variable(f"reduced{task}", [WIDTH, WIDTH], use_resource=True)
             handles[f"reduced{task}"] = "reduced"
-            features = tf.random.stateless_normal([BATCH, WIDTH], seed=[task, 1])
+            features = v1.placeholder(tf.float32, [BATCH, WIDTH], name="features")
             first, second = served.read_value(), reduced.read_value()
             loss = tf.reduce_mean(tf.square(tf.nn.relu(features @ first) @ second))
             of_first, of_second = tf.gradients(loss, [first, second])
@@ -107,8 +108,11 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recording]:
         with v1.Session(servers[0].target, graph=graph, config=config()) as session:
             session.run(v1.global_variables_initializer())
 
+            batch = np.random.default_rng(0).normal(size=(BATCH, WIDTH))
+            feeds = {f"replica{task}/features:0": batch for task in range(REPLICAS)}
+
             def run(options: Any, metadata: Any) -> None:
-                session.run(targets, options=options, run_metadata=metadata)
+                session.run(targets, feeds, options=options, run_metadata=metadata)
 
             records = record_steps(run, steps=STEPS, warmup=1)
     shape = (WIDTH, WIDTH)

@@ -20,6 +20,9 @@ from runtime_rewriter.tensorflow.recording.step_events import NodeEvent, StepEve
 
 Event = dict[str, Any]
 
+_WAITS = "waits"
+"""Field of an event, not written: the us for which it needs its lane before it starts. The replay
+starts a transfer when its sender is ready."""
 _KEY_CHARS = 160
 """Readers keep 200 characters of a transaction id."""
 
@@ -86,13 +89,14 @@ class TraceWriter:
         begin_ns = min(event.start_ns for event in of_device.values())
         received = {one.rendezvous: one for one in events.received}
         for node in self.partitions.nodes:
-            if node.device != device:
-                continue
+            crosses = node.transfer in self.partitions.crossing
+            if node.device != device or (node.transfer and not crosses):
+                continue  # feeds and fetches are transfers, too, but to the client
             event = of_device.get(node.name)
             if node.sends:
-                yield from self._send(node, of_device)
+                yield from self._send(node, events)
             elif node.receives:
-                yield from self._receive(node, received.get(node.transfer), begin_ns, of_device)
+                yield from self._receive(node, received.get(node.transfer), begin_ns, events)
             elif event is not None and node.collective is not None:
                 yield self._collective(node, event)
             elif event is not None:
@@ -109,26 +113,24 @@ class TraceWriter:
                 )
                 yield marked | {"args": args}
 
-    def _send(self, node: PartitionNode, of_device: dict[str, NodeEvent]) -> Iterator[Event]:
+    def _send(self, node: PartitionNode, events: StepEvents) -> Iterator[Event]:
         """A send takes no time of its own: it ends where its tensor is there."""
-        ends_ns = [
-            of_device[name].end_ns
-            for name in (self.partitions.nodes[number].name for number in node.inputs)
-            if name in of_device
-        ]
-        if ends_ns and node.transfer in self.partitions.crossing:
-            at_ns = max(ends_ns)
+        at_ns = self._ready_ns(node, events)
+        if at_ns is not None:
             args = self._transfer_args(node, 0, 0.0)
             yield self._communication(node, _SENDS, "send", at_ns, at_ns, args)
 
+    def _ready_ns(self, sender: PartitionNode, events: StepEvents) -> int | None:
+        """When the tensor of a `_Send` was there, None if its step did not compute it."""
+        of_device = events.nodes.get(sender.device, {})
+        names = [self.partitions.nodes[number].name for number in sender.inputs]
+        return max((of_device[name].end_ns for name in names if name in of_device), default=None)
+
     def _receive(
-        self,
-        node: PartitionNode,
-        transfer: Transfer | None,
-        begin_ns: int,
-        of_device: dict[str, NodeEvent],
+        self, node: PartitionNode, transfer: Transfer | None, begin_ns: int, events: StepEvents
     ) -> Iterator[Event]:
         """From the sender's readiness to the arrival, which its first reader shows if none did."""
+        of_device = events.nodes[node.device]
         if transfer is not None:
             start_ns = max(transfer.start_ns, begin_ns)
             end_ns = max(transfer.end_ns, start_ns)
@@ -144,7 +146,10 @@ class TraceWriter:
         # a nanosecond less, so that rounding never moves the issue in front of the step
         size_bytes = self.nodes[node.number].output_bytes
         args = self._transfer_args(node, size_bytes, max(start_ns - begin_ns - 1, 0) / 1e3)
-        yield self._communication(node, _RECEIVES, "recv", start_ns, end_ns, args)
+        ready_ns = self._ready_ns(self.partitions.crossing[node.transfer][0], events)
+        waits_ns = start_ns - max(begin_ns, min(ready_ns or start_ns, start_ns))
+        received = self._communication(node, _RECEIVES, "recv", start_ns, end_ns, args)
+        yield received | {_WAITS: waits_ns / 1e3}
 
     def _transfer_args(self, node: PartitionNode, size_bytes: int, queue_us: float) -> Event:
         sender, receiver = self.partitions.crossing[node.transfer]
@@ -220,9 +225,10 @@ def _in_lanes(events: Iterable[Event]) -> Iterator[Event]:
     TensorFlow does not state the thread of an event, so lanes stand for the threads of its pool.
     """
     free_us: dict[str, list[float]] = {}
-    for event in sorted(events, key=lambda one: (one["ts"], one["dur"])):
+    waiting = [(event["ts"] - event.pop(_WAITS, 0.0), event) for event in events]
+    for start_us, event in sorted(waiting, key=lambda pair: (pair[0], pair[1]["dur"])):
         lanes = free_us.setdefault(event["tid"], [])
-        start_us, end_us = event["ts"], event["ts"] + event["dur"]
+        end_us = event["ts"] + event["dur"]
         lane = next((at for at, until_us in enumerate(lanes) if until_us <= start_us), len(lanes))
         if lane == len(lanes):
             lanes.append(end_us)
