@@ -6,6 +6,7 @@ that a step does not need are removed. A graph that cannot be rewritten is refus
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -159,8 +160,31 @@ def _gradients(
             "a training step must compute gradients of variables with tf.GradientTape or "
             "tf.gradients, but none was found"
         )
+    _refuse_chained(graph_def, found)
     order = _positions(graph_def)
     return tuple(sorted(found, key=lambda one: order[one.values.node]))
+
+
+def _refuse_chained(graph_def: GraphDef, gradients: Sequence[Gradient]) -> None:
+    """Refuse a gradient that depends on another: a plan may send the two in any order."""
+    variable_of = {one.values.node: one.variable for one in gradients}
+    readers: dict[str, list[str]] = defaultdict(list)
+    for node in graph_def.node:
+        for name in [*(one.node for one in data_inputs(node)), *control_inputs(node)]:
+            readers[name].append(node.name)
+    reached: set[str] = set()
+    waiting = [reader for name in variable_of for reader in readers[name]]
+    while waiting:
+        name = waiting.pop()
+        if name in variable_of:
+            raise InvalidInput(
+                "gradients of a step must not depend on each other, but that of "
+                f"{variable_of[name]!r} is computed after another was used; give each update a "
+                "step of its own"
+            )
+        if name not in reached:
+            reached.add(name)
+            waiting.extend(readers[name])
 
 
 def _marked(graph_def: GraphDef, marked: Sequence[str | None]) -> list[Gradient]:

@@ -349,3 +349,13 @@ def twice_step():
 
 def gradientless_step():
     return _step_of(lambda variable, value: variable.assign_sub(value))
+
+
+def chained_step():
+    other = tf.Variable(1.0, name="other")
+
+    def body(variable, value):
+        variable.assign_sub(_gradient(variable, value))
+        other.assign_sub(_gradient(other, variable))
+
+    return _step_of(body)

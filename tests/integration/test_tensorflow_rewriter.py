@@ -19,6 +19,7 @@ from tensorflow_programs import (
     averaged_steps,
     batches_of,
     branch_step,
+    chained_step,
     collaborative_filtering,
     gradientless_step,
     python_step,
@@ -221,6 +222,7 @@ REFUSED_STEPS = {
     "another resource": table_step,
     "computed in the loop or branch": branch_step,
     "computes? the gradient of a variable once": twice_step,
+    "must not depend on each other": chained_step,
     "must compute gradients": gradientless_step,
 }
 
