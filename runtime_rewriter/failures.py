@@ -11,6 +11,10 @@ NO_DDP_FIX = (
     "wrap the model in torch.nn.parallel.DistributedDataParallel or call "
     "autotune.apply(model, optimizer)"
 )
+NO_STEP_FIX = (
+    f"{NO_DDP_FIX}. A TensorFlow script trains on one device, without a tf.distribute strategy, by "
+    "train_step = autotune.distribute(train_step)"
+)
 _OUT_OF_MEMORY_TEXT = (
     "out of memory",
     "can't allocate memory",

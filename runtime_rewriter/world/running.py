@@ -11,7 +11,7 @@ from autotune.errors import LaunchError
 from autotune.records import Failed, FailureKind
 from autotune.strategy_space.plan import Plan
 from autotune.workload import Workload
-from runtime_rewriter.failures import NO_DDP_FIX, failure_of_exit, root_cause
+from runtime_rewriter.failures import NO_STEP_FIX, failure_of_exit, root_cause
 from runtime_rewriter.protocol import (
     HEARTBEAT_S,
     KEEPS_TRAINING,
@@ -278,14 +278,14 @@ class RunningScript:
             self._stop()
             raise LaunchError(
                 "the script ended without a training step under DistributedDataParallel; "
-                f"{NO_DDP_FIX}",
+                f"{NO_STEP_FIX}",
                 anchor="no-ddp",
             ) from None
         except Silence:
             self._stop()
             raise LaunchError(
                 "the script made no training step under DistributedDataParallel within "
-                f"{self._start_timeout_s:.0f} s; {NO_DDP_FIX}, or raise --start-timeout",
+                f"{self._start_timeout_s:.0f} s; {NO_STEP_FIX}, or raise --start-timeout",
                 anchor="no-ddp",
             ) from None
 

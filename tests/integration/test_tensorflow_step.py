@@ -7,14 +7,19 @@ import pytest
 
 pytest.importorskip("tensorflow", reason="the extra tensorflow is not installed")
 
+import importlib.util
+import socket
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from autotune.errors import InvalidInput
+import autotune
+from autotune.errors import InvalidInput, LaunchError
 from runtime_rewriter.rank.tensorflow_step import DistributedStep, signature_of
+from runtime_rewriter.tensorflow import servers
 from runtime_rewriter.tensorflow.program_variables import ProgramVariables
 
 STEPS = 6
@@ -103,6 +108,32 @@ def test_the_first_array_gives_the_batch_and_other_arrays_are_copied():
     assert third.shape.as_list() == []
     with pytest.raises(InvalidInput, match="none of its 1 arguments is an array"):
         signature_of((0.5,), None)
+
+
+def test_a_taken_port_and_differing_versions_are_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        cluster = tf.train.ClusterSpec({servers.JOB: [address]})
+        with pytest.raises(LaunchError, match=rf"rank 0 cannot listen at {address}: address alr"):
+            servers._start(cluster, 0, [])
+    with pytest.raises(LaunchError, match=r"is 2.21.0 on rank 0 and 2.20.0 on rank 1"):
+        servers._same_versions([{"TensorFlow": "2.21.0"}, {"TensorFlow": "2.20.0"}])
+
+
+def test_an_untested_or_missing_tensorflow_is_refused_with_what_to_install(monkeypatch):
+    monkeypatch.setattr(tf, "__version__", "2.15.1")
+    with pytest.raises(LaunchError, match=r"at least 2.21 and below 3.0, but is 2.15.1; pip"):
+        servers.versions()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InvalidInput, match=r"pip install 'autotune\[tensorflow\]'"):
+        autotune.distribute(len)
+
+
+def test_ranks_on_several_hosts_of_an_ordinary_network_are_refused():
+    place = servers.RankPlace(0, 2, one_host=False, address="10.0.0.1", port=1)
+    with pytest.raises(LaunchError, match=r"several hosts of an ordinary network; add --trusted"):
+        servers._network(place)
+    assert servers._network(replace(place, network="trusted")) == {}
 
 
 def test_arguments_by_name_are_refused():

@@ -98,6 +98,11 @@ def test_the_message_names_its_anchor_once(anchor: str, monkeypatch) -> None:
     assert str(raised.value).count(f"; see docs/troubleshooting.md#{anchor}") == 1
 
 
+def test_a_script_without_a_step_of_ours_learns_what_to_change_in_tensorflow() -> None:
+    with pytest.raises(AutotuneError, match=r"without a tf.distribute strategy, by train_step ="):
+        no_ddp()
+
+
 def test_json_errors_name_the_page(capsys, tmp_path) -> None:
     path = tmp_path / "best.json"
     export().write(path)
