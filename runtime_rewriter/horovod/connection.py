@@ -6,7 +6,7 @@ Horovod reads its environment at `init`. Two variables are set there unless the 
   tensor, whatever the fusion threshold (`EnqueueTensorAllreduces` in operations.cc, and
   `Controller::ComputeResponseList`). Only groups are concerned: a script without groups of its own
   is executed as before, so its present setup and all plans share one setting.
-- HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, while tuning: a rank that waits for another one ends.
+- HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, while tuning: a request to end a stall.
 """
 
 from __future__ import annotations
