@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.errors import LaunchError
+from runtime_rewriter.agent_store import AgentStore
 from runtime_rewriter.control import ControlClosed, ControlLine
 
 HELLO_S = 5.0
 """Time for a connection to state its rank; one that does not is closed."""
 RETRY_S = 0.1
+_PURPOSE = "rendezvous"
 Facts = dict[str, Any]
 
 
@@ -89,17 +91,33 @@ def _checked(facts: Facts) -> Facts:
     return facts
 
 
-def meet(rank: int, world_size: int, address: str, port: int, timeout_s: float) -> Peers:
-    """Connect all ranks with rank 0, which listens at `address`. Raises `LaunchError`."""
+def meet(
+    rank: int,
+    world_size: int,
+    address: str,
+    port: int,
+    timeout_s: float,
+    agent: AgentStore | None = None,
+) -> Peers:
+    """Connect all ranks with rank 0, which listens at `address`. Raises `LaunchError`.
+
+    With an `agent`, whose store has the port, rank 0 listens on another one and tells it there.
+    """
     deadline_s = time.monotonic() + timeout_s
     if rank > 0:
+        if agent is not None:
+            port = agent.agreed_port(_PURPOSE, None, timeout_s)
         return Peers(rank, (_joined(rank, address, port, deadline_s),))
     lines: dict[int, tuple[ControlLine, str]] = {}
     try:
-        listener = socket.create_server((address, port), backlog=world_size)
+        listener = socket.create_server(
+            (address, 0 if agent is not None else port), backlog=world_size
+        )
     except OSError as error:
         raise LaunchError(f"rank 0 cannot listen at {address}:{port}: {error}") from error
     with listener:
+        if agent is not None:
+            agent.agreed_port(_PURPOSE, listener.getsockname()[1], timeout_s)
         while len(lines) < world_size - 1:
             listener.settimeout(max(deadline_s - time.monotonic(), 0.001))
             try:

@@ -17,6 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from autotune.errors import LaunchError
+from runtime_rewriter.agent_store import AgentStore
 from runtime_rewriter.private_network import (
     ISOLATED,
     NETWORK,
@@ -43,7 +44,7 @@ SERVER = "tf.distribute.Server"
 class RankPlace:
     """A rank of a launched script. `address`, `port`: where rank 0 waits for the others.
 
-    `network`: the value of AUTOTUNE_NETWORK.
+    `network`: the value of AUTOTUNE_NETWORK. `agent`: torchrun's, if it has that port.
     """
 
     rank: int
@@ -52,6 +53,7 @@ class RankPlace:
     address: str
     port: int
     network: str = ""
+    agent: AgentStore | None = None
 
     @staticmethod
     def of(environment: Mapping[str, str]) -> RankPlace | None:
@@ -74,6 +76,7 @@ class RankPlace:
             environment["MASTER_ADDR"],
             int(environment["MASTER_PORT"]),
             environment.get(NETWORK, ""),
+            AgentStore.of(environment),
         )
 
 
@@ -117,7 +120,7 @@ def start_servers(place: RankPlace, timeout_s: float) -> Servers:
     This thread enters a network namespace if one is needed. Raises `LaunchError` on every rank if
     one of them cannot start.
     """
-    peers = meet(place.rank, place.world_size, place.address, place.port, timeout_s)
+    peers = meet(place.rank, place.world_size, place.address, place.port, timeout_s, place.agent)
 
     def together(decide: Callable[[list[Facts]], Facts], find: Callable[[], Facts]) -> Facts:
         try:

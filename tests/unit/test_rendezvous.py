@@ -7,8 +7,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from torch.distributed import TCPStore
 
 from autotune.errors import LaunchError
+from runtime_rewriter.agent_store import AgentStore
 from runtime_rewriter.rendezvous import Facts, Peers, meet
 from runtime_rewriter.world.worker import free_port
 
@@ -83,3 +85,21 @@ def test_ranks_that_do_not_come_are_named() -> None:
         meet(0, 3, ADDRESS, free_port(0, 0, ADDRESS), 0.2)
     with pytest.raises(LaunchError, match=r"rank 1 cannot reach rank 0 at 127.0.0.1:1"):
         meet(1, 2, ADDRESS, 1, 0.2)
+
+
+def test_ranks_of_torchrun_meet_at_a_port_that_its_store_tells() -> None:
+    agent_store = TCPStore(ADDRESS, 0, is_master=True, wait_for_workers=False)
+    environment = {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "MASTER_ADDR": ADDRESS,
+        "MASTER_PORT": str(agent_store.port),
+    }
+    agent = AgentStore.of(environment)
+    assert agent is not None and AgentStore.of({}) is None
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [pool.submit(meet, rank, 2, ADDRESS, agent.port, 10.0, agent) for rank in range(2)]
+        first, second = (rank.result(20.0) for rank in ranks)
+    assert len(first.lines) == len(second.lines) == 1
+    for line in (*first.lines, *second.lines):
+        line.close()
