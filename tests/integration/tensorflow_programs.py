@@ -18,10 +18,10 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from isolated_servers import WAIT_S, isolated
 from keras import layers
 
 from autotune.strategy_space.plan import Plan
-from runtime_rewriter.private_network import new_network_namespace
 from runtime_rewriter.tensorflow.between_graph import graph_of_rank
 from runtime_rewriter.tensorflow.capture import capture_graph
 from runtime_rewriter.tensorflow.checkpoints import gather, scatter
@@ -175,12 +175,8 @@ def two_servers() -> list[Any]:
 def train_by_two_clients(
     distributed: DistributedGraph, batches: Sequence[Batch], values: Batch
 ) -> list[Batch]:
-    """Let a thread per rank run the rank's part with its half of each batch.
-
-    Servers listen without authentication, so all runs in a network namespace of its own.
-    """
-    with ThreadPoolExecutor(1, initializer=new_network_namespace) as inside:
-        return inside.submit(_train_inside, distributed, batches, values).result()
+    """Let a thread per rank run the rank's part with its half of each batch."""
+    return isolated().submit(_train_inside, distributed, batches, values).result(WAIT_S)
 
 
 def _train_inside(

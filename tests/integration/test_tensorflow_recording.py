@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from isolated_servers import WAIT_S, isolated
 
 from autotune.cli import main
 from autotune.dfg.replay import replay
@@ -89,7 +89,11 @@ def training_step() -> tuple[list[Any], dict[str, str], dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def recording(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recording]:
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    return isolated().submit(recorded, tmp_path_factory.mktemp("recording")).result(WAIT_S)
+
+
+def recorded(folder: Path) -> Recording:
     from runtime_rewriter.tensorflow.recording.graph_nodes import TrainedVariables
     from runtime_rewriter.tensorflow.recording.recorder import record_steps
 
@@ -102,7 +106,6 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recording]:
         tf.distribute.Server(cluster, job_name=job, task_index=task, config=config())
         for job, task in places
     ]
-    folder = tmp_path_factory.mktemp("recording")
     with tf.Graph().as_default() as graph:
         targets, gradients, handles = training_step()
         with v1.Session(servers[0].target, graph=graph, config=config()) as session:
@@ -119,7 +122,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recording]:
     variables = [Variable("served", shape), Variable("reduced", shape)]
     hosts = {WORKERS[0]: "a", WORKERS[1]: "b", SERVER: "c"}
     graph = records.write(folder, TrainedVariables(gradients, handles), variables, hosts)
-    yield Recording(folder, graph, read_job(folder))
+    return Recording(folder, graph, read_job(folder))
 
 
 def test_every_device_is_a_rank_and_replicas_come_first(recording: Recording) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from isolated_servers import WAIT_S, isolated
 
 pytest.importorskip("tensorflow", reason="the extra tensorflow is not installed")
 
@@ -110,12 +111,15 @@ def test_the_first_array_gives_the_batch_and_other_arrays_are_copied():
         signature_of((0.5,), None)
 
 
-def test_a_taken_port_and_differing_versions_are_named():
+def start_at_a_taken_port():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        cluster = tf.train.ClusterSpec({servers.JOB: [address]})
-        with pytest.raises(LaunchError, match=rf"rank 0 cannot listen at {address}: address alr"):
-            servers._start(cluster, 0, [])
+        servers._start(tf.train.ClusterSpec({servers.JOB: [address]}), 0, [])
+
+
+def test_a_taken_port_and_differing_versions_are_named():
+    with pytest.raises(LaunchError, match=r"rank 0 cannot listen at 127.0.0.1:\d+: address alr"):
+        isolated().submit(start_at_a_taken_port).result(WAIT_S)
     with pytest.raises(LaunchError, match=r"is 2.21.0 on rank 0 and 2.20.0 on rank 1"):
         servers._same_versions([{"TensorFlow": "2.21.0"}, {"TensorFlow": "2.20.0"}])
 

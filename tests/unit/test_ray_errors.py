@@ -8,7 +8,6 @@ import traceback
 from pathlib import Path
 
 import pytest
-from ray.exceptions import RayTaskError
 
 from autotune.errors import LaunchError, raised_line
 from autotune.testbed.bed import BedHost
@@ -52,7 +51,13 @@ def test_a_node_that_does_not_start_is_named_with_rays_reason_in_one_line(tmp_pa
     assert failed_node(tmp_path, "") == f"{node} 0: it printed nothing{again}"
 
 
-def test_an_actors_error_is_its_last_line_and_another_error_its_first() -> None:
+def test_an_actors_error_is_its_last_line_and_another_error_its_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # As it is imported, Ray reads whether this process will ever use tokens, as other tests do.
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    from ray.exceptions import RayTaskError
+
     try:
         raise ValueError("the log cannot be written")
     except ValueError as error:
