@@ -30,8 +30,8 @@ SERVER = "/job:ps/replica:0/task:0"
 
 under_load = pytest.mark.xfail(
     strict=False,
-    reason="recorded while other processes take the cores, some steps replay up to 30 % longer: "
-    "ops that waited for a core are put on one lane",
+    reason="recorded while other processes take the cores, some steps replay up to 30 % longer; "
+    "the cause is not known",
 )
 
 
