@@ -28,13 +28,6 @@ WORKERS = [f"/job:worker/replica:0/task:{task}" for task in range(REPLICAS)]
 SERVER = "/job:ps/replica:0/task:0"
 
 
-under_load = pytest.mark.xfail(
-    strict=False,
-    reason="recorded while other processes take the cores, some steps replay up to 30 % longer; "
-    "the cause is not known",
-)
-
-
 @dataclass(frozen=True)
 class Recording:
     folder: Path
@@ -157,7 +150,6 @@ def test_each_transfer_and_collective_is_matched_in_every_step(recording: Record
     assert {joint.size_bytes for joint in joints} == {size}
 
 
-@under_load
 def test_the_replay_gives_the_recorded_step_again(recording: Recording) -> None:
     steps = TracedSteps(recording.job)
     for number in recording.job.steps:
@@ -168,7 +160,6 @@ def test_the_replay_gives_the_recorded_step_again(recording: Recording) -> None:
         assert summary.communication_s > 0
 
 
-@under_load
 def test_every_op_keeps_its_recorded_start(recording: Recording) -> None:
     steps = TracedSteps(recording.job)
     number = steps.chosen("median")

@@ -147,7 +147,9 @@ class TraceWriter:
         size_bytes = self.nodes[node.number].output_bytes
         args = self._transfer_args(node, size_bytes, max(start_ns - begin_ns - 1, 0) / 1e3)
         ready_ns = self._ready_ns(self.partitions.crossing[node.transfer][0], events)
-        waits_ns = start_ns - max(begin_ns, min(ready_ns or start_ns, start_ns))
+        # without a sender the replay takes the whole time since the issue for the transfer
+        from_ns = begin_ns if ready_ns is None else max(begin_ns, min(ready_ns, start_ns))
+        waits_ns = start_ns - from_ns
         received = self._communication(node, _RECEIVES, "recv", start_ns, end_ns, args)
         yield received | {_WAITS: waits_ns / 1e3}
 
