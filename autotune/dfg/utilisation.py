@@ -69,9 +69,14 @@ def exposed_communication_s(timeline: Timeline, worker: int | None = None) -> fl
 
 
 def iteration_summary(timeline: Timeline) -> IterationSummary:
-    """The summary of a timeline of one iteration."""
+    """The summary of a timeline of one iteration, for its last worker.
+
+    A parameter server is none: if any worker has a backward pass, one that has none does not count.
+    """
     dfg = timeline.dfg
-    ranked = np.flatnonzero(dfg.worker != NONE)
+    training = dfg.worker[_of_kinds(timeline, {Kind.BACKWARD}) & (dfg.worker != NONE)]
+    counts = np.isin(dfg.worker, training) if len(training) else dfg.worker != NONE
+    ranked = np.flatnonzero(counts)
     worker = int(dfg.worker[ranked[np.argmax(timeline.end_s[ranked])]]) if len(ranked) else NONE
     ops = _of_worker(timeline, worker)
     share = busy_share(timeline)

@@ -65,7 +65,7 @@ class HorovodCosts:
 
 @dataclass(frozen=True, eq=False)
 class HostTimes:
-    """What the script's own work takes, whatever the settings are; in seconds.
+    """Times of the script's own work, which the settings do not change, in seconds.
 
     - `enqueued_s` (V,): when every rank has enqueued a gradient, from the start of the step.
     - `backward_s`: end of the backward pass, from the start of the step.

@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 class PlanMemory(Generic[T]):
-    """Remembers at most `plans` results, and at most `SLICES` slices of their plans."""
+    """Remembers at most `plans` results, and at most `slices` slices of their plans."""
 
-    def __init__(self, plans: int) -> None:
-        self._plans = plans
+    def __init__(self, plans: int, slices: int = SLICES) -> None:
+        self._plans, self._most_slices = plans, slices
         self._slices = 0
         self._results: OrderedDict[object, tuple[T, int]] = OrderedDict()
 
@@ -33,5 +33,5 @@ class PlanMemory(Generic[T]):
         _, before = self._results.pop(key, (result, 0))
         self._results[key] = result, plan.slice_count
         self._slices += plan.slice_count - before
-        while len(self._results) > self._plans or self._slices > SLICES:
+        while len(self._results) > self._plans or self._slices > self._most_slices:
             self._slices -= self._results.popitem(last=False)[1][1]

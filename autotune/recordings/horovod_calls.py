@@ -1,4 +1,4 @@
-"""What each rank itself records of Horovod: when it enqueued a tensor, and when it was complete.
+"""Calls of Horovod that a rank records: when it enqueued a tensor, and when it was complete.
 
 Horovod's timeline is rank 0's alone. Its handles tell whether an operation is complete only if they
 are asked, so a completion lies between the last look before it and the first look after it.

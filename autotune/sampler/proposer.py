@@ -94,9 +94,11 @@ class Proposer:
         spec: JobSpec,
         simulators: Mapping[str, Callable[[], Simulator]],
         clock: Callable[[], float] = time.monotonic,
+        pool_slices: int = POOL_SLICES,
     ) -> None:
-        """`clock`: seconds, for the safety limit of the optimizer's search."""
-        self._spec, self._clock = spec, clock
+        """`clock`: seconds, for the safety limit of the optimizer's search. `pool_slices`: about
+        the most slices of a round's plans."""
+        self._spec, self._clock, self._pool_slices = spec, clock, pool_slices
         self._bayes: BayesianSearch | None = None
         self._scorer = Scorer(spec, simulators)
 
@@ -219,7 +221,7 @@ class Proposer:
         deadline: Deadline,
         optimized: bool = False,
     ) -> None:
-        """Add the new strategies that can be enacted until the deadline, or `POOL_SLICES`.
+        """Add the new strategies that can be enacted until the deadline, or `pool_slices`.
 
         The pool has at least one candidate before the deadline counts.
         """
@@ -237,7 +239,7 @@ class Proposer:
             if pool.candidates and deadline.passed():
                 pool.cut_short = True
                 break
-            if pool.slices > POOL_SLICES:
+            if pool.slices > self._pool_slices:
                 break
 
     def _refusal_reason(self, wanted: Plan) -> str | None:

@@ -82,10 +82,18 @@ class Scores:
 
 
 class Scorer:
-    """Scores the candidates of one job. `simulators` builds each learned simulator anew."""
+    """Scores the candidates of one job. `simulators` builds each learned simulator anew.
 
-    def __init__(self, spec: JobSpec, simulators: Mapping[str, Callable[[], Simulator]]) -> None:
-        self._spec = spec
+    `trained_shards`: most shards of all measured strategies from which simulators learn.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        simulators: Mapping[str, Callable[[], Simulator]],
+        trained_shards: int = TRAINED_SHARDS,
+    ) -> None:
+        self._spec, self._trained_shards = spec, trained_shards
         self._make = {name: simulators[name] for name in simulators if name in spec.simulators}
         self._training_s: dict[str, float] = {}
         self._last_training_s: dict[str, float] = {}
@@ -171,7 +179,7 @@ class Scorer:
             took_s = clock() - began_s
             self._last_training_s[name] = max(took_s, (FOLDS + 1) * fit_s)
             self._training_s[name] = self._training_s.get(name, 0.0) + took_s
-        return tuple(quality), _too_large(too_large)
+        return tuple(quality), _too_large(too_large, self._trained_shards)
 
     @staticmethod
     def _scale(examples: Sequence[Example]) -> float:
@@ -196,7 +204,7 @@ class Scorer:
     def examples(self, history: History, deadline: Deadline = NO_DEADLINE) -> list[Example]:
         """The measurements of this job with their features, in an order independent of the time.
 
-        Their shards are left out if they are more than `TRAINED_SHARDS` together. A resumed job
+        Their shards are left out if they are more than `trained_shards` together. A resumed job
         replays its measured strategies again, until the deadline.
         """
         assert history.profiled is not None
@@ -213,7 +221,7 @@ class Scorer:
         for strategy_id, planned in measured.items():
             if strategy_id not in self._measured and deadline.passed():
                 break
-            features = self._features(history, planned, strategy_id, shards <= TRAINED_SHARDS)
+            features = self._features(history, planned, strategy_id, shards <= self._trained_shards)
             examples.append(Example(features, history.measured_s[strategy_id], domain))
         order = generator(self._spec.seed, "examples").permutation(len(examples))
         return [examples[index] for index in order]
@@ -324,11 +332,11 @@ def _have_shards(examples: Sequence[Example]) -> bool:
     return all(len(example.features.shards) for example in examples)
 
 
-def _too_large(names: Sequence[str]) -> list[str]:
+def _too_large(names: Sequence[str], trained_shards: int) -> list[str]:
     """Why these simulators are not trained; nothing if there are none."""
     if not names:
         return []
     return [
         f"{' and '.join(names)} left out: the measured strategies have more than "
-        f"{TRAINED_SHARDS:,} shards together"
+        f"{trained_shards:,} shards together"
     ]

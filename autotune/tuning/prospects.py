@@ -38,6 +38,8 @@ def nothing_to_win(spec: JobSpec, history: History, most_trials: int) -> str:
         return ""
     best = math.exp(g[0]) - 1
     fastest = f"{abs(best):.1%} {'slower' if best > 0 else 'faster'} than the current setup"
+    if best < -spec.ab_precision:
+        fastest += ", which noise explains"
     possible = max(0.0, 1 - math.exp(bound))
     return (
         f"nothing to win: the fastest of {len(g)} strategies is {fastest}, and with "

@@ -67,20 +67,20 @@ def environment_of(settings: HorovodSettings) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """What the ranks wrote: `ranks[r]` of each rank; `folder` holds the timelines."""
+    """Results of the ranks: `ranks[r]` of rank r; `folder` holds the timelines."""
 
     ranks: tuple[dict[str, Any], ...]
     folder: Path
 
     def steps_s(self, what: str) -> list[float]:
         """Seconds of the steps of all blocks that recorded `what`, each the slowest rank's."""
-        first, found = 0, []
+        first, steps_s = 0, []
         for block in self.ranks[0]["blocks"]:
             count = len(block["marks_s"]) - 1
             if block["what"] == what:
-                found += self.ranks[0]["slowest"][first : first + count]
+                steps_s += self.ranks[0]["slowest"][first : first + count]
             first += count
-        return found
+        return steps_s
 
     def timelines(self) -> list[Path]:
         return [

@@ -70,7 +70,7 @@ class PredictedHorovod:
 
 @dataclass(frozen=True)
 class Recording:
-    """What the recorded run gave. Overheads: step with over step without a recording, less 1."""
+    """Results of the recorded run. An overhead is step / step without a recording - 1."""
 
     workload: Workload
     costs: HorovodLowering

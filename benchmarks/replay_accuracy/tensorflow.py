@@ -166,7 +166,7 @@ def _step(
     wanted: Plan,
     result: CaseResult,
 ) -> TensorFlowStep:
-    own = workload_of(read_job(result.folder), model=model).workload
+    recorded = workload_of(read_job(result.folder), model=model).workload
     workload = lowerings[0].workload
     plain_s = median(result.plain_s)
     predicted_s, aligned_s, unaligned_s = (lowering.step_s(wanted) for lowering in lowerings)
@@ -178,8 +178,8 @@ def _step(
         predicted_s=predicted_s,
         aligned_s=aligned_s,
         unaligned_s=unaligned_s,
-        forward_s=(workload.forward_s, own.forward_s),
-        backward_s=(workload.backward_s, own.backward_s),
+        forward_s=(workload.forward_s, recorded.forward_s),
+        backward_s=(workload.backward_s, recorded.backward_s),
         overhead=median(result.recorded_s) / plain_s - 1,
     )
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +49,7 @@ def _nothing(*arguments: object) -> None:
     """The hook of a copy."""
 
 
-class HookedSynchronizer(GradientSynchronizer):
+class HookedSynchronizer(GradientSynchronizer, ABC):
     """A synchronizer that hooks on the module's forward pass drive."""
 
     def __init__(self, module: nn.Module, *arguments: Any, **options: Any) -> None:
@@ -59,11 +60,11 @@ class HookedSynchronizer(GradientSynchronizer):
             module.register_forward_hook(ForwardHook(self._after)),
         ]
 
-    def _before(self, module: nn.Module, inputs: object) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _before(self, module: nn.Module, inputs: object) -> None: ...
 
-    def _after(self, module: nn.Module, inputs: object, output: object) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _after(self, module: nn.Module, inputs: object, output: object) -> None: ...
 
     def close(self) -> None:
         for handle in self._forward_handles:

@@ -1,4 +1,4 @@
-"""What to type if the script's library is missing in this environment."""
+"""Commands that install a library which the script needs and this environment lacks."""
 
 from __future__ import annotations
 

@@ -126,8 +126,8 @@ class DistributedStep:
     def _packed(self, values: list[np.ndarray]) -> Any:
         assert self._captured is not None
         leaves = nest.flatten(self._captured.results, expand_composites=True)
-        found = iter(values)
-        filled = [None if leaf is None else tf.constant(next(found)) for leaf in leaves]
+        tensors = iter(values)
+        filled = [None if leaf is None else tf.constant(next(tensors)) for leaf in leaves]
         return nest.pack_sequence_as(self._captured.results, filled, expand_composites=True)
 
 
@@ -145,9 +145,8 @@ def signature_of(arguments: tuple[Any, ...], step: Any) -> Sequence[Any]:
     The first dimension of the first array is the batch; arrays that share it are split between the
     replicas, and all else is copied.
     """
-    own = getattr(step, "input_signature", None)
-    if own is not None:
-        signature: Sequence[Any] = own
+    signature: Sequence[Any] | None = getattr(step, "input_signature", None)
+    if signature is not None:
         return signature
     arrays = [np.asarray(value) for value in nest.flatten(arguments)]
     batch = next((array.shape[0] for array in arrays if array.ndim), None)

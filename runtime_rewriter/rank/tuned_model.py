@@ -1,4 +1,4 @@
-"""What a session needs of the model that it tunes, whatever the framework."""
+"""The interface through which a session tunes a model of any framework."""
 
 from __future__ import annotations
 

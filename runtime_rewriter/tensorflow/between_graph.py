@@ -25,17 +25,17 @@ def graph_of_rank(graph: DistributedGraph, rank: int) -> DistributedGraph:
     """
     device = graph.devices[rank]
     view = GraphView(graph.graph_def)
-    own = {name for name, node in view.nodes.items() if node.device == device}
-    for name in own:
+    of_rank = {name for name, node in view.nodes.items() if node.device == device}
+    for name in of_rank:
         inputs = [tensor.node for tensor in view.inputs[name]] + control_inputs(view.nodes[name])
-        if not own.issuperset(inputs):
+        if not of_rank.issuperset(inputs):
             raise InvalidInput(
                 "a client per rank can enact messages that are one collective, but "
                 f"{_message_of(graph, name)} moves tensors from rank to rank; use all_reduce, or "
                 "one client for all ranks"
             )
     part = GraphDef(versions=graph.graph_def.versions, library=graph.graph_def.library)
-    part.node.extend(node for node in graph.graph_def.node if node.name in own)
+    part.node.extend(node for node in graph.graph_def.node if node.name in of_rank)
     return replace(
         graph,
         graph_def=part,
@@ -44,7 +44,7 @@ def graph_of_rank(graph: DistributedGraph, rank: int) -> DistributedGraph:
             replace(one, authoritative=True) for one in graph.variables if one.rank == rank
         ),
         feeds=tuple(replace(one, placeholders=(one.placeholders[rank],)) for one in graph.feeds),
-        targets=tuple(target for target in graph.targets if target in own),
+        targets=tuple(target for target in graph.targets if target in of_rank),
         fetches={
             name: tensor.replace("replica_0/", f"replica_{rank}/", 1)
             for name, tensor in graph.fetches.items()

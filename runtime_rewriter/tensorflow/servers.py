@@ -148,17 +148,17 @@ def _first(facts: list[Facts]) -> Facts:
     return facts[0]
 
 
-def versions() -> Facts:
+def versions(tensorflow: str = tf.__version__) -> Facts:
     """Versions that all ranks must share. Raises `LaunchError` for an untested TensorFlow."""
-    found = tuple(int(part) for part in tf.__version__.split(".")[:2])
+    found = tuple(int(part) for part in tensorflow.split(".")[:2])
     if not OLDEST <= found < FIRST_UNTESTED:
         raise LaunchError(
             f"TensorFlow must be at least {'.'.join(map(str, OLDEST))} and below "
-            f"{'.'.join(map(str, FIRST_UNTESTED))}, but is {tf.__version__}; "
+            f"{'.'.join(map(str, FIRST_UNTESTED))}, but is {tensorflow}; "
             "pip install 'autotune[tensorflow]' brings one that works"
         )
     return {
-        "TensorFlow": tf.__version__,
+        "TensorFlow": tensorflow,
         "Python": platform.python_version(),
         "byte order": sys.byteorder,
     }

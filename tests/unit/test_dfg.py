@@ -18,6 +18,7 @@ from autotune.dfg.compiled import compiled
 from autotune.dfg.critical_path import critical_path
 from autotune.dfg.graph import NONE, OP_COLUMNS, Column, Dfg, Discipline, Kind
 from autotune.dfg.replay import replay
+from autotune.dfg.utilisation import iteration_summary
 from autotune.errors import InvalidInput
 from benchmarks.replay_throughput.execution_graph import parent_csr
 from benchmarks.replay_throughput.incremental import IncrementalReplay
@@ -250,3 +251,14 @@ def test_a_kernel_compiles_without_a_cache_folder() -> None:
     with pytest.raises(RuntimeError, match="locator"):
         numba.njit(cache=True)(written["twice"])
     assert compiled()(written["twice"])(21) == 42
+
+
+def test_the_summary_is_of_a_worker_that_trains_and_not_of_its_server() -> None:
+    builder = DfgBuilder()
+    forward = builder.op("forward", builder.queue("replica"), 1.0, Kind.FORWARD, worker=0)
+    backward = builder.op(
+        "backward", builder.queue("replica"), 2.0, Kind.BACKWARD, [forward], worker=0
+    )
+    builder.op("update", builder.queue("server"), 0.5, Kind.UPDATE, [backward], worker=1)
+    summary = iteration_summary(replay(builder.build()))
+    assert (summary.worker, summary.backward_s, summary.iteration_s) == (0, 2.0, 3.5)

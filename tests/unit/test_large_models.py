@@ -15,11 +15,10 @@ from test_search_deadline import SLACK, blocks
 
 from autotune.arrays import FloatArray
 from autotune.features.extract import StrategyFeatures
-from autotune.lowering import plan_memory
 from autotune.lowering.plan_memory import PlanMemory
 from autotune.optimizer.budget import Deadline
 from autotune.records import CURRENT_SETUP, Measured, Role, TrialRequest
-from autotune.sampler import proposer, scoring
+from autotune.sampler import scoring
 from autotune.sampler.proposer import CUT_SHORT, ROUND, Proposer
 from autotune.sampler.random import sample_many
 from autotune.sampler.scoring import Candidate, Scorer
@@ -138,9 +137,10 @@ def test_simulators_of_shards_are_left_out_with_one_line_and_others_rank(monkeyp
     history = measured(spec, SMALL, strategies[:8])
     shards = sum(one.planned.plan.slice_count for one in pool[:8])
     for limit in (shards, shards - 1):
-        monkeypatch.setattr(scoring, "TRAINED_SHARDS", limit)
         learners = {name: Learner(name, name != "linear") for name in spec.simulators}
-        scorer = Scorer(spec, {name: partial(learners.__getitem__, name) for name in learners})
+        scorer = Scorer(
+            spec, {name: partial(learners.__getitem__, name) for name in learners}, limit
+        )
         scores = scorer.score(history, pool)
         assert len(learners["linear"].fits[0]) == 8
         left_out = f"rnn and gat left out: the measured strategies have more than {limit:,} shards"
@@ -182,18 +182,16 @@ def test_a_simulator_that_takes_too_long_is_left_out_after_one_fit():
     assert list(scorer.finish(history)) == ["linear"]
 
 
-def test_the_candidates_of_a_round_have_bounded_plans(monkeypatch):
-    monkeypatch.setattr(proposer, "POOL_SLICES", 100)
+def test_the_candidates_of_a_round_have_bounded_plans():
     history = measured(job(), SMALL, [])
-    proposed = Proposer(job(search=Search.RANDOM), {}).propose(history, 1, 6)
+    proposed = Proposer(job(search=Search.RANDOM), {}, pool_slices=100).propose(history, 1, 6)
     assert 1 <= proposed.considered <= 6 and CUT_SHORT not in proposed.reason
 
 
-def test_remembered_plans_have_bounded_slices(monkeypatch):
-    monkeypatch.setattr(plan_memory, "SLICES", 50)
+def test_remembered_plans_have_bounded_slices():
     strategies = [all_reduce_chunks(SMALL, number) for number in (1, 2, 3)]
     plans = [one.planned.plan for one in candidates(SMALL, strategies)]
-    memory: PlanMemory[int] = PlanMemory(10)
+    memory: PlanMemory[int] = PlanMemory(10, slices=50)
     for number, plan in enumerate(plans):
         memory.put(plan, plan, number)
         memory.put(plan, plan, number)  # counts once
