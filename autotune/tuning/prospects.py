@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
@@ -23,30 +24,85 @@ RARE = 0.1
 among these with the confidence, as the fronts of tried strategies say nothing about others."""
 
 
+@dataclass(frozen=True)
+class Prospects:
+    """What the search can be expected to win from here on, with the confidence of the job.
+
+    `bound`: lower bound of g of the fastest of all strategies, tried or among `further` ones.
+    """
+
+    g: tuple[float, ...]
+    noise: float
+    further: int
+    bound: float
+
+    def at_most(self, gain: float) -> bool:
+        """Whether no strategy is expected to save more than this share of the step time."""
+        return self.bound >= math.log(1 - gain)
+
+    def in_words(self, confidence: float, gain: str) -> str:
+        """`gain`: what the expected gain is compared with."""
+        best = math.exp(self.g[0]) - 1
+        fastest = f"{abs(best):.1%} {'slower' if best > 0 else 'faster'} than the current setup"
+        possible = max(0.0, 1 - math.exp(self.bound))
+        if -best > possible:
+            fastest += ", which noise explains"
+        return (
+            f"nothing to win: the fastest of {len(self.g)} strategies is {fastest}, and with "
+            f"{confidence:.0%} confidence {self.further} more trials would find a gain of at most "
+            f"{possible:.1%}, but {gain}"
+        )
+
+
+def prospects(spec: JobSpec, history: History, most_trials: int) -> Prospects:
+    """The prospects of `most_trials` further trials, or as many as there is time for."""
+    assert history.reference_s is not None
+    trial_s = history.elapsed_s / len(history.trials)
+    further = min(most_trials, int((spec.max_seconds - history.elapsed_s) / trial_s))
+    g = tuple(math.log(step_s / history.reference_s) for _, step_s in history.ranking())
+    bound = best_expected(g, history.noise, len(history.references), further, spec.confidence)
+    return Prospects(g, history.noise, further, bound)
+
+
 def nothing_to_win(spec: JobSpec, history: History, most_trials: int) -> str:
     """Why no strategy is expected to beat the current setup by more than `ab_precision`.
 
-    Empty if one may. No more than `most_trials` are left, or as many as there is time for.
+    Empty if one may.
     """
-    assert history.reference_s is not None
-    ranking = history.ranking()
-    trial_s = history.elapsed_s / len(history.trials)
-    further = min(most_trials, int((spec.max_seconds - history.elapsed_s) / trial_s))
-    g = [math.log(step_s / history.reference_s) for _, step_s in ranking]
-    bound = best_expected(g, history.noise, len(history.references), further, spec.confidence)
-    if bound < math.log(1 - spec.ab_precision):
+    expected = prospects(spec, history, most_trials)
+    if not expected.at_most(spec.ab_precision):
         return ""
-    best = math.exp(g[0]) - 1
-    fastest = f"{abs(best):.1%} {'slower' if best > 0 else 'faster'} than the current setup"
-    if best < -spec.ab_precision:
-        fastest += ", which noise explains"
-    possible = max(0.0, 1 - math.exp(bound))
-    return (
-        f"nothing to win: the fastest of {len(g)} strategies is {fastest}, and with "
-        f"{spec.confidence:.0%} confidence {further} more trials would find a gain of at most "
-        f"{possible:.1%}, but {spec.ab_precision:.1%} is the precision asked for; so the current "
-        f"setup stays; {history.quality}"
+    words = expected.in_words(
+        spec.confidence, f"{spec.ab_precision:.1%} is the precision asked for"
     )
+    return f"{words}; so the current setup stays; {history.quality}"
+
+
+def nothing_to_prove(spec: JobSpec, history: History, most_trials: int) -> str:
+    """Why no strategy is expected to win more than the closing comparison could prove.
+
+    Empty if one may. Then the closing comparison may as well begin: it judges the strategies that
+    were tried, so that a gain which it can prove is not lost.
+    """
+    expected = prospects(spec, history, most_trials)
+    needed = provable_gain(history.noise, spec)
+    if not expected.at_most(needed):
+        return ""
+    return expected.in_words(
+        spec.confidence,
+        f"with noise of {history.noise:.1%} a closing comparison of {spec.ab_pairs} pairs proves "
+        f"{needed:.1%} at best",
+    )
+
+
+def provable_gain(noise: float, spec: JobSpec) -> float:
+    """The gain that the closing comparison can tell from none: the half width of its interval.
+
+    Each of its pairs has the noise of two trials. At least `ab_precision`.
+    """
+    two_sided = NormalDist().inv_cdf((1 + spec.confidence) / 2)
+    half_width = two_sided * noise * math.sqrt(2 / spec.ab_pairs)  # of ln(time ratio)
+    return max(spec.ab_precision, 1 - math.exp(-half_width))
 
 
 def best_expected(

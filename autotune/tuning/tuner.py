@@ -15,7 +15,7 @@ from autotune.records import CURRENT_SETUP, Decision, Failed, Measured, Role, Tr
 from autotune.tuning.events import Profiled, TrialFinished
 from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec
-from autotune.tuning.prospects import nothing_to_win
+from autotune.tuning.prospects import nothing_to_prove, nothing_to_win
 from autotune.tuning.statistics import Ended, PairRule, compare, enough_pairs, fewest_values
 
 
@@ -121,6 +121,8 @@ def _explore(spec: JobSpec, history: History) -> Instruction | None:
     left, rounds = spec.max_trials - _trials_spent(history), len(history.rounds)
     if rounds and (reason := nothing_to_win(spec, history, left)):
         return Finish(Decision(CURRENT_SETUP, reason, None, contender(history)))
+    if rounds and nothing_to_prove(spec, history, left):
+        return None
     return Propose(rounds, min(spec.top_k, left))
 
 
@@ -176,7 +178,8 @@ def _trials_spent(history: History) -> int:
 
 
 def _budget_spent(spec: JobSpec, history: History) -> bool:
-    if history.ab_trials or _trials_spent(history) >= spec.max_trials:
+    """Whether the closing comparison must begin, or has begun with its finalists."""
+    if history.ab_trials or _second_looks(history) or _trials_spent(history) >= spec.max_trials:
         return True
     assert history.reference_s is not None
     block_s = _block_s(spec, history)
@@ -335,12 +338,13 @@ def _decide(
 ) -> Decision:
     comparison = compare(tuned, current, spec.confidence)
     count = f"the best of {len(history.measured_s)} strategies"
+    stays = f"so the current setup stays; {history.quality}{_why_search_ended(spec, history)}"
     if ended is Ended.LOSING:
         # The signs of the differences ended it, so the interval does not have its confidence.
         reason = (
             f"{count} is {ended.value} in {comparison.pairs} interleaved pairs, which ended the "
             f"comparison: time ratio about {comparison.ratio:.3f} (without an interval, as its "
-            f"direction ended it); so the current setup stays; {history.quality}"
+            f"direction ended it); {stays}"
         )
         return Decision(CURRENT_SETUP, reason, comparison, best)
     half_width = (comparison.high - comparison.low) / 2 / comparison.ratio
@@ -355,8 +359,25 @@ def _decide(
         reason = f"faster than the current setup in {pairs}; {history.quality}"
         return Decision(best, reason, comparison, best)
     finding = "slower than the current setup" if comparison.low > 1 else "not significantly faster"
-    reason = f"{count} is {finding} in {pairs}; so the current setup stays; {history.quality}"
+    reason = f"{count} is {finding} in {pairs}; {stays}"
     return Decision(CURRENT_SETUP, reason, comparison, best)
+
+
+def _why_search_ended(spec: JobSpec, history: History) -> str:
+    """Why the search ended before its budget; empty if it did not."""
+    searched = history.first(
+        next(
+            position
+            for position, event in enumerate(history.events)
+            if isinstance(event, TrialFinished)
+            and (event.request.role is Role.AB or _is_second_look(history, event))
+        )
+    )
+    if _budget_spent(spec, searched):
+        return ""
+    left = spec.max_trials - _trials_spent(searched)
+    why = nothing_to_prove(spec, searched, left)
+    return f"; the search ended early with {why}" if why else ""
 
 
 def _request(

@@ -11,7 +11,7 @@ from synthetic_job import SyntheticWorld, drive, job_spec
 
 from autotune.records import CURRENT_SETUP, Role
 from autotune.rng import generator
-from autotune.tuning.prospects import best_expected
+from autotune.tuning.prospects import best_expected, provable_gain
 from autotune.tuning.tuner import Finish
 
 PRECISION = 0.01
@@ -21,7 +21,7 @@ TOLERANCE = 0.03
 Draw = Callable[[np.random.Generator], float]
 
 
-def stopped(draw: Draw, noise: float, seed: int) -> tuple[bool, float]:
+def stopped(draw: Draw, noise: float, seed: int, needed: float = PRECISION) -> tuple[bool, float]:
     """Whether a simulated search ends early, and the true g of its fastest strategy by then."""
     rng = generator(seed, "prospects")
     true: list[float] = []
@@ -35,13 +35,13 @@ def stopped(draw: Draw, noise: float, seed: int) -> tuple[bool, float]:
         g = [value - float(np.median(references)) for value in measured]
         left = TRIALS - len(true)
         bound = best_expected(g, max(noise, 0.01), len(references), left, 0.95)
-        if bound >= math.log(1 - PRECISION):
+        if bound >= math.log(1 - needed):
             return True, min(true)
     return False, min(true)
 
 
-def share_stopped(draw: Draw, noise: float, jobs: int = 200) -> float:
-    return sum(stopped(draw, noise, seed)[0] for seed in range(jobs)) / jobs
+def share_stopped(draw: Draw, noise: float, jobs: int = 200, needed: float = PRECISION) -> float:
+    return sum(stopped(draw, noise, seed, needed)[0] for seed in range(jobs)) / jobs
 
 
 def mostly(value: float, share: float) -> Draw:
@@ -108,3 +108,37 @@ def test_the_end_of_a_job_is_decided_without_a_comparison_and_with_figures() -> 
         "slower than the current setup, and with 95% confidence 28 more trials" in decision.reason
     )
     assert "1.0% is the precision asked for; so the current setup stays" in decision.reason
+
+
+@pytest.mark.parametrize("noise", [0.03, 0.1])
+@pytest.mark.parametrize("draw", [lambda rng: 0.0, mostly(0.0, 0.0)])
+def test_noise_that_hides_all_gains_ends_a_search(draw: Draw, noise: float) -> None:
+    needed = provable_gain(noise, job_spec(ab_pairs=20))
+    ended = share_stopped(draw, noise, needed=needed)
+    assert ended >= 0.4 and ended > 1.2 * share_stopped(draw, noise, needed=PRECISION)
+
+
+@pytest.mark.parametrize("noise", [0.005, 0.02])
+@pytest.mark.parametrize("share", [0.1, 0.3])
+def test_noise_that_hides_no_gain_ends_no_search(share: float, noise: float) -> None:
+    needed = provable_gain(noise, job_spec(ab_pairs=20))
+    assert share_stopped(mostly(-0.05, share), noise, needed=needed) <= 0.05 + TOLERANCE
+
+
+def test_a_noisy_job_ends_early_with_the_comparison_that_could_prove_no_more() -> None:
+    spec = job_spec(max_trials=1000, ab_pairs=10, reference_every=2)
+    reasons = []
+    for seed in range(10):
+        slow = generator(seed, "slow").normal(0.02, 0.005, 32)
+        world = SyntheticWorld(
+            {number: 0.1 * (1 + float(share)) for number, share in enumerate(slow)},
+            factor=lambda number, seed=seed: math.exp(
+                generator(seed, "machine", number).normal(0, 0.03)
+            ),
+        )
+        history, instruction = drive(spec, world)
+        assert isinstance(instruction, Finish)
+        reasons.append(instruction.decision.reason)
+    early = [reason for reason in reasons if "; the search ended early with nothing to" in reason]
+    assert len(early) >= 5
+    assert all("a closing comparison of 10 pairs proves" in reason for reason in early)
