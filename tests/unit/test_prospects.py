@@ -136,7 +136,7 @@ def test_a_noisy_job_ends_early_with_the_comparison_that_could_prove_no_more() -
                 generator(seed, "machine", number).normal(0, 0.03)
             ),
         )
-        history, instruction = drive(spec, world)
+        _history, instruction = drive(spec, world)
         assert isinstance(instruction, Finish)
         reasons.append(instruction.decision.reason)
     early = [reason for reason in reasons if "; the search ended early with nothing to" in reason]
