@@ -125,6 +125,10 @@ def test_noise_that_hides_no_gain_ends_no_search(share: float, noise: float) -> 
     assert share_stopped(mostly(-0.05, share), noise, needed=needed) <= 0.05 + TOLERANCE
 
 
+def noisy_machine(seed: int, noise: float) -> Callable[[int], float]:
+    return lambda number: math.exp(generator(seed, "machine", number).normal(0, noise))
+
+
 def test_a_noisy_job_ends_early_with_the_comparison_that_could_prove_no_more() -> None:
     spec = job_spec(max_trials=1000, ab_pairs=10, reference_every=2)
     reasons = []
@@ -132,9 +136,7 @@ def test_a_noisy_job_ends_early_with_the_comparison_that_could_prove_no_more() -
         slow = generator(seed, "slow").normal(0.02, 0.005, 32)
         world = SyntheticWorld(
             {number: 0.1 * (1 + float(share)) for number, share in enumerate(slow)},
-            factor=lambda number, seed=seed: math.exp(
-                generator(seed, "machine", number).normal(0, 0.03)
-            ),
+            factor=noisy_machine(seed, 0.03),
         )
         _history, instruction = drive(spec, world)
         assert isinstance(instruction, Finish)
