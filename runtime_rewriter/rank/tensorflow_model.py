@@ -13,11 +13,13 @@ import tensorflow as tf
 
 from autotune.errors import InvalidInput
 from autotune.export import Export, check_model
+from autotune.recordings.probe import ProbedLinks, ProbeSeries
 from autotune.strategy_space.builders.collectives import single_bucket
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.plan import plan as planned
 from autotune.workload import Workload
 from runtime_rewriter.emulation import timetable_of
+from runtime_rewriter.probe.tensorflow_collectives import probe_tensorflow
 from runtime_rewriter.protocol import (
     ContinueTrial,
     EmulationAnswer,
@@ -134,7 +136,10 @@ class TensorflowModel:
         self.running.load(self.current_plan, training)
 
     def probe(self, request: StartProbe, report: Callable[[str], None]) -> ProbeAnswer:
-        raise InvalidInput("`autotune probe` probes links with PyTorch, whatever the framework")
+        series = probe_tensorflow(
+            self.running, request.budget_s, request.devices, self.workload.grad_bytes, report
+        )
+        return ProbeAnswer(series, ProbedLinks(), _software(), usable_cores())
 
 
 class _Emulated:
@@ -156,6 +161,11 @@ class ProfileRun:
         self._ranks = range(1 if request.alone else len(model.running.servers.devices))
         self._steps: list[ReplicaTimes] = []
         self._update_s: list[float] = []
+        self._series: tuple[ProbeSeries, ...] = ()
+        if request.probe_s > 0:
+            self._series = probe_tensorflow(
+                model.running, request.probe_s, request.devices, model.workload.grad_bytes
+            )
         self._touched: dict[str, list[np.ndarray]] = {}
         self._seen = 0
 
@@ -202,7 +212,9 @@ class ProfileRun:
                 session_config().intra_op_parallelism_threads,
             )
         model._profile = None
-        return ProfileAnswer(workload, (), _software(), usable_cores(), CROSSING_REFUSED, ())
+        return ProfileAnswer(
+            workload, self._series, _software(), usable_cores(), CROSSING_REFUSED, ()
+        )
 
 
 def _software() -> dict[str, str]:

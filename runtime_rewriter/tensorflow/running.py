@@ -7,7 +7,7 @@ collectives, because servers remember those that they have seen.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ import tensorflow as tf
 from autotune.errors import InvalidInput, InvalidStrategy, SynchronizationError
 from autotune.strategy_space.plan import Plan
 from runtime_rewriter.tensorflow.checkpoints import gather, scatter
+from runtime_rewriter.tensorflow.collectives import Keys
 from runtime_rewriter.tensorflow.distribute import distribute
 from runtime_rewriter.tensorflow.distributed_graph import DistributedGraph
 from runtime_rewriter.tensorflow.training_graph import TrainingGraph
@@ -74,7 +75,7 @@ class RunningGraph:
         with tf.Graph().as_default() as built:
             tf.graph_util.import_graph_def(graph.graph_def, name="")
         self._session = v1.Session(self.servers.target, graph=built, config=self.servers.config)
-        with _translated():
+        with translated_errors():
             scatter(self._session, graph, self._values)
 
     def step(self, values: Mapping[str, np.ndarray]) -> list[np.ndarray]:
@@ -98,7 +99,7 @@ class RunningGraph:
                 output_partition_graphs=True,
             )
         wanted = (list(graph.fetches.values()), dict(fetches), list(graph.targets))
-        with _translated():
+        with translated_errors():
             own, further, _ = self._session.run(
                 wanted, graph.feed_dict(values), options=options, run_metadata=metadata
             )
@@ -109,7 +110,7 @@ class RunningGraph:
         options = v1.RunOptions(
             trace_level=v1.RunOptions.FULL_TRACE, timeout_in_ms=self._options.timeout_in_ms
         )
-        with _translated():
+        with translated_errors():
             self._session.run(
                 targets, self._loaded.feed_dict(values), options=options, run_metadata=metadata
             )
@@ -122,19 +123,28 @@ class RunningGraph:
     def values(self) -> Mapping[str, np.ndarray]:
         """The values of all variables, by their names in the training graph."""
         if self._session is not None:
-            with _translated():
+            with translated_errors():
                 self._values = gather(self._session, self._loaded)
         return self._values
 
     def fetch(self, names: Set[str]) -> dict[str, np.ndarray]:
         """The values of some variables, as far as the graph has them."""
-        with _translated():
+        with translated_errors():
             return gather(self._session, _part(self._loaded, names))
 
     def send(self, values: Mapping[str, np.ndarray]) -> None:
         """Replace the values of some variables on all ranks."""
-        with _translated():
+        with translated_errors():
             scatter(self._session, _part(self._loaded, values.keys()), values)
+
+    @contextlib.contextmanager
+    def further_keys(self) -> Iterator[Keys]:
+        """Hand out collective keys for other graphs on the same servers."""
+        keys = Keys(self._next_key)
+        try:
+            yield keys
+        finally:
+            self._next_key = keys.next_key
 
     def close(self) -> None:
         """End the session; the values stay here, and the servers forget theirs."""
@@ -166,7 +176,7 @@ def _destroying(built: Any, graph: DistributedGraph) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _translated() -> Any:
+def translated_errors() -> Iterator[None]:
     """Name the cause of errors of the connections; others are the script's own."""
     try:
         yield

@@ -25,12 +25,13 @@ def test_trials_change_plans_in_one_run_and_an_ended_server_costs_one_restart(
     make_world, tmp_path
 ) -> None:
     planted = tmp_path / "planted"
-    world = make_world("100000", str(planted), script=SCRIPT, step_timeout_s=20.0, probe_s=0.0)
+    world = make_world("100000", str(planted), script=SCRIPT, step_timeout_s=20.0)
     profile = world.profile()
     workload = profile.workload
     assert {one.shape for one in workload.variables} == {(16, 32), (32,), (32, 4), (4,)}
     assert workload.source == "measured" and workload.backward_s > 0
     assert "ends with its updates" in profile.cross_step_refused
+    assert "all_reduce" in {one.primitive for one in profile.series}
 
     cluster = Cluster.local(RANKS)
     served = plan(ps_load_balanced(workload, cluster), workload, RANKS)
