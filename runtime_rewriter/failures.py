@@ -31,6 +31,7 @@ _CONSEQUENCE_TEXT = (
     "aborted due to",
     "read error",
     "a remote process exiting prematurely",  # NCCL
+    "horovod has been shut down",
 )
 _NCCL_TIMEOUT_TEXT = "watchdog caught collective operation timeout"
 """Torch writes it and aborts, without an exception, if a rank never joins a collective over

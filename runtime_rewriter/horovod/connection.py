@@ -6,7 +6,7 @@ Horovod reads its environment at `init`. Two variables are set there unless the 
   tensor, whatever the fusion threshold (`EnqueueTensorAllreduces` in operations.cc, and
   `Controller::ComputeResponseList`). Only groups are concerned: a script without groups of its own
   is executed as before, so its present setup and all plans share one setting.
-- HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, while tuning: a request to end a stall.
+- HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, while tuning: the limit of `stalls`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from autotune.errors import InvalidInput
+from autotune.errors import InvalidInput, LaunchError
 from runtime_rewriter.horovod.hostname import call_on_interface
 from runtime_rewriter.horovod.own_world import Broadcast, OwnWorld
 from runtime_rewriter.horovod.places import Place, address_of
 from runtime_rewriter.horovod.rendezvous import rendezvous_server
+from runtime_rewriter.horovod.stalls import StallWatch, set_stall_limit, stall_limit_s
 
 GROUPS_ALONE = "HOROVOD_DISABLE_GROUP_FUSION"
-STALL_WARNING = "HOROVOD_STALL_CHECK_TIME_SECONDS"
-STALL_SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 _PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 _TORCH_INTERFACE, _INTERFACE = "GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"
 
@@ -33,7 +32,8 @@ _TORCH_INTERFACE, _INTERFACE = "GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"
 class HorovodConnection:
     """Horovod in this process. `stall_s`: the longest wait for another rank; None: the user's own.
 
-    `init`, `shutdown` and `broadcast` are Horovod's own functions for one framework.
+    `init`, `shutdown` and `broadcast` are Horovod's own functions for one framework. `stop` shuts
+    down while operations are under way (default: `shutdown`).
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class HorovodConnection:
         *,
         stall_s: float | None,
         timeout_s: float,
+        stop: Callable[[], object] | None = None,
     ) -> None:
         self._init, self._shutdown, self._ranks = init, shutdown, ranks
         self._broadcast = broadcast
@@ -55,6 +56,8 @@ class HorovodConnection:
         self._store: Any = None
         self._connections = 0
         self._own_setting: str | None = None  # the user's, of GROUPS_ALONE
+        self.stalls = StallWatch(stop or shutdown)
+        """Limits waits for Horovod's own operations."""
         self.restarts = 0
         """How often Horovod was shut down and started again for a plan."""
 
@@ -84,6 +87,7 @@ class HorovodConnection:
                 os.environ |= place.meet(port, self._store)
             self._initialize()
             rank, size = self._ranks()
+            check_size(size, os.environ)
             address = self._own_address() if rank == 0 else ""
             self._world = OwnWorld(rank, size, address, self._broadcast, self._timeout_s)
             self._world.barrier()  # all ranks have found each other
@@ -102,9 +106,9 @@ class HorovodConnection:
         if self._world is None:
             self._own_setting = environment.get(GROUPS_ALONE)
         environment.setdefault(GROUPS_ALONE, "1")
-        if self._stall_s is not None and STALL_SHUTDOWN not in environment:
-            environment.setdefault(STALL_WARNING, str(max(1, int(self._stall_s / 2))))
-            environment[STALL_SHUTDOWN] = str(int(self._stall_s))
+        if self._stall_s is not None:
+            set_stall_limit(self._stall_s)
+        self.stalls.limit_s = stall_limit_s(environment)
         for name, other in ((_TORCH_INTERFACE, _INTERFACE), (_INTERFACE, _TORCH_INTERFACE)):
             if other in environment:
                 environment.setdefault(name, environment[other])
@@ -139,6 +143,18 @@ class HorovodConnection:
         with self.connecting():
             self._initialize()
         self.restarts += 1
+
+
+def check_size(size: int, environment: Mapping[str, str]) -> None:
+    """Raise `LaunchError` if the launcher started more ranks than Horovod has connected."""
+    for launcher, name in (("the launcher", "WORLD_SIZE"), ("mpirun", "OMPI_COMM_WORLD_SIZE")):
+        started = environment.get(name, str(size))
+        if started != str(size) and "HOROVOD_SIZE" not in environment:
+            raise LaunchError(
+                f"{launcher} started {started} ranks ({name}), but Horovod connected {size}, so "
+                "each would train alone; start the script with horovodrun or torchrun (a Horovod "
+                "that was built without MPI cannot connect the ranks of mpirun)"
+            )
 
 
 ELASTIC_REFUSAL = (

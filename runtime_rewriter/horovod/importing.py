@@ -38,6 +38,14 @@ def replace_attribute(owner: Any, name: str, value: object, undo: ExitStack) -> 
     setattr(owner, name, value)
 
 
+def replace_function(package: str, owner: Any, name: str, value: object, undo: ExitStack) -> None:
+    """Replace `owner`'s function in all loaded modules of `package`, which import it by name."""
+    original = getattr(owner, name)
+    for module_name, module in list(sys.modules.items()):
+        if f"{module_name}.".startswith(f"{package}.") and getattr(module, name, None) is original:
+            replace_attribute(module, name, value, undo)
+
+
 class _Finder(MetaPathFinder):
     """Finds a module as the other finders do, with a loader that then makes the change."""
 

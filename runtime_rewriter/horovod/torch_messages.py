@@ -27,16 +27,24 @@ ranks."""
 class HorovodLanes(Lanes):
     """Lanes whose all-reduces of all ranks are operations of Horovod, one per message.
 
-    `horovod` is the module `horovod.torch`. Horovod executes operations in the order in which they
-    became ready on all ranks, and those that become ready in one cycle in the order of their last
-    execution. Messages are enqueued in plan order from the first step on, so that is the plan's
-    order. The other collectives, and groups in another order, use our process groups.
+    `horovod` is the module `horovod.torch`. `limit_s`: see `stall_limit_s`.
+
+    Horovod executes operations in the order in which they became ready on all ranks, and those that
+    become ready in one cycle in the order of their last execution. Messages are enqueued in plan
+    order from the first step on, so that is the plan's order. The other collectives, and groups in
+    another order, use our process groups.
     """
 
     def __init__(
-        self, horovod: Any, process_set: Any, ranks: SynchronizerGroups, device: Device
+        self,
+        horovod: Any,
+        process_set: Any,
+        limit_s: float | None,
+        ranks: SynchronizerGroups,
+        device: Device,
     ) -> None:
         super().__init__(ranks, device)
+        self._timeout_s = min(ranks.timeout_s, limit_s or ranks.timeout_s)
         self._horovod, self._process_set = horovod, process_set
         self._operations = 0
         self.sent_by_horovod = 0
@@ -55,7 +63,7 @@ class HorovodLanes(Lanes):
             handle = horovod.grouped_allreduce_async_(
                 [values], name=name, op=horovod.Sum, process_set=self._process_set
             )
-            return cast(dist.Work, _Operation(horovod, handle, self.ranks.timeout_s))
+            return cast(dist.Work, _Operation(horovod, handle, self._timeout_s))
 
         return reduce
 

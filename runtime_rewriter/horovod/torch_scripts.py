@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, wraps
 from types import ModuleType
 from typing import Any, NoReturn
@@ -14,7 +14,11 @@ import torch
 
 from autotune.errors import InvalidInput
 from runtime_rewriter.horovod.connection import ELASTIC_REFUSAL, HorovodConnection
-from runtime_rewriter.horovod.importing import changed_on_import, replace_attribute
+from runtime_rewriter.horovod.importing import (
+    changed_on_import,
+    replace_attribute,
+    replace_function,
+)
 from runtime_rewriter.horovod.modules import module_of
 from runtime_rewriter.horovod.torch_synchronizer import HorovodSynchronizer
 from runtime_rewriter.pytorch.ddp import ModelObserver
@@ -50,6 +54,7 @@ class _Steering:
             partial(_broadcast_text, own),
             stall_s=self._waits.message_s if self._tuned else None,
             timeout_s=self._waits.message_s,
+            stop=operations._basics.shutdown,  # `own.shutdown` forgets the handles that are awaited
         )
         original = own.DistributedOptimizer
         build = wraps(original)(partial(self._build, own, connection, original))
@@ -65,6 +70,14 @@ class _Steering:
             (own.elastic, "run", _refuse_elastic),
         ):
             replace_attribute(module, name, value, undo)
+        for name, limited in (
+            ("synchronize", connection.stalls.waiting),
+            ("join", connection.stalls.unlimited),
+        ):
+            waiting = wraps(getattr(operations, name))(
+                partial(_inside, limited, getattr(operations, name))
+            )
+            replace_function("horovod.torch", operations, name, waiting, undo)
 
     def _build(
         self,
@@ -108,6 +121,16 @@ def _add(
 ) -> Any:
     """Implements `hvd.add_process_set`, whose ranks find each other once more."""
     with connection.connecting():
+        return original(*args, **kwargs)
+
+
+def _inside(
+    context: Callable[[], AbstractContextManager[None]],
+    original: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    with context():
         return original(*args, **kwargs)
 
 

@@ -58,7 +58,9 @@ class HorovodSynchronizer(HookedSynchronizer):
                 agreement_timeout_s=waits.agreement_s,
                 refusal_reason=self._refusal_reason,
                 on_byte_scale=_no_byte_scale,
-                lanes=partial(HorovodLanes, horovod, optimizer.process_set),
+                lanes=partial(
+                    HorovodLanes, horovod, optimizer.process_set, connection.stalls.limit_s
+                ),
                 summed=optimizer.op == horovod.Sum,
                 unused_as_zeros=True,
             )

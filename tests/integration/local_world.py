@@ -114,6 +114,7 @@ class LocalPlacement:
             "OMP_NUM_THREADS": "1",
             "WORLD_SIZE": size,
             "LOCAL_WORLD_SIZE": size,
+            "GROUP_RANK": "0",
         }
         ranks = range(len(self.workers))
         environments = tuple(

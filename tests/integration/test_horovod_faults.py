@@ -1,0 +1,46 @@
+"""Ranks of Horovod that die or stall fail their trial with its cause, and the job goes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from short_jobs import small_model
+
+from autotune.records import Failed, FailureKind, Measured, Role, TrialRequest
+from autotune.strategy_space.builders.collectives import ddp_default
+from autotune.strategy_space.plan import plan
+
+pytest.importorskip("horovod", reason="`make horovod` builds it")
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "train_horovod.py"
+RANKS = 3
+STALL_S = 3
+REQUEST = TrialRequest(0, "strategy-under-test", Role.CANDIDATE, warmup_steps=2, timed_steps=4)
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["its own operations", "a plan"])
+def test_a_rank_that_dies_or_stalls_in_a_step_fails_the_trial_and_the_next_one_runs(
+    planned: bool, make_world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", str(STALL_S))
+    words = (
+        "--fault",
+        "exit,hang",
+        "--fault-step",
+        "12",
+        "--fault-file",
+        str(tmp_path / "planted"),
+    )
+    world = make_world(*words, script=SCRIPT, ranks=RANKS, step_timeout_s=120.0)
+    wanted = plan(ddp_default(small_model()), small_model(), RANKS) if planned else None
+    for restarts, (kind, text) in enumerate(
+        ((FailureKind.CRASH, "rank 2 ended with exit code 7"), (FailureKind.HANG, "within 3 s")),
+        start=1,
+    ):
+        failed = world.run_trial(replace(REQUEST, timed_steps=30), wanted)
+        assert isinstance(failed, Failed)
+        assert (failed.kind, text in failed.message) == (kind, True), failed
+        assert isinstance(world.run_trial(REQUEST, wanted), Measured)
+        assert world.restarts == restarts
