@@ -21,6 +21,7 @@ from runtime_rewriter.horovod.importing import (
 )
 from runtime_rewriter.horovod.modules import module_of
 from runtime_rewriter.horovod.torch_synchronizer import HorovodSynchronizer
+from runtime_rewriter.horovod.versions import check_horovod
 from runtime_rewriter.pytorch.ddp import ModelObserver
 from runtime_rewriter.pytorch.exchange.ranks import Timeouts
 
@@ -45,6 +46,7 @@ class _Steering:
 
     def change(self, horovod: ModuleType, undo: ExitStack) -> None:
         """Replace functions of `horovod.torch`, whose other modules take them from each other."""
+        check_horovod(horovod, "PyTorch")
         own: Any = horovod
         operations, optimizers = own.mpi_ops, own.optimizer
         connection = HorovodConnection(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from short_jobs import small_model
 
+from autotune.errors import LaunchError
 from autotune.records import Failed, FailureKind, Measured, Role, TrialRequest
 from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.plan import plan
@@ -44,3 +45,8 @@ def test_a_rank_that_dies_or_stalls_in_a_step_fails_the_trial_and_the_next_one_r
         assert (failed.kind, text in failed.message) == (kind, True), failed
         assert isinstance(world.run_trial(REQUEST, wanted), Measured)
         assert world.restarts == restarts
+
+
+def test_a_script_that_does_not_call_init_is_refused_at_once(make_world) -> None:
+    with pytest.raises(LaunchError, match=r"Horovod has not been initialized; use hvd\.init\(\)"):
+        make_world("--without-init", script=SCRIPT).run_trial(REQUEST, None)

@@ -23,7 +23,9 @@ from runtime_rewriter.horovod.importing import changed_on_import, replace_attrib
 from runtime_rewriter.horovod.modules import module_of
 from runtime_rewriter.horovod.places import Place, address_of
 from runtime_rewriter.horovod.rendezvous import RendezvousClient, rendezvous_server
+from runtime_rewriter.horovod.versions import check_horovod
 from runtime_rewriter.rank.missing_libraries import missing_library_hint
+from runtime_rewriter.world.horovodrun import read_horovodrun
 
 LAUNCHED = {
     "RANK": "3",
@@ -151,3 +153,39 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it() -> None:
     assert hint == "; `make horovod` installs it (docs/frameworks.md)"
     assert missing_library_hint(ModuleNotFoundError("no", name="pandas")) == ""
     assert missing_library_hint(ValueError("horovod")) == ""
+    stale = ImportError("horovod/torch/mpi_lib_v2.so: undefined symbol: _ZN3c10")
+    assert "must be built for the installed PyTorch" in missing_library_hint(stale)
+    assert missing_library_hint(ImportError("cannot import name 'x' from 'horovod'")) == ""
+
+
+def test_a_horovod_that_the_wrappers_do_not_know_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    package, module = ModuleType("horovod"), ModuleType("horovod.torch")
+    monkeypatch.setitem(sys.modules, "horovod", package)
+    package.__version__ = "0.27.0"  # type: ignore[attr-defined]
+    with pytest.raises(InvalidInput, match=r"must be 0\.28\.1, .* has 0\.27\.0; `make horovod`"):
+        check_horovod(module, "PyTorch")
+    package.__version__ = "0.28.1"  # type: ignore[attr-defined]
+    with pytest.raises(InvalidInput, match=r"must be built for PyTorch, .*; `make horovod`"):
+        check_horovod(module, "PyTorch")
+    module.init = print  # type: ignore[attr-defined]
+    check_horovod(module, "PyTorch")
+
+
+def test_horovodrun_without_horovod_names_what_builds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "horovod"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "horovod", None)
+    with pytest.raises(InvalidInput, match="which `make horovod` builds"):
+        read_horovodrun(["-np", "2", "python", "train.py"])
+
+
+def test_a_port_that_another_program_has_is_refused_with_the_fix() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        place = Place(0, 1, 0, 1, 0, "127.0.0.1", port, agent_store=False)
+        with pytest.raises(LaunchError, match=rf"{port}.* in use; give other ports with --master-"):
+            place.store()
