@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.commands.arguments import add_directory
-from autotune.jobs.exports import chosen_decision, job_export
+from autotune.jobs.exports import chosen_decision, job_export, write_export
 from autotune.jobs.workspace import Workspace, latest_job
 from autotune.storage.store import Store
 
@@ -29,12 +29,14 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     with Store.open(workspace.store_path) as store:
         job_id = options.job or latest_job(store)
         decision = chosen_decision(store, job_id, options.strategy)
-        job_export(store, job_id, decision).write(options.output)
+        script = write_export(job_export(store, job_id, decision), options.output)
     data = {
         "job": job_id,
         "strategy": decision.strategy_id,
         "reason": decision.reason,
         "path": str(options.output),
+        "horovod_script": str(script) if script else None,
     }
-    text = f"wrote {options.output}: {decision.strategy_id} of job {job_id}; {decision.reason}"
+    written = f"{options.output} and, as groups of Horovod, {script}" if script else options.output
+    text = f"wrote {written}: {decision.strategy_id} of job {job_id}; {decision.reason}"
     return data, text

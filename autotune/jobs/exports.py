@@ -4,21 +4,41 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
 
 import numpy as np
 
 from autotune.errors import InvalidInput
 from autotune.export import Export, Timing
+from autotune.files import write_whole
 from autotune.records import CURRENT_SETUP, Decision, Measured, Role
 from autotune.storage.store import Store
+from autotune.strategy_space.horovod_groups import horovod_groups
 from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec
+from autotune.workload import Library
 
 
 def job_export(store: Store, job_id: str, decision: Decision) -> Export:
     """Build the export of a profiled job from the store; a second call gives the same."""
     spec, history = store.job(job_id), store.history(job_id)
     return build_export(job_id, spec, history, decision, store.created_at(job_id))
+
+
+def write_export(export: Export, path: Path) -> Path | None:
+    """Write the export, and next to it the same strategy as code for Horovod, if it can be.
+
+    Returns the path of the code.
+    """
+    export.write(path)
+    script = path.with_name(f"{path.stem}_horovod.py")
+    plan = export.plan() if export.library is Library.HOROVOD else None
+    groups = horovod_groups(plan, export.variables) if plan is not None else None
+    if plan is None or groups is None:
+        return None
+    assert export.strategy is not None
+    write_whole(script, groups.script(export.model, export.strategy.id), "the code for Horovod")
+    return script
 
 
 def build_export(

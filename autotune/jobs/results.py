@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autotune.jobs.exports import job_export
+from autotune.jobs.exports import job_export, write_export
 from autotune.jobs.workspace import Workspace
 from autotune.records import CURRENT_SETUP, Conditions, Decision
 from autotune.storage.store import Store
@@ -27,7 +27,7 @@ def write_results(workspace: Workspace, store: Store, job_id: str, decision: Dec
     """Write both files of a decided job. Writing them again gives the same."""
     folder = workspace.job(job_id)
     export = folder / EXPORT
-    job_export(store, job_id, decision).write(export)
+    write_export(job_export(store, job_id, decision), export)
     return Results(export, _write_report(store, job_id, folder, decision))
 
 

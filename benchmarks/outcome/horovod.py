@@ -28,8 +28,8 @@ from autotune.lowering.negotiation import HorovodSettings
 from autotune.parsing import parse, read_json
 from autotune.records import Measured
 from autotune.rng import generator
+from autotune.strategy_space.horovod_groups import horovod_groups
 from autotune.strategy_space.plan import Plan, plan
-from autotune.strategy_space.strategy import Compressor, Synchronizer
 from autotune.tuning.statistics import CONFIDENCE, compare
 from autotune.workload import Workload
 from benchmarks.outcome.figures import geomean, whole_rounds
@@ -198,15 +198,8 @@ def expressible(frozen: Frozen, folder: Path) -> tuple[tuple[str, ...], ...] | N
 
 def groups_of(enacted: Plan, workload: Workload) -> tuple[tuple[str, ...], ...] | None:
     """The variables of each message, if all are uncompressed all-reduces of whole variables."""
-    if enacted.cross_step or enacted.ring_order is not None:
-        return None
-    elements = {variable.name: variable.elements for variable in workload.variables}
-    for message in enacted.messages:
-        plain = message.synchronizer is Synchronizer.ALL_REDUCE and not message.hierarchical
-        whole = all(part.elements == elements[part.variable] for part in message.slices)
-        if not (plain and whole and message.compressor is Compressor.NONE):
-            return None
-    return tuple(tuple(part.variable for part in message.slices) for message in enacted.messages)
+    found = horovod_groups(enacted, workload.variables)
+    return None if found is None or found.fp16 else found.groups
 
 
 def horovod_ratios(folder: Path) -> HorovodRatios | None:

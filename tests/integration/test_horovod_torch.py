@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import socket
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from horovod_timelines import operations_of
 from odd_scripts.basics import Net
 from odd_scripts.horovod import HOROVOD_SCRIPTS
 from test_odd_scripts import detached
@@ -166,21 +165,7 @@ def sent(rank: int, timeline: str) -> list[list[str]]:
     session.synchronizer.close()
     if rank > 0:
         return []
-    deadline_s = time.monotonic() + 10
-    while not (text := Path(timeline).read_text()).rstrip().endswith("]"):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
-    batches, batch = [], []
-    tensors: dict[int, str] = {}
-    for event in json.loads(text):
-        if event.get("name") == "process_name" and "name" in event["args"]:
-            tensors[event["pid"]] = event["args"]["name"]
-        elif event.get("ph") == "B" and event.get("name") == "GLOO_ALLREDUCE":
-            batch.append(tensors[event["pid"]])
-        elif batch and event.get("ph") == "E":
-            batches.append(batch)
-            batch = []
-    return batches
+    return operations_of(Path(timeline))
 
 
 def wrapped(model: nn.Module, **options: Any) -> Any:

@@ -1,0 +1,81 @@
+"""Plans as groups of `hvd.DistributedOptimizer`. Horovod is not needed."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+
+from synthetic_job import WORKLOAD, SyntheticWorld, drive, job_spec
+from test_export import NOW
+
+from autotune.export import read_export
+from autotune.jobs.exports import build_export, write_export
+from autotune.strategy_space.builders.collectives import per_variable, single_bucket, zero2_like
+from autotune.strategy_space.horovod_groups import FUSION_THRESHOLD_BYTES, horovod_groups
+from autotune.strategy_space.plan import plan
+from autotune.strategy_space.strategy import Compressor
+from autotune.tuning.tuner import Finish
+from autotune.workload import Library
+
+BUCKET = plan(single_bucket(WORKLOAD), WORKLOAD, 2)
+
+
+def _compressed(*compressors: Compressor):
+    enacted = plan(per_variable(WORKLOAD), WORKLOAD, 2)
+    kinds = (compressors * len(enacted.messages))[: len(enacted.messages)]
+    return replace(
+        enacted,
+        messages=tuple(
+            replace(message, compressor=kind)
+            for message, kind in zip(enacted.messages, kinds, strict=True)
+        ),
+    )
+
+
+def test_only_all_reduces_of_whole_variables_with_one_compression_are_groups() -> None:
+    fp16 = horovod_groups(_compressed(Compressor.FP16), WORKLOAD.variables)
+    assert fp16 is not None and fp16.fp16
+    assert "compression=hvd.Compression.fp16," in fp16.script("Net", "strategy-1")
+    for refused in (
+        plan(zero2_like(WORKLOAD), WORKLOAD, 2),
+        _compressed(Compressor.FP16, Compressor.NONE),
+        _compressed(Compressor.BF16),
+        replace(BUCKET, ring_order=(1, 0)),
+    ):
+        assert horovod_groups(refused, WORKLOAD.variables) is None
+    sparse = [replace(variable, sparse=True) for variable in WORKLOAD.variables]
+    assert horovod_groups(BUCKET, sparse) is None
+
+
+def test_the_code_holds_the_groups_and_a_threshold_that_does_not_split_them() -> None:
+    found = horovod_groups(BUCKET, WORKLOAD.variables)
+    assert found is not None
+    module = ast.parse(found.script("Net", "strategy-1"))
+    (groups,) = [
+        ast.literal_eval(part.value)
+        for part in module.body
+        if isinstance(part, ast.Assign) and ast.unparse(part.targets[0]) == "GROUPS"
+    ]
+    assert groups == [[part.variable for part in BUCKET.messages[0].slices]]
+    assert found.largest_bytes == sum(variable.grad_bytes for variable in WORKLOAD.variables)
+    small, large = (
+        replace(found, largest_bytes=size).script("Net", "strategy-1")
+        for size in (FUSION_THRESHOLD_BYTES // 2, FUSION_THRESHOLD_BYTES)
+    )
+    assert "HOROVOD_FUSION_THRESHOLD" not in small
+    assert f'"HOROVOD_FUSION_THRESHOLD"] = "{2 * FUSION_THRESHOLD_BYTES}"' in large
+
+
+def test_the_export_of_a_horovod_script_comes_with_its_code(tmp_path: Path) -> None:
+    history, end = drive(job_spec(), SyntheticWorld({5: 0.06}, noise=0.02))
+    assert isinstance(end, Finish)
+    export = build_export("job", job_spec(), history, end.decision, NOW)
+    bucket = replace(export, strategy=single_bucket(WORKLOAD), plan_id=None)
+    assert write_export(bucket, tmp_path / "best.json") is None  # of a script with DDP
+    script = write_export(replace(bucket, library=Library.HOROVOD), tmp_path / "best.json")
+    assert script == tmp_path / "best_horovod.py"
+    assert "hvd.DistributedOptimizer(" in script.read_text()
+    assert read_export(tmp_path / "best.json").library is Library.HOROVOD
+    current = replace(export, strategy=None, plan_id=None, library=Library.HOROVOD)
+    assert write_export(current, tmp_path / "current.json") is None
