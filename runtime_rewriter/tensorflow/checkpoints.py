@@ -1,12 +1,17 @@
-"""Moves the values of variables between numpy, by original name, and a distributed graph."""
+"""Moves the values of variables, by original name, between files, numpy and a distributed graph.
+
+The files are TensorFlow's checkpoints as `tf.compat.v1.train.Saver` writes and reads them.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from autotune.errors import InvalidInput
 from runtime_rewriter.tensorflow.distributed_graph import DistributedGraph, PlacedVariable
@@ -39,3 +44,34 @@ def _joined(parts: list[tuple[PlacedVariable, np.ndarray]]) -> np.ndarray:
         return value
     in_order = sorted(parts, key=lambda part: part[0].start)
     return np.concatenate([value for _, value in in_order], axis=placed.axis)
+
+
+def write_checkpoint(prefix: Path, values: Mapping[str, np.ndarray]) -> None:
+    """Write values that were gathered, so that the single-device program can restore them."""
+    names = sorted(values)
+    with tf.init_scope():
+        tf.raw_ops.SaveV2(
+            prefix=str(prefix),
+            tensor_names=names,
+            shape_and_slices=[""] * len(names),
+            tensors=[tf.constant(values[name]) for name in names],
+        )
+
+
+def read_checkpoint(prefix: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
+    """Return what the single-device program has saved of these variables, to scatter it.
+
+    Raises `InvalidInput` if there is no such checkpoint, or it lacks one of them.
+    """
+    try:
+        reader = tf.train.load_checkpoint(str(prefix))
+    except (tf.errors.NotFoundError, ValueError) as error:
+        raise InvalidInput(f"{prefix} must be the prefix of a checkpoint: {error}") from error
+    wanted = sorted(names)
+    lacking = [name for name in wanted if not reader.has_tensor(name)]
+    if lacking:
+        raise InvalidInput(
+            f"checkpoint {prefix} needs every variable of the graph, but lacks {lacking[0]!r}; "
+            "save it by tf.compat.v1.train.Saver() of the same program"
+        )
+    return {name: np.asarray(reader.get_tensor(name)) for name in wanted}

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager.context import eager_mode
 from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
@@ -96,13 +97,13 @@ def _handle(variable: Any) -> Any:
 
 
 def _read(variable: Any) -> np.ndarray:
-    with tf.init_scope():  # at once, also while a function is traced
+    with eager_mode():  # at once, also while a function is traced or a SavedModel is written
         value = tf.raw_ops.ReadVariableOp(resource=_handle(variable), dtype=variable.dtype)
         return np.array(value)  # a copy: the program may update the variable in place
 
 
 def _assign(variable: Any, value: np.ndarray) -> None:
-    with tf.init_scope():
+    with eager_mode():
         tf.raw_ops.AssignVariableOp(
             resource=_handle(variable), value=tf.constant(value, variable.dtype)
         )
