@@ -37,6 +37,7 @@ class DeviceOrder:
 
     `launch`: device op -> call. `waits`: (device op, device op after it). `blocks`: (device op,
     call). `inferred`: edges that the trace does not state. `orphans`: device ops without a launch.
+    `wait_calls`: calls that make a stream wait for another one.
     """
 
     launch: dict[int, int] = field(default_factory=dict)
@@ -44,6 +45,7 @@ class DeviceOrder:
     blocks: list[tuple[int, int]] = field(default_factory=list)
     inferred: int = 0
     orphans: int = 0
+    wait_calls: int = 0
 
 
 @dataclass
@@ -144,6 +146,7 @@ class _OrderFinder:
         for call in self.calls:
             if not _WAIT_CALL.match(self.trace.name_of(call)):
                 continue
+            self.order.wait_calls += 1
             sync = self.syncs.get(int(self.trace.correlation[call]))
             if sync is None:
                 unstated.append(call)

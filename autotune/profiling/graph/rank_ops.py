@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 from autotune.dfg.graph import Kind
 from autotune.profiling.formats.rank_trace import MISSING
@@ -40,26 +41,42 @@ class TracedOp:
         return self.start_s - self.waited_s
 
 
+class Cause(Enum):
+    """Why a stream idled though everything that its next op is known to wait for had ended."""
+
+    UNKNOWN = "unknown"
+    DEVICE_FULL = "kernels of other streams filled the device"
+
+
+@dataclass(frozen=True)
+class DeviceWait:
+    """A stream idled for `length_s` from `start_s` before it began op `op`."""
+
+    op: int
+    start_s: float
+    length_s: float
+    cause: Cause
+
+
 @dataclass
 class RankOps:
     """The ops of a rank.
 
     - `edges`: (parent, child) -> delay in seconds; `inferred`: edges that the trace does not state.
     - `orphans`: device ops without a launch.
-    - `unexplained`: (start, length) of a stream's idle times above `WAKE_S`, though everything that
-      its next op is known to wait for had ended.
+    - `waits`: a stream's idle times above `WAKE_S` that no edge explains; they are delays.
     """
 
     ops: list[TracedOp] = field(default_factory=list)
     edges: dict[tuple[int, int], float] = field(default_factory=dict)
     inferred: int = 0
     orphans: int = 0
-    unexplained: list[tuple[float, float]] = field(default_factory=list)
+    waits: list[DeviceWait] = field(default_factory=list)
 
     @property
     def unexplained_s(self) -> float:
         """Seconds for which the device waited for something that the trace does not show."""
-        return sum(length_s for _, length_s in self.unexplained)
+        return sum(wait.length_s for wait in self.waits if wait.cause is Cause.UNKNOWN)
 
     @property
     def begin_s(self) -> float:
@@ -96,7 +113,10 @@ def hidden_before(ops: RankOps, floor_s: float) -> RankOps:
         (parent, child): left_s(ops.ops[parent].end_s, delay_s)
         for (parent, child), delay_s in ops.edges.items()
     }
-    unexplained = [
-        (max(at_s, floor_s), left_s(at_s, length_s)) for at_s, length_s in ops.unexplained
+    waits = [
+        replace(
+            wait, start_s=max(wait.start_s, floor_s), length_s=left_s(wait.start_s, wait.length_s)
+        )
+        for wait in ops.waits
     ]
-    return replace(ops, ops=cut, edges=edges, unexplained=unexplained)
+    return replace(ops, ops=cut, edges=edges, waits=waits)

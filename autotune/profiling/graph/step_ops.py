@@ -17,7 +17,7 @@ import bisect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from autotune.profiling.formats.rank_trace import (
     RankTrace,
 )
 from autotune.profiling.graph.device_order import (
+    EXPLAINS_S,
     ROUNDING_S,
     DeviceOrder,
     device_order,
@@ -37,12 +38,16 @@ from autotune.profiling.graph.device_order import (
     without_launch,
 )
 from autotune.profiling.graph.host_segments import NO_SCOPE, HostSegment, Scope, host_segments
-from autotune.profiling.graph.rank_ops import RankOps, TracedOp
+from autotune.profiling.graph.rank_ops import Cause, DeviceWait, RankOps, TracedOp
 from autotune.profiling.traces.collectives import TracedCollective
 
 IDLE_S = 20e-6
 WAKE_S = 50e-6
 WAKE_SHARE = 0.1
+TAIL_S = 20e-6
+"""A kernel begins at most this long before the end of one that filled the device."""
+FULL_SHARE = 0.8
+"""Share of a wait for which other streams work if they are its cause."""
 TYPICAL_GAP_S = 10e-6
 """Streams start the next kernel within this; a longer pause has another cause."""
 _ISSUING_CALL = re.compile(r"c10d::(?!wait)")
@@ -89,6 +94,7 @@ class _StepBuilder:
         self.scope: dict[int, Scope] = {}  # device event -> scope of its launch
         self.waiter: dict[int, int] = {}  # blocking call -> the op that ends it
         self.op_of: dict[int, int] = {}  # device event -> its op
+        self.crowded: set[int] = set()  # device events that waited for other streams' work
 
     def build(self) -> RankOps:
         launched_by = {call: event for event, call in self.order.launch.items()}
@@ -278,6 +284,7 @@ class _StepBuilder:
         for first, second in self.order.waits:
             if trace.start_s[first] < trace.start_s[second]:
                 waits.setdefault(second, []).append(self.op_of[first])
+        self._resource_waits(streams, waits)
         latency_s, gap_s = self._typical()
         for events in streams.values():
             previous = MISSING
@@ -287,6 +294,71 @@ class _StepBuilder:
         for event, call in self.order.blocks:
             if call in self.waiter:
                 self._edge(self.op_of[event], self.waiter[call])
+
+    def _resource_waits(self, streams: dict[int, list[int]], waits: dict[int, list[int]]) -> None:
+        """Explain long waits by the ops of other streams that ended before the waiting op began.
+
+        Either a wait between streams is not in the trace, or kernels of other streams filled the
+        device. In the latter case the next kernel begins while the last blocks of another one still
+        run. A tail of at most `TAIL_S` is cut off; what a longer one delays is a wait of its own.
+        Streams of a program that never lets one wait for another are not tied.
+        """
+        if not self.order.wait_calls:
+            return
+        ops, found = self.out.ops, []
+        for device in self._devices(streams):
+            ends_s = [ops[self.op_of[event]].end_s for event in device]
+            for event in device:
+                op, free_s = ops[self.op_of[event]], self._free_s(event, waits)
+                if op.start_s - free_s <= WAKE_S:
+                    continue
+                first = bisect.bisect_right(ends_s, free_s)
+                last = bisect.bisect_right(ends_s, op.start_s + TAIL_S)
+                others = [self.op_of[other] for other in device[first:last]]
+                others = [other for other in others if ops[other].lane != op.lane]
+                others = [other for other in others if ops[other].start_s < op.start_s]
+                if not others:
+                    continue
+                cause = min(others, key=lambda other: abs(ops[other].end_s - op.start_s))
+                late_s = op.start_s - ops[cause].end_s
+                if late_s > EXPLAINS_S and not self._is_full(device, op, ops[cause].end_s):
+                    continue
+                found.append((cause, event))
+        for cause, event in found:
+            ops[cause].end_s = min(ops[cause].end_s, ops[self.op_of[event]].start_s)
+            waits.setdefault(event, []).append(cause)
+            self.crowded.add(event)
+        self.out.inferred += len(found)
+
+    def _devices(self, streams: dict[int, list[int]]) -> list[list[int]]:
+        """The events of each device with several streams, by their ends."""
+        devices: dict[str, list[list[int]]] = {}
+        for lane, events in streams.items():
+            devices.setdefault(self.trace.lanes[lane].process, []).append(events)
+        return [
+            sorted(chain(*lanes), key=lambda event: self.out.ops[self.op_of[event]].end_s)
+            for lanes in devices.values()
+            if len(lanes) > 1
+        ]
+
+    def _is_full(self, device: list[int], waiting: TracedOp, from_s: float) -> bool:
+        """Whether other streams work for most of the time from `from_s` to the op's start."""
+        busy_s, until_s = 0.0, waiting.start_s
+        for event in device:
+            op = self.out.ops[self.op_of[event]]
+            if op.lane != waiting.lane and op.end_s > from_s and op.start_s < until_s:
+                busy_s += min(op.end_s, until_s) - max(op.start_s, from_s)
+        return busy_s >= FULL_SHARE * (until_s - from_s)
+
+    def _free_s(self, event: int, waits: dict[int, list[int]]) -> float:
+        """When everything that the trace states about a device op's start had happened."""
+        number = self.op_of[event]
+        numbers = self.by_lane[self.out.ops[number].lane]
+        place = bisect.bisect_left(numbers, number)
+        known = [*waits.get(event, []), *numbers[max(place - 1, 0) : place]]
+        if event in self.launcher:
+            known.append(self.launcher[event])
+        return max((self.out.ops[one].end_s for one in known), default=np.inf)
 
     def _device_kind(self, event: int, scope: Scope, collective: int) -> Kind:
         if collective != MISSING:
@@ -338,7 +410,8 @@ class _StepBuilder:
         binding = max(parents, key=lambda parent: ops[parent].end_s)
         left_s = max(start_s - ops[binding].end_s, 0.0)
         if left_s > WAKE_S:
-            self.out.unexplained.append((ops[binding].end_s, left_s))
+            cause = Cause.DEVICE_FULL if event in self.crowded else Cause.UNKNOWN
+            self.out.waits.append(DeviceWait(number, ops[binding].end_s, left_s, cause))
         for parent in parents:
             slack_s = max(start_s - ops[parent].end_s, 0.0)
             if parent == previous:
