@@ -25,6 +25,13 @@ def cluster_file(name: str) -> Path:
     return file if file.exists() else CLUSTERS / f"{name}.yaml"
 
 
+def reference_data() -> Path | None:
+    """Return the folder of measurements by others, None where it is absent."""
+    beside = ROOT.parent / "shared" / "data"
+    folder = Path(os.environ.get("AUTOTUNE_REFERENCE_DATA", beside))
+    return folder if folder.exists() else None
+
+
 def setup_of(model: str, cluster: str) -> Setup:
     """Return a generated model or an example script on a cluster, with emulated accelerators."""
     if model in MODELS:

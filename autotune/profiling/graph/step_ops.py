@@ -21,6 +21,7 @@ from itertools import chain, pairwise
 
 import numpy as np
 
+from autotune.arrays import BoolArray
 from autotune.dfg.graph import Kind
 from autotune.profiling.formats.rank_trace import (
     DEVICE_WORK,
@@ -51,6 +52,7 @@ FULL_SHARE = 0.8
 TYPICAL_GAP_S = 10e-6
 """Streams start the next kernel within this; a longer pause has another cause."""
 _ISSUING_CALL = re.compile(r"c10d::(?!wait)")
+_POLLING_CALL = re.compile(r"(?:cuda|hip)(?:EventQuery|ThreadExchangeStreamCaptureMode)$")
 _COPY_WAYS = ("HtoD", "DtoH", "H2D", "D2H", "HostToDevice", "DeviceToHost")
 
 
@@ -62,7 +64,7 @@ def step_ops(
     The latter may run later.
     """
     inside = (trace.start_s >= start_s) & (trace.start_s < end_s)
-    host = np.isin(trace.category, HOST_WORK) & inside
+    host = np.isin(trace.category, HOST_WORK) & inside & ~_polls(trace)
     calls = np.flatnonzero((trace.category == Category.RUNTIME) & inside).tolist()
     launched = set(trace.correlation[calls].tolist()) - {MISSING}
     orphan = without_launch(trace) & ~launched_before_trace(trace) & inside
@@ -74,6 +76,17 @@ def step_ops(
     order = device_order(trace, device, calls)
     segments = host_segments(trace, np.flatnonzero(host).tolist())
     return _StepBuilder(trace, order, segments, device, collectives).build()
+
+
+def _polls(trace: RankTrace) -> BoolArray:
+    """(N,) whether an event is of a thread that only asks whether device work is done.
+
+    Such a watchdog wakes up by a clock of its own. It is no part of the step.
+    """
+    names = np.array([bool(_POLLING_CALL.match(name)) for name in trace.names])
+    working = np.isin(trace.category, HOST_WORK) & ~names[trace.name]
+    polls: BoolArray = ~np.isin(trace.lane, np.unique(trace.lane[working]))
+    return polls
 
 
 class _StepBuilder:
@@ -411,7 +424,9 @@ class _StepBuilder:
         left_s = max(start_s - ops[binding].end_s, 0.0)
         if left_s > WAKE_S:
             cause = Cause.DEVICE_FULL if event in self.crowded else Cause.UNKNOWN
-            self.out.waits.append(DeviceWait(number, ops[binding].end_s, left_s, cause))
+            usual_s = {launch: latency_s, previous: gap_s}.get(binding, 0.0)
+            from_s = ops[binding].end_s + usual_s
+            self.out.waits.append(DeviceWait(number, from_s, left_s - usual_s, cause))
         for parent in parents:
             slack_s = max(start_s - ops[parent].end_s, 0.0)
             if parent == previous:

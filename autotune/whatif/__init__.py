@@ -1,0 +1,1 @@
+"""What if? Predicts the step time under changes that nobody has implemented (Daydream)."""

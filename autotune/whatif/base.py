@@ -1,0 +1,182 @@
+"""One training step of one rank as a periodic graph: the base that what-ifs modify (Daydream).
+
+A step of a trace ends where it hands over to the next one: work of the host is hidden behind the
+device, the device still runs, the next batch is loaded. A graph of one step alone has to guess at
+all this. The base repeats instead: its edges lead to ops of the same step, or of a later one. Its
+step time is the distance between equal ops of consecutive steps once these distances are steady.
+
+The trace is cut where the host launches the last device op of a step, so the measured step time is
+the distance between two executions of this op. Without a device it is cut where steps end.
+
+symbol   meaning
+N, E     ops and edges
+Q        queues: host threads and streams
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from autotune.arrays import BoolArray, FloatArray, Int32Array, IntArray
+from autotune.dfg.build import DfgBuilder
+from autotune.dfg.graph import Dfg
+from autotune.dfg.replay import Timeline, replay
+
+FEWEST_COPIES = 3
+"""Two steps fill the queues and the third one shows the distance; edges may ask for more."""
+LAUNCH_QUEUE = 1024
+"""Launches that the driver accepts ahead of the device (CUDA; not documented, often measured)."""
+
+
+@dataclass(frozen=True)
+class BaseNames:
+    """Names of the N ops, the Q queues and the layers."""
+
+    ops: tuple[str, ...]
+    queues: tuple[str, ...]
+    layers: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Base:
+    """A step that repeats. Times in seconds, sizes in bytes.
+
+    - `duration_s`, `gap_s`, `size_bytes`, `queue`, `kind`, `layer` (N,): as in `Dfg`.
+    - `on_device` (N,): whether the op runs on a device. `launch` (N,): the host op that launches
+      it, NONE for a host op and for device work that nothing launches.
+    - `launched` (D,): device ops with a launch, in the order of their launches.
+    - `parent`, `child`, `delay_s` (E,): a child begins at least the delay after the parent's end.
+    - `later` (E,): by how many steps the child's step is later.
+    - `unknown_gap_s` (N,), `unknown_delay_s` (E,): the part of a gap or delay without known cause.
+    - `last`: the op whose executions the step time lies between.
+    - `measured_s`: that distance in the trace, independent of the graph.
+    """
+
+    duration_s: FloatArray
+    gap_s: FloatArray
+    size_bytes: FloatArray
+    queue: Int32Array
+    kind: Int32Array
+    layer: Int32Array
+    on_device: BoolArray
+    launch: Int32Array
+    launched: IntArray
+    parent: IntArray
+    child: IntArray
+    delay_s: FloatArray
+    later: IntArray
+    unknown_gap_s: FloatArray
+    unknown_delay_s: FloatArray
+    names: BaseNames
+    last: int
+    measured_s: float
+
+    @property
+    def ops(self) -> int:
+        return len(self.duration_s)
+
+    @property
+    def unknown_s(self) -> float:
+        """Seconds of a step for which streams waited without a known cause."""
+        return float(self.unknown_gap_s.sum() + self.unknown_delay_s.sum())
+
+    def without_unknown_waits(self) -> Base:
+        """The other extreme reading of waits without a known cause: none of them stays."""
+        return replace(
+            self,
+            gap_s=self.gap_s - self.unknown_gap_s,
+            delay_s=self.delay_s - self.unknown_delay_s,
+            unknown_gap_s=np.zeros_like(self.unknown_gap_s),
+            unknown_delay_s=np.zeros_like(self.unknown_delay_s),
+        )
+
+    @cached_property
+    def launch_limits(self) -> tuple[IntArray, IntArray, IntArray]:
+        """(parent, child, later), (D,) each: a launch waits for the op `LAUNCH_QUEUE` before it."""
+        device = self.launched
+        count = len(device)
+        if not count:
+            return (np.zeros(0, dtype=np.int64),) * 3
+        earlier = np.arange(count) - LAUNCH_QUEUE
+        return device[earlier % count], self.launch[device].astype(np.int64), -(earlier // count)
+
+    def copies(self) -> int:
+        """How many steps show the steady distance."""
+        latest = max(int(lag.max(initial=0)) for lag in (self.later, self.launch_limits[2]))
+        return max(FEWEST_COPIES, latest + 2)
+
+    def dfg(self, copies: int) -> Dfg:
+        """The step `copies` times; op i of copy c is op c * N + i. Delays are virtual ops behind.
+
+        Raises `InvalidInput` for a cycle.
+        """
+        graph = DfgBuilder()
+        for number, name in enumerate(self.names.queues):
+            graph.queue(name, key=number)
+        for name in self.names.layers:
+            graph.layer(name)
+        names, count = self.names.ops, self.ops
+        graph.block(
+            count * copies,
+            lambda number: names[number % count],
+            duration_s=np.tile(self.duration_s, copies),
+            gap_s=np.tile(self.gap_s, copies),
+            size_bytes=np.tile(self.size_bytes, copies),
+            queue=np.tile(self.queue, copies),
+            kind=np.tile(self.kind, copies),
+            layer=np.tile(self.layer, copies),
+        )
+        self._add_edges(graph, copies, self.parent, self.child, self.later, self.delay_s)
+        parent, child, later = self.launch_limits
+        self._add_edges(graph, copies, parent, child, later, np.zeros(len(parent)))
+        return graph.build()
+
+    def _add_edges(
+        self,
+        graph: DfgBuilder,
+        copies: int,
+        parent: IntArray,
+        child: IntArray,
+        later: IntArray,
+        delay_s: FloatArray,
+    ) -> None:
+        for copy in range(copies):
+            there = copy - later >= 0
+            parents = parent[there] + (copy - later[there]) * self.ops
+            children = child[there] + copy * self.ops
+            delayed = np.flatnonzero(delay_s[there] > 0)
+            if len(delayed):
+                first = graph.block(
+                    len(delayed), lambda number: "delay", duration_s=delay_s[there][delayed]
+                )
+                virtual = first + np.arange(len(delayed))
+                graph.edges(parents[delayed], virtual)
+                parents = parents.copy()
+                parents[delayed] = virtual
+            graph.edges(parents, children)
+
+
+@dataclass(frozen=True, eq=False)
+class Steady:
+    """The replay of a base: `step_s` is the last distance between two executions of `Base.last`."""
+
+    timeline: Timeline
+    step_s: float
+
+
+def steady(base: Base) -> Steady:
+    """Replay the base until its distance is steady. Raises `InvalidInput` for a cycle."""
+    copies = base.copies()
+    timeline = replay(base.dfg(copies))
+    ends_s = timeline.end_s[base.last + base.ops * np.arange(copies)]
+    return Steady(timeline, float(ends_s[-1] - ends_s[-2]))
+
+
+def bounds_s(base: Base) -> tuple[float, float]:
+    """The step time if waits without a known cause vanish, and if they stay as they are."""
+    stays_s = steady(base).step_s
+    gone_s = steady(base.without_unknown_waits()).step_s if base.unknown_s else stays_s
+    return min(gone_s, stays_s), stays_s

@@ -1,0 +1,243 @@
+"""Cuts a recorded trace into the base of its what-ifs: one rank's step, linked to the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median_low
+
+import numpy as np
+
+from autotune.arrays import FloatArray, IntArray
+from autotune.dfg.graph import NONE
+from autotune.errors import InvalidInput
+from autotune.profiling.formats.rank_trace import RankTrace, TracedStep
+from autotune.profiling.graph.rank_ops import Cause, RankOps
+from autotune.profiling.graph.step_ops import step_ops
+from autotune.profiling.traces.collectives import TracedCollective
+from autotune.profiling.traces.job import TraceJob
+from autotune.whatif.base import Base, BaseNames
+
+TWIN_DISTANCE = 1000
+"""How far from the same place of its thread the op of the next step may be that does the same."""
+
+
+_Edge = tuple[int, int, int]
+
+
+def recorded_base(job: TraceJob, place: int) -> Base:
+    """The base of rank `place` of a job: of two consecutive steps with the median distance.
+
+    Raises `InvalidInput` for a trace without two complete, consecutive steps.
+    """
+    trace, collectives = job.ranks[place], job.collectives[place]
+    cuts = [_Cut(trace, collectives, *pair) for pair in consecutive_steps(trace)]
+    middle_s = median_low(cut.measured_s for cut in cuts)
+    return next(cut for cut in cuts if cut.measured_s == middle_s).base()
+
+
+def consecutive_steps(trace: RankTrace) -> list[tuple[TracedStep, TracedStep]]:
+    """Pairs of steps without a step in between. Raises `InvalidInput` if there is none."""
+    pairs = [(a, b) for a, b in pairwise(trace.steps) if b.number == a.number + 1]
+    if not pairs:
+        raise InvalidInput(
+            "a what-if needs two complete, consecutive training steps, but "
+            f"{trace.source} has {len(trace.steps)}; record with `prof.step()` after every step, "
+            "and at least two of them active"
+        )
+    return pairs
+
+
+@dataclass(eq=False)
+class _Cut:
+    """The ops of two steps, and where each ends: the first step's, then the base's."""
+
+    trace: RankTrace
+    collectives: Sequence[TracedCollective]
+    before: TracedStep
+    step: TracedStep
+
+    def __post_init__(self) -> None:
+        self.span = step_ops(self.trace, self.before.start_s, self.step.end_s, self.collectives)
+        ops, lanes = self.span.ops, self.trace.lanes
+        self.on_device = [lanes[op.lane].device for op in ops]
+        self.launch = _launches(self.span, self.on_device)
+        self.lasts = self._lasts()
+        first, second = (ops[last] for last in self.lasts)
+        self.measured_s = second.end_s - first.end_s
+
+    def _lasts(self) -> tuple[int, int]:
+        """The last ops that both steps do: of those launched on a device, if there are any.
+
+        They are the same if name and queue are. They count in the order of the host.
+        """
+        ops = self.span.ops
+        numbers: Sequence[int] = list(self.launch) or range(len(ops))
+        shown: tuple[dict[tuple[str, int], int], ...] = ({}, {})
+        for number in sorted(numbers, key=self.host_s):
+            late = self.host_s(number) >= self.step.start_s
+            shown[late][ops[number].name, ops[number].lane] = number
+        both = [key for key in shown[1] if key in shown[0]]
+        if not both:
+            raise InvalidInput(
+                f"two consecutive steps must do the same, but steps {self.before.number} and "
+                f"{self.step.number} of {self.trace.source} have no op in common"
+            )
+        key = max(both, key=lambda one: self.host_s(shown[1][one]))
+        return shown[0][key], shown[1][key]
+
+    def host_s(self, number: int) -> float:
+        """When the host came to the op, or to its launch; work without a launch: its start."""
+        return self.span.ops[self.launch.get(number, number)].called_s
+
+    def base(self) -> Base:
+        """The base of the second step, which begins where the first one ends."""
+        begin_s, end_s = (self.host_s(last) for last in self.lasts)
+        at_s = np.array([self.host_s(number) for number in range(len(self.span.ops))])
+        before, inside = at_s <= begin_s, (at_s > begin_s) & (at_s <= end_s)
+        before[list(self.lasts)], inside[list(self.lasts)] = (True, False), (False, True)
+        return _BaseBuild(self, np.flatnonzero(before), np.flatnonzero(inside)).base()
+
+
+class _BaseBuild:
+    """`before`, `inside`: ops of the first step and of the base, by their numbers in the span."""
+
+    def __init__(self, cut: _Cut, before: IntArray, inside: IntArray) -> None:
+        self.cut, self.ops = cut, cut.span.ops
+        self.inside = inside.tolist()
+        self.new = {number: place for place, number in enumerate(self.inside)}
+        self.lanes_before = self._by_lane(before.tolist())
+        self.lanes = self._by_lane(self.inside)
+        self.place_before = {
+            number: place
+            for lane in self.lanes_before.values()
+            for place, number in enumerate(lane)
+        }
+
+    def _by_lane(self, numbers: list[int]) -> dict[int, list[int]]:
+        """Lane -> its ops in order; a device works in the order of its starts."""
+        lanes: dict[int, list[int]] = {}
+        for number in sorted(numbers, key=lambda one: (self.ops[one].called_s, one)):
+            lanes.setdefault(self.ops[number].lane, []).append(number)
+        return lanes
+
+    def base(self) -> Base:
+        cut, ops = self.cut, [self.ops[number] for number in self.inside]
+        queues, layers = sorted(self.lanes), sorted({op.layer for op in ops} - {""})
+        queue_of = {lane: number for number, lane in enumerate(queues)}
+        layer_of = {layer: number for number, layer in enumerate(layers)}
+        gap_s = np.array([op.gap_s for op in ops])
+        for lane, numbers in self.lanes.items():
+            if lane in self.lanes_before:
+                gap_s[self.new[numbers[-1]]] = self.ops[self.lanes_before[lane][-1]].gap_s
+        edges = self._edges()
+        parent, child, later = (
+            np.array([edge[k] for edge in edges], dtype=np.int64) for k in (0, 1, 2)
+        )
+        delay_s = np.array(list(edges.values()))
+        unknown_gap_s, unknown_delay_s = self._unknown(edges)
+        launch = np.full(len(ops), NONE, dtype=np.int32)
+        for number, launcher in cut.launch.items():
+            if number in self.new and launcher in self.new:
+                launch[self.new[number]] = self.new[launcher]
+        return Base(
+            duration_s=np.array([op.duration_s for op in ops]),
+            gap_s=gap_s,
+            size_bytes=np.array([op.size_bytes for op in ops]),
+            queue=np.array([queue_of[op.lane] for op in ops], dtype=np.int32),
+            kind=np.array([op.kind for op in ops], dtype=np.int32),
+            layer=np.array([layer_of.get(op.layer, NONE) for op in ops], dtype=np.int32),
+            on_device=np.array([cut.on_device[number] for number in self.inside]),
+            launch=launch,
+            launched=self._launched(),
+            parent=parent,
+            child=child,
+            delay_s=delay_s,
+            later=later,
+            unknown_gap_s=np.minimum(unknown_gap_s, gap_s),
+            unknown_delay_s=np.minimum(unknown_delay_s, delay_s),
+            names=BaseNames(
+                tuple(op.name for op in ops),
+                tuple(cut.trace.lanes[lane].name for lane in queues),
+                tuple(layers),
+            ),
+            last=self.new[cut.lasts[1]],
+            measured_s=cut.measured_s,
+        )
+
+    def _launched(self) -> IntArray:
+        numbers = [
+            number
+            for number, launcher in self.cut.launch.items()
+            if number in self.new and launcher in self.new
+        ]
+        numbers.sort(key=lambda one: (self.cut.host_s(one), self.ops[one].start_s))
+        return np.array([self.new[number] for number in numbers], dtype=np.int64)
+
+    def _edges(self) -> dict[tuple[int, int, int], float]:
+        """(parent, child, steps later) -> delay, by numbers of the base."""
+        edges: dict[tuple[int, int, int], float] = {}
+        for numbers in self.lanes.values():  # also where the lane did nothing before
+            edges[self.new[numbers[-1]], self.new[numbers[0]], 1] = 0.0
+        for (parent, child), delay_s in self.cut.span.edges.items():
+            if child not in self.new:
+                continue
+            if parent in self.new:
+                key = self.new[parent], self.new[child], 0
+            elif (twin := self._twin(parent, child)) is not None:
+                key = self.new[twin], self.new[child], 1
+            else:
+                continue
+            edges[key] = max(edges.get(key, 0.0), delay_s)
+        return edges
+
+    def _twin(self, parent: int, child: int) -> int | None:
+        """The op of the base that does what `parent` did in the step before.
+
+        The one with its name at the nearest place of its lane, counted from the end.
+        """
+        lane = self.ops[parent].lane
+        numbers = self.lanes.get(lane)
+        if numbers is None or parent not in self.place_before:
+            return None
+        if lane == self.ops[child].lane:
+            return numbers[-1]
+        place = len(numbers) - len(self.lanes_before[lane]) + self.place_before[parent]
+        for distance in range(TWIN_DISTANCE):
+            for other in (place - distance, place + distance):
+                if 0 <= other < len(numbers) and self._same(parent, numbers[other]):
+                    return numbers[other]
+        return None
+
+    def _same(self, first: int, second: int) -> bool:
+        return self.ops[first].name == self.ops[second].name
+
+    def _unknown(
+        self, edges: Mapping[tuple[int, int, int], float]
+    ) -> tuple[FloatArray, FloatArray]:
+        """(N,) and (E,): the parts of gaps and delays that are waits without a known cause."""
+        gaps_s, delays_s = np.zeros(len(self.inside)), np.zeros(len(edges))
+        into: dict[int, list[int]] = {}
+        for number, (_, child, _) in enumerate(edges):
+            into.setdefault(child, []).append(number)
+        listed = list(edges.items())
+        for wait in self.cut.span.waits:
+            if wait.cause is not Cause.UNKNOWN or wait.op not in self.new:
+                continue
+            child = self.new[wait.op]
+            delayed = [edge for edge in into.get(child, []) if listed[edge][1] >= wait.length_s]
+            if delayed:
+                delays_s[delayed[0]] = wait.length_s
+                continue
+            numbers = self.lanes[self.ops[wait.op].lane]
+            previous = numbers[numbers.index(wait.op) - 1]  # of the first op: the last one's
+            gaps_s[self.new[previous]] = wait.length_s
+        return gaps_s, delays_s
+
+
+def _launches(span: RankOps, on_device: Sequence[bool]) -> dict[int, int]:
+    """Device op -> the host op that launches it."""
+    return {
+        child: parent for parent, child in span.edges if on_device[child] and not on_device[parent]
+    }

@@ -1,0 +1,134 @@
+"""The base of what-ifs repeats a step: its replay gives the distance of equal kernels."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from synthetic_traces import Event, Job, span
+
+from autotune.errors import InvalidInput
+from autotune.profiling.formats.kineto import read_kineto
+from autotune.profiling.traces.job import TraceJob, assemble
+from autotune.whatif.base import LAUNCH_QUEUE, Base, bounds_s, steady
+from autotune.whatif.recorded import recorded_base
+
+LATENCY_US, CALL_US = 3.0, 5.0
+
+
+def training(
+    host_us: float,
+    kernel_us: float,
+    *,
+    steps: int = 4,
+    kernels: int = 3,
+    load_us: float = 0.0,
+    waits: bool = False,
+    late_us: float = 0.0,
+) -> TraceJob:
+    """A thread launches kernels that take longer or shorter than it needs for the next launch.
+
+    `load_us`: data loading at the beginning of a step. `waits`: whether the host waits for the
+    device at the end of each step. `late_us`: a delay of each step's second kernel.
+    """
+    events: list[Event] = []
+    now, free, number = 0.0, 0.0, 1
+    for step in range(steps):
+        begun = now
+        now += load_us
+        for kernel in range(kernels):
+            events.append(span(f"aten::linear_{kernel}", now, host_us))
+            events.append(
+                span("cudaLaunchKernel", now + 1, CALL_US, cat="cuda_runtime", correlation=number)
+            )
+            start = max(now + 1 + CALL_US + LATENCY_US, free) + late_us * (kernel == 1)
+            place = {"stream": 7, "device": 0, "correlation": number}
+            gemm = span(f"gemm_{kernel}", start, kernel_us, 7, "kernel", **place)
+            events.append({**gemm, "pid": 0})
+            free, now, number = start + kernel_us, now + host_us, number + 1
+        if waits:
+            until = max(now, free) + 2
+            events.append(
+                span(
+                    "cudaDeviceSynchronize",
+                    now,
+                    until - now,
+                    cat="cuda_runtime",
+                    correlation=number,
+                )
+            )
+            now, number = until, number + 1
+        events.append(span(f"ProfilerStep#{step}", begun, now - begun, cat="user_annotation"))
+        now += 4
+    text = json.dumps({"traceEvents": events}).encode()
+    return assemble([read_kineto(BytesIO(text).read, "rank0.json")])
+
+
+def with_kernels(base: Base, factor: float) -> Base:
+    return replace(base, duration_s=np.where(base.on_device, factor, 1.0) * base.duration_s)
+
+
+@pytest.mark.parametrize("kernel_us", [20.0, 300.0])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_replayed_distance_is_that_of_the_trace(
+    tmp_path: Path, ranks: int, kernel_us: float
+) -> None:
+    job = Job(ranks=ranks, kernel_us=kernel_us, jitter_us=5.0, steps=5).read(tmp_path)
+    for place in range(ranks):
+        base = recorded_base(job, place)
+        assert steady(base).step_s == pytest.approx(base.measured_s, rel=1e-6)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize(("host_us", "kernel_us"), [(50.0, 10.0), (50.0, 200.0)])
+def test_a_step_without_kernels_takes_as_long_as_its_host(
+    host_us: float, kernel_us: float, waits: bool
+) -> None:
+    """What the device hides is not lost: with fast kernels the host is the bottleneck."""
+    base = recorded_base(training(host_us, kernel_us, waits=waits), 0)
+    assert steady(base).step_s == pytest.approx(base.measured_s, rel=1e-6)
+    host_only_s = (3 * host_us + 4 + 2 * waits) * 1e-6
+    assert steady(with_kernels(base, 0.0)).step_s == pytest.approx(host_only_s, rel=0.04)
+
+
+def test_slower_kernels_become_the_bottleneck() -> None:
+    base = recorded_base(training(host_us=50, kernel_us=10), 0)
+    slow_s = steady(with_kernels(base, 20.0)).step_s
+    assert slow_s == pytest.approx(3 * 200e-6, rel=0.01)
+
+
+def test_loading_is_hidden_while_the_device_is_busy() -> None:
+    slow = recorded_base(training(host_us=50, kernel_us=400, load_us=500), 0)
+    assert steady(slow).step_s == pytest.approx(1200e-6, rel=0.01)
+    assert steady(with_kernels(slow, 0.0)).step_s == pytest.approx(654e-6, rel=0.01)
+
+
+def test_the_host_runs_ahead_by_the_launch_queue_at_most() -> None:
+    """A step of many launches: the last launch waits until the queue has room."""
+    kernels = LAUNCH_QUEUE + 200
+    base = recorded_base(training(host_us=10, kernel_us=20, kernels=kernels), 0)
+    result = steady(base)
+    last_copy = base.ops * (base.copies() - 1)
+    launch = base.launch[base.launched[-1]] + last_copy
+    before = base.launched[-1 - LAUNCH_QUEUE] + last_copy
+    assert result.timeline.start_s[launch] >= result.timeline.end_s[before]
+    assert result.step_s == pytest.approx(kernels * 20e-6, rel=0.01)
+
+
+def test_waits_without_a_known_cause_bound_the_step_time() -> None:
+    """A kernel begins 200 us after everything that it is known to wait for."""
+    base = recorded_base(training(host_us=50, kernel_us=10, waits=True, late_us=200), 0)
+    assert base.unknown_s == pytest.approx(200e-6, rel=0.01)
+    least_s, stays_s = bounds_s(base)
+    assert stays_s == pytest.approx(base.measured_s, rel=1e-6)
+    usual = recorded_base(training(host_us=50, kernel_us=10, waits=True), 0)
+    assert least_s == pytest.approx(usual.measured_s, rel=0.01)
+
+
+def test_one_step_is_not_enough() -> None:
+    with pytest.raises(InvalidInput, match="needs two complete, consecutive training steps"):
+        recorded_base(training(50, 10, steps=1), 0)
