@@ -9,6 +9,7 @@ from pathlib import Path
 
 from autotune.errors import LaunchError
 from autotune.jobs.processes import Launched
+from autotune.recordings.graph_file import GRAPH_FILE
 from autotune.recordings.job_file import JOB_FILE, trace_name
 from autotune.recordings.memory_file import MEMORY_FILE
 from runtime_rewriter.recording.settings import RecordSettings
@@ -22,7 +23,8 @@ STOPPING_S = 30.0
 
 def clear_recording(folder: Path) -> None:
     """Delete an earlier recording, whose traces would be read along with the new ones."""
-    for path in (folder / JOB_FILE, folder / MEMORY_FILE, *folder.glob(trace_name("*"))):
+    files = [folder / name for name in (JOB_FILE, MEMORY_FILE, GRAPH_FILE)]
+    for path in (*files, *folder.glob(trace_name("*"))):
         path.unlink(missing_ok=True)
 
 

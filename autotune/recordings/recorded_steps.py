@@ -99,17 +99,36 @@ def step_times(
         return StepBreakdown()
     on_device = any(event.get("cat") in _ON_DEVICE for event in spans)
     work = [event for event in spans if _is_work(event, on_device)]
-    computing, sending = _merged(_intervals(work)), _merged(np.array(collectives_us))
+    computing, sending = union(_intervals(work)), union(np.array(collectives_us))
     backward = _intervals(
         event
         for event in spans
         if event["name"].startswith(_BACKWARD) and event.get("cat") != "gpu_user_annotation"
     )
-    parts_s = np.array([_parts(step, backward, computing, sending) for step in steps]) / 1e6
     updates = _intervals(event for event in marks if event["name"].startswith(_UPDATE))[:, 0]
     updated = np.searchsorted(updates, steps[:, 1]) > np.searchsorted(updates, steps[:, 0])
     first, last = steps[0, 0], steps[-1, 1]
     inside = [event for event in work if first <= event["ts"] < last]
+    return breakdown(
+        steps, computing, sending, backward, _top_ops(inside, len(steps)), int(updated.sum())
+    )
+
+
+def breakdown(
+    steps_us: FloatArray,
+    computing_us: FloatArray,
+    sending_us: FloatArray,
+    backward_us: FloatArray,
+    top_ops: tuple[OpTime, ...] = (),
+    updated_steps: int = 0,
+) -> StepBreakdown:
+    """The parts of a median step, from intervals on one clock.
+
+    Steps; the union of all computation and of all communication; work of the backward pass.
+    """
+    parts_s = (
+        np.array([_parts(step, backward_us, computing_us, sending_us) for step in steps_us]) / 1e6
+    )
     forward_s, backward_s, rest_s, *medians_s = np.median(parts_s, axis=0).tolist()
     computation_s, communication_s, exposed_s = medians_s
     return StepBreakdown(
@@ -119,8 +138,8 @@ def step_times(
         computation_s=computation_s,
         communication_s=communication_s,
         exposed_s=exposed_s,
-        top_ops=_top_ops(inside, len(steps)),
-        updated_steps=int(updated.sum()),
+        top_ops=top_ops,
+        updated_steps=updated_steps,
     )
 
 
@@ -145,7 +164,7 @@ def _parts(
     began = inside[:, 0].min(initial=end)
     ended = min(end, inside[:, 1].max(initial=began))
     computed, sent = _clipped(computing, start, end), _clipped(sending, start, end)
-    either = _length(_merged(np.concatenate([computed, sent])))
+    either = _length(union(np.concatenate([computed, sent])))
     return (
         began - start,
         ended - began,
@@ -156,7 +175,7 @@ def _parts(
     )
 
 
-def _merged(intervals: FloatArray) -> FloatArray:
+def union(intervals: FloatArray) -> FloatArray:
     """The union, as ascending intervals that do not touch."""
     merged: list[list[float]] = []
     for start, end in sorted(intervals.tolist()):

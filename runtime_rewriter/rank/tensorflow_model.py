@@ -40,12 +40,14 @@ from runtime_rewriter.tensorflow.emulation import LATE, emulated, recorded_tenso
 from runtime_rewriter.tensorflow.graph_workload import workload_of
 from runtime_rewriter.tensorflow.measured import (
     ReplicaTimes,
-    node_times,
+    client_time,
     replica_times,
-    update_time,
     workload_of_steps,
 )
+from runtime_rewriter.tensorflow.recording.recorder import StepRecording
+from runtime_rewriter.tensorflow.recording.step_events import step_events
 from runtime_rewriter.tensorflow.running import RunningGraph
+from runtime_rewriter.tensorflow.script_recorder import ScriptRecorder
 from runtime_rewriter.tensorflow.servers import session_config, versions
 
 WARMUP_STEPS = 1
@@ -68,6 +70,7 @@ class TensorflowModel:
         """See `Accelerator`."""
         self._compute_s: float | None = None  # of emulated accelerators
         self._profile: ProfileRun | None = None
+        self.recorder: ScriptRecorder | None = None
         self._results: dict[str, np.ndarray] = {}
         self._batch: Batch = {}
         running.load(self.current_plan)
@@ -75,6 +78,11 @@ class TensorflowModel:
     @property
     def id(self) -> str:
         return self.workload.id
+
+    @property
+    def software(self) -> dict[str, str]:
+        """Versions that a measurement depends on."""
+        return _software()
 
     def scale_bytes(self, byte_scale: float) -> None:
         raise InvalidInput(
@@ -94,6 +102,8 @@ class TensorflowModel:
         names = list(self.running.training.fetches)
         if self._profile is not None:
             values = self._profile.step(batch)
+        elif self.recorder is not None:
+            values = self.recorder.step(batch)
         else:
             values = self.running.step(batch)
         results = dict(zip(names, values, strict=True))
@@ -153,67 +163,76 @@ class _Emulated:
 
 
 class ProfileRun:
-    """Traces steps of all replicas, or of the first one alone."""
+    """Records steps of all replicas, or of the first one alone."""
 
     def __init__(self, model: TensorflowModel, request: StartProfile) -> None:
         model._load(None)
         self._model, self._request = model, request
         self._ranks = range(1 if request.alone else len(model.running.servers.devices))
-        self._steps: list[ReplicaTimes] = []
-        self._update_s: list[float] = []
         self._series: tuple[ProbeSeries, ...] = ()
         if request.probe_s > 0:
             self._series = probe_tensorflow(
                 model.running, request.probe_s, request.devices, model.workload.grad_bytes
             )
+        self._recording: StepRecording | None = None
+        if request.steps:
+            self._recording = StepRecording(request.steps, WARMUP_STEPS, partitions=False)
+        self._alone: list[ReplicaTimes] = []
         self._touched: dict[str, list[np.ndarray]] = {}
-        self._seen = 0
 
     def step(self, batch: Batch) -> list[np.ndarray]:
-        running = self._model.running
-        metadata, wanted = tf.compat.v1.RunMetadata(), recorded_tensors(running.training, 0)
+        running, recording = self._model.running, self._recording
+        if recording is None:
+            return running.step(batch)
+        recorded = len(recording.records.steps)
+        wanted = recorded_tensors(running.training, 0)
         rows = {name: tensor for name, tensor in wanted.items() if name.endswith("/indices")}
-        results, indices = running.observed_step(batch, metadata, rows)
-        self._seen += 1
-        if self._seen <= WARMUP_STEPS:
+        results, indices = recording.step(
+            lambda options, metadata: running.observed_step(batch, metadata, rows, options)
+        )
+        if len(recording.records.steps) == recorded:
             return results
-        times = node_times(metadata)
-        training = running.training
-        for rank in self._ranks:
-            step = replica_times(training, times, rank)
-            end_s = max(
-                times[f"replica_{rank}/{one.values.node}"].end_s for one in training.gradients
-            )
-            self._update_s.append(update_time(training, times, end_s, rank))
-            if self._request.alone:
-                alone = tf.compat.v1.RunMetadata()
-                gradients = [f"replica_0/{one.values.node}" for one in training.gradients]
-                running.only(gradients, batch, alone)
-                step = replica_times(training, node_times(alone), rank)
-            self._steps.append(step)
+        if self._request.alone:
+            alone = tf.compat.v1.RunMetadata()
+            gradients = [f"replica_0/{one.values.node}" for one in running.training.gradients]
+            running.only(gradients, batch, alone)
+            events = step_events(alone.step_stats)
+            self._alone.append(replica_times(running.training, events, 0))
         for name, value in indices.items():
             variable = name.removeprefix("emulated/").removesuffix("/indices")
             self._touched.setdefault(variable, []).append(value)
         return results
 
     def step_finished(self, step_s: float, clean: bool) -> bool:
-        return self._seen >= WARMUP_STEPS + self._request.steps
+        return self._recording is None or self._recording.done
 
     def answer(self) -> ProfileAnswer:
         model = self._model
-        workload = None
-        if self._request.steps:
-            workload = workload_of_steps(
-                model.running.training,
-                model.name,
-                self._steps,
-                median(self._update_s),
-                self._touched,
-                session_config().intra_op_parallelism_threads,
-            )
+        workload = None if self._recording is None else self._workload(self._recording)
         model._profile = None
         return ProfileAnswer(
             workload, self._series, _software(), usable_cores(), CROSSING_REFUSED, ()
+        )
+
+    def _workload(self, recording: StepRecording) -> Workload:
+        """An emulated accelerator does not wait for the client, whose calls are real there, too."""
+        training, records = self._model.running.training, recording.records
+        times = [
+            replica_times(training, events, rank)
+            for events in records.steps
+            for rank in self._ranks
+        ]
+        update_s = median(step.update_s for step in times)
+        if not self._request.alone:
+            plain_s = median(records.plain_s)
+            update_s += median(client_time(plain_s, events) for events in records.steps)
+        return workload_of_steps(
+            training,
+            self._model.name,
+            self._alone or times,
+            update_s,
+            self._touched,
+            session_config().intra_op_parallelism_threads,
         )
 
 

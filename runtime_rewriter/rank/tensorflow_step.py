@@ -5,8 +5,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,14 @@ from runtime_rewriter.rank.exported import ExportSession
 from runtime_rewriter.rank.following import follow
 from runtime_rewriter.rank.session import TuningSession
 from runtime_rewriter.rank.tensorflow_model import TensorflowModel
+from runtime_rewriter.recording.session import RecordingSession
+from runtime_rewriter.software import software_versions
 from runtime_rewriter.tensorflow.capture import CapturedStep, capture_step
+from runtime_rewriter.tensorflow.local_device import LocalDevice
 from runtime_rewriter.tensorflow.program_variables import ProgramVariables
 from runtime_rewriter.tensorflow.running import RunningGraph, Target
-from runtime_rewriter.tensorflow.servers import RankPlace, start_servers
+from runtime_rewriter.tensorflow.script_recorder import ScriptRecorder
+from runtime_rewriter.tensorflow.servers import RankPlace, Servers, start_servers
 
 START_S = 300.0
 """Time until all ranks have come to `distribute`: each of them may load its data before."""
@@ -36,24 +41,34 @@ START_S = 300.0
 def distribute(step: Any, strategy: str | Path | None) -> Any:
     """See `autotune.distribute`."""
     place = RankPlace.of(os.environ)
-    if place is None:
-        return step
     session = current_session()
-    if not isinstance(session, TuningSession | ExportSession | None):
-        raise InvalidInput(
-            "steps of autotune.distribute cannot be recorded this way; use `autotune tune`, "
-            "which profiles them"
-        )
+    recording = session if isinstance(session, RecordingSession) else None
+    if place is None:
+        return step if recording is None else DistributedStep(step, LocalDevice(), (), recording)
     servers = start_servers(place, START_S)
     tuning = session if isinstance(session, TuningSession) else None
     if place.rank > 0:
         follow(servers.peers.lines[0], tuning.line if tuning else None)
+        if recording is not None:
+            recording.followed()
         raise SystemExit(0)
     atexit.register(_say_goodbye, servers.peers.lines)
+    if recording is not None:
+        recording.at_end.callback(_say_goodbye, servers.peers.lines)
     export = session.export if isinstance(session, ExportSession) else None
     if export is None and strategy is not None:
         export = read_export(Path(strategy))
-    return DistributedStep(step, servers, servers.peers.lines, tuning, export)
+    return DistributedStep(
+        step, servers, servers.peers.lines, recording or tuning, export, _hosts(servers)
+    )
+
+
+def _hosts(servers: Servers) -> dict[str, str]:
+    """Task of a server -> its host: this one, or the address by which rank 0 sees it."""
+    tasks = [device.rpartition("/device:")[0] for device in servers.devices]
+    if servers.place.one_host:
+        return dict.fromkeys(tasks, socket.gethostname())
+    return dict(zip(tasks, servers.peers.addresses, strict=True))
 
 
 def _say_goodbye(followers: Sequence[ControlLine]) -> None:
@@ -74,11 +89,12 @@ class DistributedStep:
         step: Any,
         target: Target,
         followers: Sequence[ControlLine],
-        session: TuningSession | None,
-        export: Export | None,
+        session: TuningSession | RecordingSession | None,
+        export: Export | None = None,
+        hosts: Mapping[str, str] = {},
     ) -> None:
         self._step, self._target, self._followers = step, target, followers
-        self._session, self._export = session, export
+        self._session, self._export, self._hosts = session, export, hosts
         self._captured: CapturedStep | None = None
         self._model: TensorflowModel | None = None
         self._program: ProgramVariables | None = None
@@ -119,9 +135,25 @@ class DistributedStep:
         atexit.register(self.close)
         if self._export is not None:
             model.load_export(self._export)
-        if self._session is not None:
+        if isinstance(self._session, RecordingSession):
+            self._record(self._session, model)
+        elif self._session is not None:
             self._session.tune(model, self._followers)
         return model
+
+    def _record(self, session: RecordingSession, model: TensorflowModel) -> None:
+        settings = session.settings
+        model.recorder = ScriptRecorder(
+            model.running,
+            model.name,
+            self._hosts,
+            folder=Path(settings.folder),
+            asked_steps=settings.steps,
+            warmup=settings.warmup,
+            command=settings.command,
+            software=software_versions() | model.software,
+        )
+        session.graph_built(model.recorder)
 
     def _packed(self, values: list[np.ndarray]) -> Any:
         assert self._captured is not None

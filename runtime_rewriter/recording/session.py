@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -18,6 +18,22 @@ from runtime_rewriter.recording.recorder import StepRecorder
 from runtime_rewriter.recording.settings import RecordSettings
 
 REPORT = "rank{}.report.json"
+
+
+class Recording(Protocol):
+    """A recording in progress, of PyTorch or TensorFlow. `steps`: those that the script made."""
+
+    @property
+    def steps(self) -> int: ...
+
+    def boundary(self, clean: bool) -> bool:
+        """End a step and begin the next one; return whether everything is written."""
+
+    def finish(self, last_step_ended: bool = False) -> None:
+        """Write the steps recorded so far. Raises `LaunchError` without any."""
+
+    def close(self) -> None:
+        """Give up, and restore everything."""
 
 
 class RecordingSession:
@@ -31,8 +47,10 @@ class RecordingSession:
 
     def __init__(self, settings: RecordSettings) -> None:
         self.settings = settings
-        self.recorder: StepRecorder | None = None
+        self.recorder: Recording | None = None
         self.written = False
+        self.at_end = contextlib.ExitStack()
+        """Closed when the script is about to end, before this process ends without a shutdown."""
         self._synchronizer: GradientSynchronizer | None = None
         self._in_step = True
 
@@ -47,6 +65,14 @@ class RecordingSession:
             self.recorder = StepRecorder(self.settings, synchronizer)
             synchronizer.listeners.append(self)
 
+    def graph_built(self, recorder: Recording) -> None:
+        """Record a TensorFlow graph, if nothing else is recorded."""
+        self.recorder = self.recorder or recorder
+
+    def followed(self) -> None:
+        """This rank only served rank 0, which records all of them."""
+        self.written = True
+
     def on_backward_end(self) -> None:
         self._in_step = False
 
@@ -59,9 +85,10 @@ class RecordingSession:
     def _done(self) -> None:
         self.written = True
         self.report()
-        assert self._synchronizer is not None
-        self._synchronizer.listeners.remove(self)
+        if self._synchronizer is not None:
+            self._synchronizer.listeners.remove(self)
         if self.settings.stop:
+            self.at_end.close()
             raise SystemExit(0)
 
     def script_ended(self) -> None:
@@ -76,7 +103,8 @@ class RecordingSession:
             raise LaunchError(
                 "the script must build DistributedDataParallel, or call autotune.apply(model) "
                 "once, but it ended without; the two lines autotune.Recorder(model) and "
-                "@autotune.profile(recorder) record any script",
+                "@autotune.profile(recorder) record any script of PyTorch, and "
+                "autotune.distribute(step) one of TensorFlow",
                 anchor="no-ddp",
             )
         self.recorder.finish(last_step_ended=not self._in_step)
@@ -101,6 +129,7 @@ class RecordingSession:
             yield
         finally:
             dist.destroy_process_group = destroy
+            self.at_end.close()
             if self.recorder is not None:
                 self.recorder.close()
 

@@ -1,13 +1,12 @@
-"""Turns traces of steps into a workload: when each replica computes what.
+"""Turns recorded steps into a workload: when each replica computes what.
 
 | symbol | meaning | unit |
 |---|---|---|
-| start_s, end_s | a node's first start and last end in a trace, on its server's clock | s |
 | ready_s | start of the backward pass until the node of a gradient has ended | s |
 | needed_s | start of the forward pass until the first node that reads a variable starts | s |
 
-The backward pass starts when the last node of the forward pass that it needs has ended. TensorFlow
-names the nodes of a backward pass `gradient_tape/...` or `gradients/...`.
+The forward pass ends with the last node that leads to the loss. `recording.step_events` reads the
+times, and `recording.partitions` tells the passes apart, as for the files of a recording.
 """
 
 from __future__ import annotations
@@ -15,99 +14,90 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import numpy as np
 
 from autotune.workload import Variable, Workload
+from runtime_rewriter.tensorflow.recording.partitions import is_forward
+from runtime_rewriter.tensorflow.recording.replicas import forward_nodes
+from runtime_rewriter.tensorflow.recording.step_events import NodeEvent, StepEvents, all_events
 from runtime_rewriter.tensorflow.training_graph import TrainingGraph
 
-_BACKWARD = ("gradient_tape", "gradients")
-_MICROSECOND_S = 1e-6
-
-
-@dataclass(frozen=True)
-class NodeTime:
-    """Seconds on the clock of the node's server."""
-
-    start_s: float
-    end_s: float
+_NANOSECOND_S = 1e-9
+_SHORTEST_S = 1e-6
 
 
 @dataclass(frozen=True)
 class ReplicaTimes:
-    """One replica's step. `ready_s` and `needed_s` by variable."""
+    """One replica's step. `ready_s` and `needed_s` by variable.
+
+    `update_s`: from its first node behind the gradients until its last one, as far as both come
+    after the last gradient.
+    """
 
     forward_s: float
     backward_s: float
+    update_s: float
     ready_s: Mapping[str, float]
     needed_s: Mapping[str, float]
 
 
-def node_times(metadata: Any) -> dict[str, NodeTime]:
-    """The times of each node of a traced step; repeated events of one node are merged."""
-    times: dict[str, NodeTime] = {}
-    for device in metadata.step_stats.dev_stats:
-        for node in device.node_stats:
-            name = node.node_name.partition(":")[0]
-            start_s = node.all_start_micros * _MICROSECOND_S
-            time = NodeTime(start_s, start_s + node.all_end_rel_micros * _MICROSECOND_S)
-            known = times.get(name, time)
-            times[name] = NodeTime(min(known.start_s, time.start_s), max(known.end_s, time.end_s))
-    return times
-
-
-def replica_times(
-    training: TrainingGraph, times: Mapping[str, NodeTime], rank: int
-) -> ReplicaTimes:
-    """What a replica's copies of the training graph's nodes took until its last gradient."""
+def replica_times(training: TrainingGraph, events: StepEvents, rank: int) -> ReplicaTimes:
+    """The times of a replica's copies of the training graph's nodes."""
     prefix = f"replica_{rank}/"
+    known = {event.name: event for event in all_events(events)}
     compute = training.view.upstream([one.values.node for one in training.gradients])
-    own = {name: times[f"{prefix}{name}"] for name in compute if f"{prefix}{name}" in times}
-    ends_s = {
-        one.variable: own[one.values.node].end_s
+    own = {name: known[prefix + name] for name in compute if prefix + name in known}
+    begin_ns = min(event.start_ns for event in own.values())
+    forward = forward_nodes(training)
+    turn_ns = max(
+        (event.end_ns for name, event in own.items() if is_forward(name, forward)), default=begin_ns
+    )
+    ends_ns = {
+        one.variable: max(own[one.values.node].end_ns, turn_ns)
         for one in training.gradients
         if one.values.node in own
     }
-    forward_start_s = min(time.start_s for time in own.values())
-    end_s = max(ends_s.values(), default=forward_start_s)
-    forward = [time.end_s for name, time in own.items() if not _is_backward(name)]
-    backward_start_s = min(max(forward, default=forward_start_s), *ends_s.values(), end_s)
+    end_ns = max(ends_ns.values(), default=turn_ns)
+    after = training.view.upstream(training.targets) - compute
+    late = [known[prefix + name] for name in after if prefix + name in known]
     return ReplicaTimes(
-        backward_start_s - forward_start_s,
-        max(end_s - backward_start_s, _MICROSECOND_S),
-        {name: max(at_s - backward_start_s, 0.0) for name, at_s in ends_s.items()},
-        _reads(training, own, forward_start_s),
+        forward_s=(turn_ns - begin_ns) * _NANOSECOND_S,
+        backward_s=max((end_ns - turn_ns) * _NANOSECOND_S, _SHORTEST_S),
+        update_s=_length_s([event for event in late if event.end_ns > end_ns], end_ns),
+        ready_s={name: (at_ns - turn_ns) * _NANOSECOND_S for name, at_ns in ends_ns.items()},
+        needed_s=_reads(training, own, begin_ns),
     )
 
 
-def _is_backward(name: str) -> bool:
-    return any(part in name for part in _BACKWARD)
+def _length_s(events: Sequence[NodeEvent], from_ns: int) -> float:
+    if not events:
+        return 0.0
+    first_ns = max(min(event.start_ns for event in events), from_ns)
+    return (max(event.end_ns for event in events) - first_ns) * _NANOSECOND_S
 
 
 def _reads(
-    training: TrainingGraph, own: Mapping[str, NodeTime], forward_start_s: float
+    training: TrainingGraph, own: Mapping[str, NodeEvent], begin_ns: int
 ) -> dict[str, float]:
     reads = {}
     for gradient in training.gradients:
         readers = training.view.consumers.get(gradient.variable, [])
-        starts = [own[name].start_s for name in readers if name in own]
-        if starts:
-            reads[gradient.variable] = min(starts) - forward_start_s
+        starts_ns = [own[name].start_ns for name in readers if name in own]
+        if starts_ns:
+            reads[gradient.variable] = (min(starts_ns) - begin_ns) * _NANOSECOND_S
     return reads
 
 
-def update_time(
-    training: TrainingGraph, times: Mapping[str, NodeTime], compute_end_s: float, rank: int
-) -> float:
-    """How long a replica's nodes behind the gradients ran: from their first start to the end."""
-    compute = training.view.upstream([one.values.node for one in training.gradients])
-    after = training.view.upstream(training.targets) - compute
-    own = [times[name] for node in after if (name := f"replica_{rank}/{node}") in times]
-    late = [time for time in own if time.end_s > compute_end_s]
-    if not late:
-        return 0.0
-    return max(time.end_s for time in late) - max(min(time.start_s for time in late), compute_end_s)
+def client_time(step_s: float, events: StepEvents) -> float:
+    """Seconds of the client's call, `step_s`, around the nodes of the first replica.
+
+    These are dispatch, feeds and results. The client's host runs that replica, so one clock counts.
+    """
+    own = [event for event in all_events(events) if event.name.startswith("replica_0/")]
+    begin_ns = min((event.start_ns for event in own), default=0)
+    end_ns = max((event.end_ns for event in own), default=0)
+    return max(step_s - (end_ns - begin_ns) * _NANOSECOND_S, 0.0)
 
 
 def workload_of_steps(
@@ -141,7 +131,7 @@ def workload_of_steps(
     )
     return Workload(
         model,
-        variables,
+        variables=variables,
         forward_s=median(step.forward_s for step in steps),
         backward_s=backward_s,
         update_s=update_s,

@@ -84,24 +84,25 @@ class RunningGraph:
         return fetches
 
     def observed_step(
-        self, values: Mapping[str, np.ndarray], metadata: Any, fetches: Mapping[str, str] = {}
+        self,
+        values: Mapping[str, np.ndarray],
+        metadata: Any,
+        fetches: Mapping[str, str] = {},
+        options: Any = None,
     ) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
         """Train one step, and return the values of further tensors `fetches` by name.
 
-        `metadata`: a RunMetadata that gets the times of all ops; None: nothing is traced.
+        `options`: RunOptions that state what the RunMetadata `metadata` gets; the time limit is
+        set here. None for both: nothing is recorded.
         """
         graph = self._loaded
-        options = self._options
-        if metadata is not None:
-            options = v1.RunOptions(
-                trace_level=v1.RunOptions.FULL_TRACE,
-                timeout_in_ms=options.timeout_in_ms,
-                output_partition_graphs=True,
-            )
+        given = v1.RunOptions()
+        given.CopyFrom(options or self._options)
+        given.timeout_in_ms = self._options.timeout_in_ms
         wanted = (list(graph.fetches.values()), dict(fetches), list(graph.targets))
         with translated_errors():
             own, further, _ = self._session.run(
-                wanted, graph.feed_dict(values), options=options, run_metadata=metadata
+                wanted, graph.feed_dict(values), options=given, run_metadata=metadata
             )
         return own, further
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,7 +29,12 @@ def rank_devices(partitions: Partitions, trained: TrainedVariables) -> list[str]
     """The devices in the order of their ranks: those that compute gradients first, then servers."""
     replicas = {node.device for node in partitions.nodes if node.name in trained.gradients}
     devices = dict.fromkeys(node.device for node in partitions.nodes)
-    return sorted(devices, key=lambda device: (device not in replicas, device))
+    return sorted(devices, key=lambda device: (device not in replicas, _with_numbers(device)))
+
+
+def _with_numbers(text: str) -> list[tuple[str, int]]:
+    """A key that orders task:2 before task:10."""
+    return [(word, int(digits or 0)) for word, digits in re.findall(r"(\D+)(\d*)", text)]
 
 
 def graph_nodes(

@@ -196,17 +196,18 @@ def phases(partitions: Partitions, gradients: Iterable[int], forward: Collection
             found.append("update")
         elif node.number not in before:
             found.append("other")
-        elif _is_forward(node, forward):
+        elif is_forward(node.name, forward):
             found.append("forward")
         else:
             found.append("backward")
     return found
 
 
-def _is_forward(node: PartitionNode, forward: Collection[str]) -> bool:
+def is_forward(node: str, forward: Collection[str]) -> bool:
+    """Whether a node that leads to a gradient belongs to the forward pass, as in `phases`."""
     if forward:
-        return node.name in forward
-    return not any(scope in _GRADIENT_SCOPES for scope in node.name.split("/"))
+        return node in forward
+    return not any(scope in _GRADIENT_SCOPES for scope in node.split("/"))
 
 
 def _reached(first: Iterable[int], edges: Mapping[int, Sequence[int]]) -> set[int]:

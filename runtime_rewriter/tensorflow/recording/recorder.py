@@ -7,10 +7,10 @@ recorded step also returns the partitions.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import tensorflow as tf
 
@@ -26,8 +26,15 @@ from runtime_rewriter.tensorflow.recording.partitions import Partitions, read_pa
 from runtime_rewriter.tensorflow.recording.step_events import StepEvents, all_events, step_events
 from runtime_rewriter.tensorflow.recording.trace_file import TraceWriter
 
-RunStep = Callable[[Any, Any], None]
-"""Runs one step with the given RunOptions and RunMetadata, which `Session.run` takes."""
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class RunStep(Protocol[T_co]):
+    """Runs one step with the given RunOptions and RunMetadata, which `Session.run` takes."""
+
+    def __call__(self, options: Any, metadata: Any) -> T_co: ...
+
 
 RECORDED_STEPS = 10
 WARMUP_STEPS = 3
@@ -99,32 +106,67 @@ class StepRecords:
         return (min(in_use), max(in_use)) if in_use else (None, None)
 
 
-def record_steps(
-    run: RunStep, steps: int = RECORDED_STEPS, warmup: int = WARMUP_STEPS
-) -> StepRecords:
-    """Run `warmup` steps, then `steps` recorded ones and as many ordinary ones in turn."""
-    if steps < 1 or warmup < 0:
-        raise InvalidInput(
-            f"a recording needs at least 1 step and 0 warm-up steps, but has {steps} and {warmup}"
-        )
-    v1 = tf.compat.v1
-    for _ in range(warmup):
-        run(None, None)
-    records = StepRecords()
-    metadata = v1.RunMetadata()
-    run(v1.RunOptions(output_partition_graphs=True), metadata)
-    records.partitions = read_partitions(metadata.partition_graphs)
-    traced = v1.RunOptions(trace_level=v1.RunOptions.FULL_TRACE)
-    for _ in range(steps):
-        begin_s = time.perf_counter()
-        run(None, None)
-        records.plain_s.append(time.perf_counter() - begin_s)
+@dataclass
+class StepRecording:
+    """Decides for each step of a graph how it is run, and keeps what was recorded.
+
+    The first `warmup` steps are ordinary. The next one returns the partitions, if `partitions`.
+    Then ordinary and recorded steps take turns until `steps` are recorded.
+    """
+
+    steps: int = RECORDED_STEPS
+    warmup: int = WARMUP_STEPS
+    partitions: bool = True
+    records: StepRecords = field(default_factory=StepRecords)
+    taken: int = 0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.warmup < 0:
+            raise InvalidInput(
+                "a recording needs at least 1 step and 0 warm-up steps, but has "
+                f"{self.steps} and {self.warmup}"
+            )
+
+    @property
+    def steps_before(self) -> int:
+        """Steps before the first recorded one, with the ordinary one of its turn."""
+        return self.warmup + self.partitions + 1
+
+    @property
+    def done(self) -> bool:
+        return len(self.records.steps) == self.steps
+
+    def step(self, run: RunStep[T]) -> T:
+        """Run the next step and return what `run` returns."""
+        v1 = tf.compat.v1
+        number = self.taken - self.warmup - self.partitions
+        self.taken += 1
+        if self.taken <= self.warmup or self.done:
+            return run(None, None)
         metadata = v1.RunMetadata()
+        if number < 0:
+            result = run(v1.RunOptions(output_partition_graphs=True), metadata)
+            self.records.partitions = read_partitions(metadata.partition_graphs)
+            return result
+        recorded = number % 2 == 1
+        options = v1.RunOptions(trace_level=v1.RunOptions.FULL_TRACE) if recorded else None
         begin_s = time.perf_counter()
-        run(traced, metadata)
-        records.recorded_s.append(time.perf_counter() - begin_s)
-        records.steps.append(step_events(metadata.step_stats))
-    return records
+        result = run(options, metadata if recorded else None)
+        step_s = time.perf_counter() - begin_s
+        (self.records.recorded_s if recorded else self.records.plain_s).append(step_s)
+        if recorded:
+            self.records.steps.append(step_events(metadata.step_stats))
+        return result
+
+
+def record_steps(
+    run: RunStep[Any], steps: int = RECORDED_STEPS, warmup: int = WARMUP_STEPS
+) -> StepRecords:
+    """Run as many steps as a `StepRecording` needs; return what it recorded."""
+    recording = StepRecording(steps, warmup)
+    while not recording.done:
+        recording.step(run)
+    return recording.records
 
 
 def _host(device: str, hosts: Mapping[str, str]) -> str:

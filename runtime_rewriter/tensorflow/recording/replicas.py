@@ -17,7 +17,7 @@ def replicated(training: TrainingGraph, replicas: int) -> TrainedVariables:
             for one in training.gradients
         },
         {prefix + one.name: one.name for prefix in prefixes for one in training.variables},
-        frozenset(prefix + name for prefix in prefixes for name in _forward(training)),
+        frozenset(prefix + name for prefix in prefixes for name in forward_nodes(training)),
     )
 
 
@@ -34,12 +34,15 @@ def trained_variables(training: TrainingGraph) -> list[Variable]:
     ]
 
 
-def _forward(training: TrainingGraph) -> set[str]:
-    """The nodes that lead to a value that a step returns and that no gradient leads to."""
+def forward_nodes(training: TrainingGraph) -> frozenset[str]:
+    """The nodes that lead to a value that a step returns and that no gradient leads to.
+
+    Empty if they read no variable with a gradient: then the step does not return its loss.
+    """
     gradients = {one.values.node for one in training.gradients}
     found: set[str] = set()
     for fetch in training.fetches.values():
         before = training.view.upstream([fetch.node], control=False)
         if not before & gradients:
             found |= before
-    return found
+    return frozenset(found if found & set(training.gradient_of) else ())
