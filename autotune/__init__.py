@@ -43,6 +43,10 @@ def apply(
     buffers from rank 0. `strategy`: path of the export. Without one, gradients are sent as torch's
     DDP sends them. Under `autotune tune` the tuner chooses the strategy.
 
+    In a Horovod script, call it after `hvd.init()` with the optimizer of
+    `hvd.DistributedOptimizer`. Parameters stay as they are. Without a strategy, Horovod's own
+    operations stay.
+
     Raises `ModelMismatch` if the strategy is for another model or world size.
     """
     from runtime_rewriter.rank.apply import apply as apply_to_torch

@@ -92,6 +92,22 @@ class HorovodConnection:
             self._world = OwnWorld(rank, size, address, self._broadcast, self._timeout_s)
             self._world.barrier()  # all ranks have found each other
 
+    def adopt(self, process_sets: int) -> None:
+        """Use the Horovod that the script has started, with groups executed alone. Collective.
+
+        `process_sets`: the script's own, which a restart would end.
+        """
+        if os.environ.get(GROUPS_ALONE) != "1" and process_sets:
+            raise InvalidInput(
+                f"Horovod must execute each group alone, but {GROUPS_ALONE} is not 1, and a "
+                "restart would end the process sets of the script; set it before hvd.init()"
+            )
+        self._share_interface()
+        rank, size = self._ranks()
+        address = self._own_address() if rank == 0 else ""
+        self._world = OwnWorld(rank, size, address, self._broadcast, self._timeout_s)
+        self.execute_groups_alone(True)
+
     def _initialize(self) -> None:
         args, kwargs = self._arguments
         call_on_interface(os.environ.get(_INTERFACE, ""), partial(self._init, *args, **kwargs))
@@ -109,6 +125,12 @@ class HorovodConnection:
         if self._stall_s is not None:
             set_stall_limit(self._stall_s)
         self.stalls.limit_s = stall_limit_s(environment)
+        self._share_interface()
+
+    @staticmethod
+    def _share_interface() -> None:
+        """Let Horovod and our process groups use the same interface."""
+        environment = os.environ
         for name, other in ((_TORCH_INTERFACE, _INTERFACE), (_INTERFACE, _TORCH_INTERFACE)):
             if other in environment:
                 environment.setdefault(name, environment[other])

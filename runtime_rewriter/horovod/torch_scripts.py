@@ -49,15 +49,7 @@ class _Steering:
         check_horovod(horovod, "PyTorch")
         own: Any = horovod
         operations, optimizers = own.mpi_ops, own.optimizer
-        connection = HorovodConnection(
-            own.init,
-            own.shutdown,
-            lambda: (own.rank(), own.size()),
-            partial(_broadcast_text, own),
-            stall_s=self._waits.message_s if self._tuned else None,
-            timeout_s=self._waits.message_s,
-            stop=operations._basics.shutdown,  # `own.shutdown` forgets the handles that are awaited
-        )
+        connection = connection_of(own, self._waits, self._tuned)
         original = own.DistributedOptimizer
         build = wraps(original)(partial(self._build, own, connection, original))
         init = wraps(own.init)(partial(connection.start))
@@ -95,7 +87,7 @@ class _Steering:
             connection.execute_groups_alone(False)
         if not self._taken:
             self._taken = True
-            _check(horovod, optimizer)
+            check_optimizer(horovod, optimizer)
             module = module_of(optimizer._requires_update or optimizer._parameter_names)
             self._session.model_built(
                 HorovodSynchronizer(module, optimizer, horovod, connection, self._waits)
@@ -103,7 +95,21 @@ class _Steering:
         return optimizer
 
 
-def _check(horovod: Any, optimizer: Any) -> None:
+def connection_of(horovod: Any, waits: Timeouts, tuned: bool) -> HorovodConnection:
+    """A connection through `horovod`, the module `horovod.torch` before it is changed."""
+    return HorovodConnection(
+        horovod.init,
+        horovod.shutdown,
+        lambda: (horovod.rank(), horovod.size()),
+        partial(_broadcast_text, horovod),
+        stall_s=waits.message_s if tuned else None,
+        timeout_s=waits.message_s,
+        # Not `horovod.shutdown`, which forgets the handles that are awaited.
+        stop=horovod.mpi_ops._basics.shutdown,
+    )
+
+
+def check_optimizer(horovod: Any, optimizer: Any) -> None:
     """Raise `InvalidInput` for an optimizer that does not average gradients of all ranks."""
     if not hasattr(optimizer, "_groups"):
         raise InvalidInput(

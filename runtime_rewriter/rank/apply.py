@@ -20,6 +20,11 @@ from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.plan import plan as planned
 from runtime_rewriter.active import current_session
+from runtime_rewriter.horovod.torch_apply import (
+    attach_to_horovod,
+    is_of_horovod,
+    steered_synchronizer,
+)
 from runtime_rewriter.pytorch.agreement import assumed_workload
 from runtime_rewriter.pytorch.attached import attach
 from runtime_rewriter.pytorch.exchange.ranks import TRAINING_TIMEOUTS
@@ -76,10 +81,12 @@ def apply(
             "already; pass model.module and drop the wrapper, or leave the script as it is and use "
             "`autotune run --strategy best.json -- torchrun ...`"
         )
+    if is_of_horovod(optimizer):
+        return _apply_to_horovod(model, optimizer, strategy)
     if not (dist.is_available() and dist.is_initialized()):
         raise InvalidInput(
             "autotune.apply needs the process group; call torch.distributed.init_process_group "
-            "before it"
+            "before it, or pass the optimizer of hvd.DistributedOptimizer"
         )
     session = current_session()
     waits = TRAINING_TIMEOUTS if session is None else session.timeouts
@@ -92,6 +99,23 @@ def apply(
     return Applied(
         synchronizer, (*notes, *_unsynchronized(model, optimizer), *_backend(synchronizer))
     )
+
+
+def _apply_to_horovod(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, strategy: str | Path | None
+) -> Applied:
+    """Without a strategy Horovod's own operations stay."""
+    steered = steered_synchronizer(optimizer)
+    if steered is not None:
+        unused = () if strategy is None else (f"{strategy} is not used: the launcher chooses",)
+        return Applied(steered, unused)
+    export = None if strategy is None else read_export(Path(strategy))
+    synchronizer = attach_to_horovod(model, optimizer, TRAINING_TIMEOUTS)
+    if export is None:
+        return Applied(synchronizer, ())
+    plan, notes = plan_for(export, model, synchronizer.ranks.size)
+    synchronizer.load(plan)
+    return Applied(synchronizer, (*notes, *_backend(synchronizer)))
 
 
 def _requested_plan(
@@ -125,7 +149,8 @@ def _backend(synchronizer: GradientSynchronizer) -> tuple[str, ...]:
     plan = synchronizer.plan
     if plan is None:
         return ()
-    return (f"{plan.id} is {backend_text(plan, synchronizer.native is not None)}",)
+    native = synchronizer.native is not None
+    return (f"{plan.id} is {backend_text(plan, native, synchronizer.library)}",)
 
 
 def _unsynchronized(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[str, ...]:

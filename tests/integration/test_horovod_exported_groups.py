@@ -1,7 +1,9 @@
-"""The code that an export writes for Horovod gives one operation per message of the plan."""
+"""An export is enacted in a Horovod script that no launcher of autotune started."""
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -11,33 +13,85 @@ import pytest
 from horovod_timelines import operations_of
 from short_jobs import small_model
 
+from autotune.cluster import Cluster
+from autotune.export import Export
+from autotune.jobs.exports import write_export
 from autotune.strategy_space.builders.collectives import ddp_default
-from autotune.strategy_space.horovod_groups import horovod_groups
-from autotune.strategy_space.plan import plan
+from autotune.workload import Library
 
 pytest.importorskip("horovod", reason="`make horovod` builds it")
-SCRIPT = Path(__file__).parents[1] / "scripts" / "horovod_groups.py"
+SCRIPT = Path(__file__).parents[1] / "scripts" / "horovod_by_hand.py"
 STEPS = 3
 
 
-def test_plain_horovod_executes_the_exported_groups_one_by_one(tmp_path: Path) -> None:
+def exported() -> Export:
+    """An export of two buckets of `small_model`."""
     workload = small_model()
-    enacted = plan(ddp_default(workload, 64 * 1024, 2 * 1024), workload, 2)
-    found = horovod_groups(enacted, workload.variables)
-    assert found is not None and len(found.groups) > 1
-    sizes = Counter(map(len, found.groups))
-    assert len(sizes) > 1
-    (tmp_path / "best_horovod.py").write_text(found.script(workload.model, "strategy-1"))
-    timeline = tmp_path / "timeline.json"
+    return Export(
+        job_id="job",
+        created_at="2026-01-01T00:00:00+00:00",
+        model=workload.model,
+        variables=workload.variables,
+        world_size=2,
+        strategy=ddp_default(workload, 64 * 1024, 2 * 1024),
+        plan_id=None,
+        lossy=False,
+        reason="chosen",
+        comparison=None,
+        tuned=None,
+        current=None,
+        predicted_s=None,
+        cluster=Cluster.local(2),
+        software={},
+        library=Library.HOROVOD,
+    )
+
+
+def test_horovod_executes_an_export_by_its_groups_and_by_one_line(tmp_path: Path) -> None:
+    export = exported()
+    assert write_export(export, tmp_path / "best.json") == tmp_path / "best_horovod.py"
+    plan = export.plan()
+    assert plan is not None
+    sizes = Counter(len(message.slices) for message in plan.messages)
+    assert sorted(sizes) == [2, 4]
     horovodrun = [str(Path(sys.executable).with_name("horovodrun")), "-np", "2"]
-    recorded = ["env", "HOROVOD_TIMELINE=DYNAMIC", *horovodrun, sys.executable, str(SCRIPT)]
+    started = ["env", "HOROVOD_TIMELINE=DYNAMIC", *horovodrun, sys.executable, str(SCRIPT)]
     done = subprocess.run(
-        [*recorded, str(tmp_path), str(timeline), str(STEPS)],
+        [*started, str(tmp_path), str(STEPS)], capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    by_groups = operations_of(tmp_path / "groups.json")
+    assert Counter(map(len, by_groups)) == {size: STEPS * sizes[size] for size in sizes}
+    by_apply = operations_of(tmp_path / "apply.json")
+    assert Counter(map(len, by_apply)) == {1: STEPS * len(plan.messages)}
+    assert len(set(re.findall(r"(?:groups|apply) ([0-9a-f]{64})", done.stdout))) == 1
+    assert done.stdout.count("restarts 1 ") == 2
+    assert "carried out by Horovod, 2 operations" in done.stdout
+
+
+LAUNCHERS = {
+    "torchrun": "torchrun --nproc-per-node 2",
+    "horovodrun": "horovodrun -np 2 --cycle-time-ms 2 python",
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_run_enacts_an_export_under_the_scripts_own_launcher(
+    launcher: str, tmp_path: Path
+) -> None:
+    exported().write(tmp_path / "best.json")
+    script = SCRIPT.with_name("train_horovod.py")
+    run = [sys.executable, "-m", "autotune", "run", "--strategy", str(tmp_path / "best.json")]
+    words = [*LAUNCHERS[launcher].split(), str(script), "--steps", "4"]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [*run, "--", *words],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
+        env={**os.environ, "PATH": path},
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    operations = operations_of(timeline)
-    assert len(operations) == STEPS * len(found.groups)
-    assert Counter(map(len, operations)) == {size: STEPS * sizes[size] for size in sizes}
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "carried out by Horovod, 2 operations" in done.stdout
+    for rank in range(2):
+        assert f"rank {rank} of 2 synchronized by HorovodSynchronizer._synchronize" in done.stdout

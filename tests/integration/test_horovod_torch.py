@@ -23,7 +23,8 @@ from torch import nn
 from torch_plans import mixed, uniform
 from torch_world import run_world, seeded
 
-from autotune.errors import AutotuneError
+import autotune
+from autotune.errors import AutotuneError, InvalidInput
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Compressor
 from runtime_rewriter.horovod.torch_scripts import horovod_steered
@@ -120,6 +121,7 @@ def check_all(rank: int, port: int, timeline: str) -> dict[str, Any]:
         "restarts": restarts(rank),
         "sparse on one rank": sparse_on_one_rank(rank),
         "refusals": refusals(rank),
+        "apply": applied(rank),
     }
 
 
@@ -221,6 +223,20 @@ def restarts(rank: int) -> list[int]:
     return counts
 
 
+def applied(rank: int) -> list[bool]:
+    """Whether `autotune.apply` takes what steers an optimizer already; it refuses other modules."""
+    session = PlanSession(lambda module: None, in_trial=False)
+    with launched(session):
+        model = Net()
+        optimizer = wrapped(model)
+        taken = autotune.apply(model, optimizer).synchronizer is session.synchronizer
+        assert session.synchronizer is not None
+        session.synchronizer.close()
+        with pytest.raises(InvalidInput, match=r"got another Linear; pass that Net"):
+            autotune.apply(model.a, optimizer)
+    return [taken]
+
+
 class Sometimes(nn.Module):
     """An embedding with sparse gradients that is not used in every pass."""
 
@@ -320,6 +336,10 @@ def test_only_a_script_with_groups_of_its_own_costs_restarts(found) -> None:
 
 def test_rows_of_one_rank_are_averaged_with_zeros(found) -> None:
     assert found[0]["sparse on one rank"] and found[1]["sparse on one rank"]
+
+
+def test_apply_leaves_a_script_to_its_launcher(found) -> None:
+    assert found[0]["apply"] == found[1]["apply"] == [True]
 
 
 def test_a_script_that_cannot_be_tuned_is_told_why(found) -> None:

@@ -41,6 +41,8 @@ def main() -> None:
         optimizer.zero_grad()
         model(torch.randn(16, 32, generator=data)).square().mean().backward()
         optimizer.step()
+    enacted_by = optimizer.synchronize.__qualname__
+    print(f"rank {hvd.rank()} of {hvd.size()} synchronized by {enacted_by}", flush=True)
 
 
 if __name__ == "__main__":
