@@ -61,6 +61,7 @@ class _Steering:
             (operations, "add_process_set", add),
             (own, "DistributedOptimizer", build),
             (optimizers, "DistributedOptimizer", build),
+            (operations, "_grouped_allreduce_async", _asking(operations._grouped_allreduce_async)),
             (own.elastic, "run", _refuse_elastic),
         ):
             replace_attribute(module, name, value, undo)
@@ -140,6 +141,19 @@ def _inside(
 ) -> Any:
     with context():
         return original(*args, **kwargs)
+
+
+def _asking(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Ask every tensor of a grouped operation for its type, so that the read is seen. Horovod asks
+    the first one only."""
+
+    @wraps(original)
+    def call(tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        for tensor in tensors:
+            tensor.type()
+        return original(tensors, *args, **kwargs)
+
+    return call
 
 
 def _refuse_elastic(*args: object, **kwargs: object) -> NoReturn:

@@ -2,7 +2,8 @@
 
 Horovod's hooks count the backward passes of each parameter. Without a plan they enqueue an
 operation, and `synchronize`, which `step` calls, waits for all. With a plan they report the ready
-gradient to us, and `synchronize` ends our pass: nothing of Horovod's own is enqueued. A parameter
+gradient to us, and `synchronize` ends our pass: nothing of Horovod's own is enqueued. If the plan
+crosses the step, it leaves messages and updates to `cross_step`. A parameter
 without a gradient counts as zeros, and its `.grad` is written on all ranks, as Horovod does it.
 """
 
@@ -24,14 +25,10 @@ from runtime_rewriter.horovod.connection import HorovodConnection
 from runtime_rewriter.horovod.torch_messages import HorovodLanes
 from runtime_rewriter.pytorch.attached import HookedSynchronizer
 from runtime_rewriter.pytorch.exchange.ranks import Timeouts
+from runtime_rewriter.pytorch.updates import note_wrapper
 
 _UNDER_WAY = object()
 """Stands for the handle of an operation: Horovod refuses `zero_grad` while it has one."""
-
-NO_CROSSING = (
-    "Horovod's step() waits for all gradients before it updates, and its optimizers cannot be "
-    "watched: their methods call themselves in a class that is derived from theirs"
-)
 
 
 class HorovodSynchronizer(HookedSynchronizer):
@@ -66,8 +63,8 @@ class HorovodSynchronizer(HookedSynchronizer):
             )
         self.library = Library.HOROVOD
         self.world = connection.world.as_default
-        self.cross_step.forbidden = NO_CROSSING
         self.cross_step.outer = optimizer
+        note_wrapper(type(optimizer))
         self._own_synchronize = optimizer.synchronize
         optimizer.synchronize = self._synchronize
 
@@ -153,6 +150,7 @@ class HorovodSynchronizer(HookedSynchronizer):
         """A script may compute several forward passes, or evaluate, before it synchronizes."""
 
     def _begin(self) -> None:
+        self.cross_step.flush()  # a second backward pass of one forward pass fills buffers, too
         self._begun = True
         if self._plan is not None:
             self._pass.begin(())

@@ -112,8 +112,6 @@ class CrossStepUpdates:
         # The number of updates of single variables that are due, of each optimizer.
         self._due: Counter[Optimizer] = Counter()
         self._stepping: Optimizer | None = None  # the optimizer whose step() runs
-        self.forbidden: str | None = None
-        """Why the script's synchronization forbids that it crosses the step, if it does."""
         self.outer: Optimizer | None = None
         """An optimizer whose step() synchronizes and then calls step() of its base class, which
         alone updates."""
@@ -127,8 +125,6 @@ class CrossStepUpdates:
 
     def refusal_reason(self) -> str | None:
         """Why this script's updates cannot cross the step, judged by its steps so far."""
-        if self.forbidden is not None:
-            return self.forbidden
         return self._script.refusal_reason() if COUNTS_ALIASES else NO_COUNT
 
     @property

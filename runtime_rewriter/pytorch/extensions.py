@@ -19,6 +19,8 @@ _UNPACKING = (b"THPVariable", b"type_casterIN2at6Tensor")
 a tensor from a Python object names one of them."""
 _MAPPED = Path("/proc/self/maps")
 _TORCH = Path(torch.__file__).parent
+_ASKING = (("horovod", "torch", "mpi_lib_v2"),)
+"""(folders and beginning of the name) of extensions whose callers ask every tensor for its type."""
 _BUILDER = "torch.utils.cpp_extension"
 """Modules that it builds and loads are not in `sys.modules`."""
 
@@ -56,7 +58,8 @@ def _loaded_files() -> set[str]:
 def _reads_unseen(file: str) -> bool:
     """Whether it unpacks tensors from Python objects and is not torch's own."""
     path = Path(file)
-    if path.is_relative_to(_TORCH):
+    names = (*path.parts[-3:-1], path.name.partition(".")[0])
+    if path.is_relative_to(_TORCH) or names in _ASKING:
         return False
     try:
         with path.open("rb") as opened, mmap.mmap(opened.fileno(), 0, prot=mmap.PROT_READ) as data:

@@ -34,6 +34,12 @@ class _Guard:
     def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
         return _flushed(self)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """Its own class: a method that calls `super(self.__class__, self)`, as those of Horovod's
+        optimizers do, would otherwise call itself."""
+        return _PLAIN[type(self)]
+
     def __setstate__(self, state: Any) -> None:  # load_state_dict
         _flushed(self)
         self.__setstate__(state)
@@ -45,6 +51,7 @@ class _Guard:
 
 attributes_of: Callable[[Optimizer], dict[str, Any]] = vars(Optimizer)["__dict__"].__get__
 """The instance's own attributes, read without a flush."""
+_set_class: Callable[[Optimizer, type], None] = vars(object)["__class__"].__set__
 
 
 def _flushed(optimizer: Any) -> dict[str, Any]:
@@ -73,7 +80,7 @@ def unguard(optimizer: Optimizer) -> None:
     """Give the optimizer its own class back, if it is guarded."""
     kind = _PLAIN.get(type(optimizer))
     if kind is not None:
-        optimizer.__class__ = kind
+        _set_class(optimizer, kind)
         attributes_of(optimizer).pop(_FLUSH, None)
 
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from runtime_rewriter.pytorch.optimizer_guard import attributes_of, plain_class
-from runtime_rewriter.pytorch.updates import DueUpdate, unhooked_step
+from runtime_rewriter.pytorch.optimizer_guard import attributes_of
+from runtime_rewriter.pytorch.updates import DueUpdate, unhooked_step, updating_class
 
 
 class UpdateGate:
@@ -121,7 +121,7 @@ class UpdateGate:
         self, update: DueUpdate, group: int, reference: Parameter, state: dict[str, Any]
     ) -> dict[str, Any]:
         hyperparameters = self._hyperparameters[id(update)]
-        kind = plain_class(update.optimizer)
+        kind = updating_class(update.optimizer)
         optimizer: Any = kind.__new__(kind)
         attributes_of(optimizer).update(attributes_of(update.optimizer))
         attributes_of(optimizer)["state"] = type(attributes_of(update.optimizer)["state"])(dict)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from runtime_rewriter.pytorch.optimizer_guard import attributes_of, plain_class
 
+_WRAPPERS: WeakSet[type[Optimizer]] = WeakSet()
 _OTHERS = ("LBFGS", "Optimizer")
 PER_VARIABLE = frozenset(
     kind
@@ -32,12 +34,23 @@ PER_VARIABLE = frozenset(
 """torch's optimizers with per-variable updates: all but LBFGS."""
 
 
+def note_wrapper(kind: type[Optimizer]) -> None:
+    """Note that `kind.step` does no more for an update than to call the step of its base class."""
+    _WRAPPERS.add(kind)
+
+
+def updating_class(optimizer: Optimizer) -> Any:
+    """Return the class whose `step` updates."""
+    kind: Any = plain_class(optimizer)
+    return kind.__base__ if kind in _WRAPPERS else kind
+
+
 def coupling_reason(optimizer: Optimizer, own_hooks: Set[int] = frozenset()) -> str | None:
     """Why the variables of `optimizer` cannot be updated one by one; None if they can.
 
     `own_hooks`: ids of global step hooks that are harmless.
     """
-    kind = plain_class(optimizer)
+    kind = updating_class(optimizer)
     if kind not in PER_VARIABLE:
         return (
             f"the optimizer {kind.__name__} may couple variables; torch's own optimizers except "
@@ -67,7 +80,8 @@ def _replaced_methods(optimizer: Optimizer, kind: type[Optimizer]) -> list[str]:
     for name, value in attributes_of(optimizer).items():
         if callable(getattr(kind, name, None)):
             noted = getattr(value, "_wrapped_by_lr_sched", False)
-            if not (name == "step" and noted and value.__wrapped__ is kind.step):
+            own_step: Any = plain_class(optimizer).step
+            if not (name == "step" and noted and value.__wrapped__ is own_step):
                 replaced.append(name)
     return replaced
 
@@ -108,7 +122,7 @@ class DueUpdate:
         attributes = attributes_of(self.optimizer)
         states = attributes["state"]
         stand_ins = {p: _stand_in(p) for chosen in members.values() for p in chosen}
-        kind = plain_class(self.optimizer)
+        kind = updating_class(self.optimizer)
         stepping: Any = kind.__new__(kind)
         stepping.__dict__ = {
             **attributes,
