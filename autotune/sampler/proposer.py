@@ -95,10 +95,13 @@ class Proposer:
         simulators: Mapping[str, Callable[[], Simulator]],
         clock: Callable[[], float] = time.monotonic,
         pool_slices: int = POOL_SLICES,
+        narrow: Callable[[SearchSpace], SearchSpace] = lambda space: space,
     ) -> None:
         """`clock`: seconds, for the safety limit of the optimizer's search. `pool_slices`: about
-        the most slices of a round's plans."""
+        the most slices of a round's plans. `narrow` returns the part of the job's space to search.
+        """
         self._spec, self._clock, self._pool_slices = spec, clock, pool_slices
+        self._narrow = narrow
         self._bayes: BayesianSearch | None = None
         self._scorer = Scorer(spec, simulators)
 
@@ -254,7 +257,7 @@ class Proposer:
             SearchSpace.default(lossy=self._spec.lossy), self._spec.conditions.byte_scale
         )
         refused = history.profiled.cross_step_refused
-        return space.without_cross_step(refused) if refused else space
+        return self._narrow(space.without_cross_step(refused) if refused else space)
 
     @staticmethod
     def _walk(

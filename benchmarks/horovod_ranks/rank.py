@@ -109,6 +109,7 @@ def run_case(
     hvd: Any, workload: Workload, case: dict[str, Any], folder: Path, number: int
 ) -> dict[str, Any]:
     """Blocks of steps, then probes. `blocks`: (what records, steps), after `warmup` steps."""
+    torch.manual_seed(hvd.rank())  # every rank touches other rows of tables
     model = TimedModel(workload)
     TimedUpdate.update_s = workload.update_s
     named = model.named_trainable()
@@ -120,6 +121,7 @@ def run_case(
         TimedUpdate([parameter for _, parameter in named], lr=0.0),
         named_parameters=named,
         groups=groups or None,
+        sparse_as_dense=case["sparse_as_dense"],
     )
     log = HorovodLog()
     blocks: list[dict[str, Any]] = []
@@ -152,9 +154,18 @@ def one_step(model: TimedModel, optimizer: Any, log: HorovodLog, step: int) -> l
     model().backward()
     ended_s = time.perf_counter()
     for handle, _ in list(optimizer._handles.values()):
-        await_quietly(handle)
+        for operation in operations_of(handle):
+            await_quietly(operation)
     optimizer.step()
     return [*model.marks_s, ended_s, time.perf_counter()]
+
+
+def operations_of(handle: Any) -> list[int]:
+    """Return the handles of operations; those of a sparse gradient are in a function's closure."""
+    if not callable(handle):
+        return [handle]
+    cells = [cell.cell_contents for cell in handle.__closure__ or ()]
+    return [content for content in cells if type(content) is int]
 
 
 def await_quietly(handle: int) -> None:

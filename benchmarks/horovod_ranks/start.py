@@ -34,6 +34,7 @@ class Case:
     """Settings and blocks of steps, as `rank.run_case` takes them.
 
     Without settings, Horovod has its own defaults, which its autotune may change.
+    `sparse_as_dense` as in `hvd.DistributedOptimizer`.
     """
 
     settings: HorovodSettings | None
@@ -41,6 +42,7 @@ class Case:
     warmup: int = 4
     probe_bytes: tuple[int, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    sparse_as_dense: bool = False
 
     def to_data(self) -> dict[str, Any]:
         settings = self.settings
@@ -53,6 +55,7 @@ class Case:
             "blocks": [list(block) for block in self.blocks],
             "warmup": self.warmup,
             "probe_bytes": list(self.probe_bytes),
+            "sparse_as_dense": self.sparse_as_dense,
         }
 
 

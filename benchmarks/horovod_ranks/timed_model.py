@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from autotune.workload import Workload
+from autotune.workload import Variable, Workload
 from runtime_rewriter.emulation import Timetable, timetable_of
 
 
@@ -33,7 +33,7 @@ class TimedModel(nn.Module):
             nn.Parameter(torch.zeros(variable.shape)) for variable in workload.variables
         )
         self.table: Timetable = timetable_of(workload)
-        self.gradients = [torch.randn(value.shape) * 1e-3 for value in self.values]
+        self.gradients = [gradient_of(variable) for variable in workload.variables]
         self.marks_s = [0.0, 0.0, 0.0]
         self._groups = _groups(self.names, self.table)
 
@@ -50,6 +50,17 @@ class TimedModel(nn.Module):
     def named_trainable(self) -> list[tuple[str, nn.Parameter]]:
         """(name, parameter) in the order of definition, as `named_parameters` gives them."""
         return list(zip(self.names, self.values, strict=True))[::-1]
+
+
+def gradient_of(variable: Variable) -> Tensor:
+    """Return a gradient; a sparse one has as many rows as a step of one rank touches."""
+    if not variable.sparse:
+        return torch.randn(variable.shape) * 1e-3
+    rows, *inner = variable.shape
+    touched = rows if variable.touched_rows is None else round(variable.touched_rows)
+    indices = torch.randperm(rows)[:touched].sort().values
+    values = torch.randn(touched, *inner) * 1e-3
+    return torch.sparse_coo_tensor(indices[None], values, variable.shape).coalesce()
 
 
 class TimedUpdate(torch.optim.SGD):

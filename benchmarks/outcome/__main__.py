@@ -6,7 +6,8 @@ bucket, parameter servers, BytePS-, ByteScheduler- and ZeRO-2-like strategies; r
 scikit-optimize; ours after 25, 50, 100 and 200 trials, without and with lossy compressors. All are
 frozen and measured again, interleaved in rounds of random order.
 
-With `--horovod`, Horovod is measured next in the same domains (`benchmarks.outcome.horovod`).
+With `--horovod`, Horovod is measured next in the same domains, in rounds with ours
+(`benchmarks.outcome.horovod`). A run that was cut off resumes.
 
 Ratios are time(rival) / time(ours): above 1, ours is faster. The last line is one JSON object, and
 `outcome.md` in the folder is a report. The folder is a dataset (`autotune.dataset`) of all trials,
@@ -33,7 +34,8 @@ from autotune.errors import InvalidInput
 from autotune.jobs.campaign.retries import persevere
 from autotune.jobs.campaign.setups import Setup
 from autotune.tuning.statistics import CONFIDENCE, fewest_values
-from benchmarks.outcome.horovod import horovod_keys, horovod_ratios, measure_horovod
+from benchmarks.outcome.horovod import measure_horovod
+from benchmarks.outcome.horovod_sides import horovod_keys, horovod_ratios
 from benchmarks.outcome.kept import OutcomeSettings
 from benchmarks.outcome.measure import DOMAINS, measure
 from benchmarks.outcome.report import section

@@ -1,53 +1,72 @@
-"""Horovod as a rival: measured after the closing comparison, on a testbed of the same cluster.
+"""Horovod as a rival, measured next to ours in rounds.
 
-Its ranks wait for the same computation as ours do. A round starts them anew and measures each side
-once, in an order of its own: Horovod's defaults, a sweep of fusion threshold and cycle time, the
-best settings that its autotune logged, and our best plan that Horovod's groups express, enacted by
-Horovod itself. Autotune runs once, for its own budget; the best of the samples within our number of
-steps counts as its result with our budget. Its response cache stays on even where the best sample
-had it off, which favours Horovod. Rounds pair with those of the closing comparison.
+The ranks of all sides wait for the same computation. First, Horovod tunes itself and is tuned: its
+autotune runs once, for its own budget, and the best of its samples within our number of steps
+counts as its result with our budget; the fusion threshold and cycle time are swept. Then our tuner
+searches a plan through Horovod, in a Horovod script whose messages are Horovod's own operations,
+with as many trials as our own search had. That is less than autotune's budget.
 
-Variables with sparse gradients are left out: Horovod sends their rows by two gathers each.
+A round measures each side once, in an order of its own: ours, ours through Horovod, and Horovod's
+defaults, best of the sweep and best samples. Every round is kept when it ends, so a run that was
+cut off resumes. Autotune's response cache stays on even where the best sample had it off, which
+favors Horovod. Sparse gradients are sent by Horovod's gathers or dense (`sparse_as_dense`),
+whichever is faster by its defaults.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from autotune.canonical import canonical_json
+from autotune.cluster import Cluster
 from autotune.cluster_file import read_cluster
 from autotune.dataset.folder import read_domain
-from autotune.errors import InvalidInput
+from autotune.errors import InvalidInput, LaunchError
 from autotune.files import write_whole
+from autotune.jobs.campaign.session import TrialSession, trial_session
 from autotune.jobs.campaign.setups import Setup
+from autotune.jobs.campaign.tuning_jobs import begin_job, job_spec, open_jobs
 from autotune.lowering.negotiation import HorovodSettings
-from autotune.parsing import parse, read_json
 from autotune.records import Measured
 from autotune.rng import generator
-from autotune.strategy_space.horovod_groups import horovod_groups
-from autotune.strategy_space.plan import Plan, plan
-from autotune.tuning.statistics import CONFIDENCE, compare
+from autotune.strategy_space.space import SearchSpace
+from autotune.strategy_space.strategy import SparseHandling, Strategy, Synchronizer
+from autotune.units import format_seconds
 from autotune.workload import Workload
-from benchmarks.outcome.figures import geomean, whole_rounds
-from benchmarks.outcome.kept import CLOSING, Frozen, Group, read_frozen, rounds_of
-from benchmarks.outcome.searches import OURS
+from benchmarks.horovod_ranks import start
+from benchmarks.horovod_ranks.start import Case, run_cases
+from benchmarks.outcome.horovod_sides import (
+    AUTOTUNE_OURS,
+    AUTOTUNE_OWN,
+    DEFAULT,
+    OURS_BESIDE,
+    SWEPT,
+    THROUGH,
+    HorovodRivals,
+    HorovodSide,
+    least_within_s,
+    read_rivals,
+    write_rivals,
+)
+from benchmarks.outcome.kept import Frozen, read_frozen
+from benchmarks.outcome.measure import LENGTHS
+from benchmarks.outcome.searches import MOST_STEPS, OURS, searched
 
-FILE, LOG = "horovod.json", "autotune.csv"
+LOG = "autotune.csv"
+TRAIN = Path(start.__file__).with_name("train.py").resolve()
 MIB = 2**20
-DEFAULT = "Horovod, default"
-AUTOTUNE_OWN, AUTOTUNE_OURS = "Horovod autotune, its budget", "Horovod autotune, our budget"
-THROUGH = "ours through Horovod"
 SWEEP = {
-    f"Horovod, {threshold:g} MiB, {cycle_ms:g} ms": HorovodSettings(
-        int(threshold * MIB), cycle_ms * 1e-3
-    )
+    f"{threshold:g} MiB, {cycle_ms:g} ms": HorovodSettings(int(threshold * MIB), cycle_ms * 1e-3)
     for threshold, cycle_ms in ((64, 5), (0.5, 1), (2, 1), (8, 1), (2, 5), (8, 5), (32, 10))
 }
 STEPS, WARMUP = 6, 3
+SWEEPS = 3
 STEPS_PER_SAMPLE = 50
 """A row of the log is the median of 5 scores of 10 steps each (Horovod 0.28.1,
 parameter_manager.cc)."""
@@ -57,97 +76,208 @@ AUTOTUNE_STEPS, QUICK_AUTOTUNE_STEPS = 30 + 20 * STEPS_PER_SAMPLE, 30 + 6 * STEP
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class HorovodSide:
-    """`rounds`: seconds of the timed steps of each round, the slowest rank's."""
-
-    name: str
-    settings: HorovodSettings
-    rounds: tuple[tuple[float, ...], ...] = ()
-
-
-@dataclass(frozen=True)
-class HorovodRivals:
-    """The sides of a domain. `autotune_steps`: steps for which autotune ran."""
-
-    domain: str
-    sides: tuple[HorovodSide, ...]
-    autotune_steps: int
-
-
-@dataclass(frozen=True)
-class HorovodRatios:
-    """time(Horovod) / time(ours), and to our plan through Horovod; None where it has no groups."""
-
-    domain: str
-    autotune: float
-    low: float
-    high: float
-    rival: str
-    default: float
-    swept: float
-    through: float | None
-
-
 def measure_horovod(setup: Setup, folder: Path, rounds: int, say: Say, quick: bool = False) -> None:
-    """Measure the sides of a domain whose closing comparison is complete; needs root.
+    """Measure a domain whose closing comparison is complete, until it has all `rounds`; needs root.
 
-    `quick`: autotune gets a third of its own budget.
+    `quick`: autotune gets a third of its own budget, and the sweep measures each setting once.
     """
-    from benchmarks.horovod_ranks.start import Case, run_cases
-
     frozen = read_frozen(folder)
-    if frozen is None or (folder / FILE).exists():
-        say(f"{setup.name}: Horovod " + ("measured" if frozen else "needs our side first"))
+    if frozen is None:
+        say(f"{setup.name}: Horovod needs our side first")
         return
-    domain = read_domain(folder)
-    workload, cluster = domain.workload, read_cluster(setup.cluster_file)
-    sparse = [variable.name for variable in workload.variables if variable.sparse]
-    if sparse:
-        say(f"{setup.name}: without Horovod, since {sparse[0]!r} has sparse gradients")
+    ranks = _HorovodRanks(setup, folder)
+    rivals = read_rivals(folder)
+    if rivals is None:
+        rivals = _tuned_rivals(ranks, frozen, say, quick)
+        write_rivals(folder, rivals)
+    if rivals.rounds >= rounds:
+        say(f"{setup.name}: Horovod measured")
         return
-    work = folder / "work" / "horovod"
+    with ExitStack() as stack:
+        ours = stack.enter_context(trial_session(folder, setup, LENGTHS, say))
+        through = stack.enter_context(
+            trial_session(folder / "horovod", ranks.script(), LENGTHS, say, quick=quick)
+        )
+        if rivals.through_trials == 0:
+            rivals = _with_search(rivals, through, frozen, say)
+            write_rivals(folder, rivals)
+        began_s, done = time.monotonic(), rivals.rounds
+        while rivals.rounds < rounds:
+            rivals = _with_round(rivals, ranks, ours, through, frozen.settings.seed)
+            write_rivals(folder, rivals)
+            round_s = (time.monotonic() - began_s) / (rivals.rounds - done)
+            left_s = round_s * (rounds - rivals.rounds)
+            say(
+                f"{setup.name}: Horovod, round {rivals.rounds} of {rounds}, "
+                f"about {format_seconds(left_s)} left"
+            )
+
+
+class _HorovodRanks:
+    """Ranks of plain Horovod on a domain's workload and cluster."""
+
+    def __init__(self, setup: Setup, folder: Path) -> None:
+        self.setup, self.folder = setup, folder
+        self.workload: Workload = read_domain(folder).workload
+        self.cluster: Cluster = read_cluster(setup.cluster_file)
+        self.work = folder / "work" / "horovod"
+        self.work.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def sparse(self) -> bool:
+        return any(variable.sparse for variable in self.workload.variables)
+
+    def steps_s(self, sides: Sequence[HorovodSide]) -> list[tuple[float, ...]]:
+        """Measure a block of each side."""
+        cases = [
+            Case(side.settings, (("plain", STEPS),), WARMUP, sparse_as_dense=side.sparse_as_dense)
+            for side in sides
+        ]
+        results = run_cases(self.cluster, self.workload, cases, self.work)
+        return [tuple(result.steps_s("plain")) for result in results]
+
+    def autotune(self, steps: int, sparse_as_dense: bool) -> None:
+        """Let Horovod tune itself for `steps`, and keep its log."""
+        log = (self.work / LOG).resolve()
+        tuning = {"HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_LOG": str(log)}
+        blocks = (("plain", steps),)
+        case = Case(None, blocks, environment=tuning, sparse_as_dense=sparse_as_dense)
+        run_cases(self.cluster, self.workload, [case], self.work)
+        read_samples(log)
+        write_whole(self.folder / LOG, log.read_text(encoding="utf-8"), "Horovod's log")
+
+    def script(self) -> Setup:
+        """Return the setup of a Horovod script that trains the workload's variables."""
+        file = (self.work / "workload.json").resolve()
+        file.write_text(json.dumps(self.workload.to_data()), encoding="utf-8")
+        return replace(self.setup, script=(str(TRAIN), str(file)), profile=lambda: self.workload)
+
+
+def _tuned_rivals(ranks: _HorovodRanks, frozen: Frozen, say: Say, quick: bool) -> HorovodRivals:
+    """Sweep Horovod's settings and run its autotune; return the sides without rounds."""
+    sweeps = 1 if quick else SWEEPS
+    name = ranks.setup.name
+    dense = False
+    if ranks.sparse:
+        ways = [HorovodSide(DEFAULT, HorovodSettings(), None, way) for way in (False, True)]
+        rows_s, dense_s = _medians_s(ranks, ways, 2 * sweeps)
+        dense = dense_s < rows_s
+        say(
+            f"{name}: Horovod's defaults take {format_seconds(rows_s)} with gathered rows and "
+            f"{format_seconds(dense_s)} with sparse_as_dense"
+        )
+    sides = [HorovodSide(one, settings, None, dense) for one, settings in SWEEP.items()]
+    sweep_s = dict(zip(SWEEP, _medians_s(ranks, sides, sweeps), strict=True))
+    swept = min(sweep_s, key=sweep_s.__getitem__)
+    say(f"{name}: Horovod's best of the sweep is {swept}")
     budget = our_steps(frozen)
     steps = max(budget, QUICK_AUTOTUNE_STEPS if quick else AUTOTUNE_STEPS)
-    if not (folder / LOG).exists():
-        say(f"{setup.name}: Horovod's autotune for {steps} steps")
-        log = (work / LOG).resolve()
-        log.parent.mkdir(parents=True, exist_ok=True)
-        tuning = {"HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_LOG": str(log)}
-        run_cases(cluster, workload, [Case(None, (("plain", steps),), environment=tuning)], work)
-        read_samples(log)
-        write_whole(folder / LOG, log.read_text(encoding="utf-8"), "Horovod's log")
-    samples = read_samples(folder / LOG)
-    sides = {DEFAULT: HorovodSettings(), **SWEEP}
-    sides[AUTOTUNE_OWN] = best_sample(samples)
+    if not (ranks.folder / LOG).exists():
+        about_s = steps * sweep_s[swept]
+        say(f"{name}: Horovod's autotune for {steps} steps, about {format_seconds(about_s)}")
+        ranks.autotune(steps, dense)
+    samples = read_samples(ranks.folder / LOG)
     within = samples[: budget // STEPS_PER_SAMPLE]
-    sides[AUTOTUNE_OURS] = best_sample(within) if within else HorovodSettings()
-    groups = expressible(frozen, folder)
-    if groups is not None:
-        sides[THROUGH] = HorovodSettings(groups=groups, fuses_groups=False)
-    times: dict[str, list[tuple[float, ...]]] = {name: [] for name in sides}
-    for number in range(rounds):
-        names = list(sides)
-        order = generator(frozen.settings.seed, "horovod", number).permutation(len(names))
-        names = [names[place] for place in order.tolist()]
-        cases = [Case(sides[name], (("plain", STEPS),), WARMUP) for name in names]
-        results = run_cases(cluster, workload, cases, work)
-        for name, result in zip(names, results, strict=True):
-            times[name].append(tuple(result.steps_s("plain")))
-        say(f"{setup.name}: Horovod, round {number + 1} of {rounds}")
-    listed = tuple(
-        HorovodSide(name, settings, tuple(times[name])) for name, settings in sides.items()
-    )
-    rivals = HorovodRivals(setup.name, listed, steps)
-    write_whole(folder / FILE, canonical_json(rivals), "the measurements of Horovod")
+    settings = {
+        DEFAULT: HorovodSettings(),
+        SWEPT: SWEEP[swept],
+        AUTOTUNE_OWN: best_sample(samples),
+        AUTOTUNE_OURS: best_sample(within) if within else HorovodSettings(),
+    }
+    strategy = ours_of(frozen)
+    listed = [HorovodSide(one, chosen, None, dense) for one, chosen in settings.items()]
+    listed += [HorovodSide(OURS_BESIDE, None, strategy), HorovodSide(THROUGH)]
+    bound_s = least_within_s(ranks.workload, ranks.cluster)
+    return HorovodRivals(name, tuple(listed), steps, 0, sweep_s, bound_s)
+
+
+def _medians_s(ranks: _HorovodRanks, sides: Sequence[HorovodSide], repeats: int) -> list[float]:
+    """Return the median step of each side, over interleaved blocks."""
+    blocks = [ranks.steps_s(sides) for _ in range(repeats)]
+    return [
+        median(step_s for block in of_side for step_s in block)
+        for of_side in zip(*blocks, strict=True)
+    ]
+
+
+def ours_of(frozen: Frozen) -> Strategy | None:
+    """Return our strategy at the last mark; None for the script's own DDP."""
+    course = frozen.courses[OURS]
+    name = course.sides[max(course.sides, key=int)]
+    return next(side.strategy for side in frozen.sides if side.name == name)
 
 
 def our_steps(frozen: Frozen) -> int:
-    """Steps of our search up to its last mark: each trial has a warm-up and timed steps."""
-    from benchmarks.outcome.measure import LENGTHS
-
+    """Return the steps of our search up to its last mark: a warm-up and timed steps per trial."""
     trials = max(frozen.courses[OURS].trials.values(), default=0)
     return trials * (LENGTHS.warmup_steps + LENGTHS.timed_steps)
+
+
+def operations_of_horovod(space: SearchSpace) -> SearchSpace:
+    """Return the part of the space whose messages are all operations of Horovod."""
+    return replace(
+        space,
+        synchronizers=(Synchronizer.ALL_REDUCE,),
+        sparse=(SparseHandling.DENSE,),
+        hierarchical=False,
+        ring_orders=False,
+    )
+
+
+def _with_search(
+    rivals: HorovodRivals, session: TrialSession, frozen: Frozen, say: Say
+) -> HorovodRivals:
+    """Search our plan through Horovod with as many trials as our own search had."""
+    mark = frozen.settings.marks[-1]
+    spec = replace(
+        job_spec(session), max_trials=mark, most_steps=MOST_STEPS, seed=frozen.settings.seed
+    )
+    with open_jobs(session) as store:
+        begin_job(session, store, THROUGH, spec, session.prepared_s)
+        found = searched(THROUGH, spec, store, session, (mark,), say, operations_of_horovod)
+    strategy = found.at.get(mark)
+    sides = [
+        replace(side, strategy=strategy) if side.name == THROUGH else side for side in rivals.sides
+    ]
+    return replace(rivals, sides=tuple(sides), through_trials=max(found.trials_at[mark], 1))
+
+
+def _with_round(
+    rivals: HorovodRivals,
+    ranks: _HorovodRanks,
+    ours: TrialSession,
+    through: TrialSession,
+    seed: int,
+) -> HorovodRivals:
+    """Measure each side once: Horovod's together, before, between or after ours."""
+    number = rivals.rounds
+    rng = generator(seed, "horovod", number)
+    of_horovod = [side for side in rivals.sides if side.settings is not None]
+    of_horovod = [of_horovod[place] for place in rng.permutation(len(of_horovod)).tolist()]
+    sessions = {OURS_BESIDE: ours, THROUGH: through}
+    times_s: dict[str, tuple[float, ...]] = {}
+    turns = ("Horovod", *sessions)
+    for turn in [turns[place] for place in rng.permutation(len(turns)).tolist()]:
+        if turn in sessions:
+            side = next(side for side in rivals.sides if side.name == turn)
+            times_s[turn] = _block(sessions[turn], side, number)
+        else:
+            names = [side.name for side in of_horovod]
+            times_s |= zip(names, ranks.steps_s(of_horovod), strict=True)
+    sides = [replace(side, rounds=(*side.rounds, times_s[side.name])) for side in rivals.sides]
+    return replace(rivals, sides=tuple(sides))
+
+
+def _block(session: TrialSession, side: HorovodSide, number: int) -> tuple[float, ...]:
+    """Return the steps of a trial of ours. Raises `LaunchError` if it fails."""
+    source = f"beside-horovod:{number}:{side.name}"
+    if side.strategy is None:
+        trial = session.reference(source)
+    else:
+        trial = session.candidate(source, side.strategy, STEPS)
+    if not isinstance(trial.outcome, Measured):
+        raise LaunchError(f"{side.name!r} failed in round {number}; run again: {trial.failure}")
+    return tuple(trial.outcome.slowest_s.tolist())
 
 
 @dataclass(frozen=True)
@@ -178,95 +308,3 @@ def read_samples(log: Path) -> list[AutotuneSample]:
 def best_sample(samples: Sequence[AutotuneSample]) -> HorovodSettings:
     best = max(samples, key=lambda sample: sample.score)
     return HorovodSettings(best.threshold_bytes, best.cycle_s)
-
-
-def expressible(frozen: Frozen, folder: Path) -> tuple[tuple[str, ...], ...] | None:
-    """The groups of our fastest frozen side that Horovod's groups express; None if none is."""
-    domain = read_domain(folder)
-    rounds = whole_rounds(rounds_of(domain.trials, CLOSING), frozen.sides)
-    found: dict[tuple[tuple[str, ...], ...], float] = {}
-    for side in frozen.sides:
-        if side.strategy is None or side.group is Group.RIVAL:
-            continue
-        enacted = plan(side.strategy, domain.workload, domain.cluster.world_size)
-        times_s = [measured[side.plan].median_s for measured in rounds if side.plan in measured]
-        groups = groups_of(enacted, domain.workload)
-        if groups is not None and times_s:
-            found[groups] = min(median(times_s), found.get(groups, float("inf")))
-    return min(found, key=found.__getitem__) if found else None
-
-
-def groups_of(enacted: Plan, workload: Workload) -> tuple[tuple[str, ...], ...] | None:
-    """The variables of each message, if all are uncompressed all-reduces of whole variables."""
-    found = horovod_groups(enacted, workload.variables)
-    return None if found is None or found.fp16 else found.groups
-
-
-def horovod_ratios(folder: Path) -> HorovodRatios | None:
-    """Evaluate a domain's folder; None if Horovod was not measured there."""
-    frozen = read_frozen(folder)
-    if frozen is None or not (folder / FILE).exists():
-        return None
-    rivals = parse(HorovodRivals, read_json(folder / FILE), str(folder / FILE))
-    domain = read_domain(folder)
-    rounds = whole_rounds(rounds_of(domain.trials, CLOSING), frozen.sides)
-    course = frozen.courses[OURS]
-    ours_name = course.sides[max(course.sides, key=int)]
-    ours_plan = next(side.plan for side in frozen.sides if side.name == ours_name)
-    ours = [measured[ours_plan] for measured in rounds]
-    return ratios_of(rivals, ours)
-
-
-def ratios_of(rivals: HorovodRivals, ours: Sequence[Measured]) -> HorovodRatios:
-    """Compare the sides with our rounds, pair by pair."""
-    sides = {side.name: side for side in rivals.sides}
-
-    def seconds(name: str) -> float:
-        return median(median(times_s) for times_s in sides[name].rounds)
-
-    autotuned = min((AUTOTUNE_OWN, AUTOTUNE_OURS), key=seconds)
-    blocks = [Measured(step_s=(times_s,)) for times_s in sides[autotuned].rounds]
-    pairs = min(len(blocks), len(ours))
-    interval = compare(blocks[:pairs], ours[:pairs], CONFIDENCE)
-    ours_s = median(block.median_s for block in ours)
-    swept = [name for name in sides if name in SWEEP]
-    through = seconds(autotuned) / seconds(THROUGH) if THROUGH in sides else None
-    return HorovodRatios(
-        rivals.domain,
-        interval.ratio,
-        interval.low,
-        interval.high,
-        autotuned,
-        seconds(DEFAULT) / ours_s,
-        min(map(seconds, swept)) / ours_s,
-        through,
-    )
-
-
-def horovod_keys(ratios: Sequence[HorovodRatios]) -> Mapping[str, object]:
-    """Return the keys of the benchmark's last line; none without a measured domain."""
-    if not ratios:
-        return {}
-    through = [one.through for one in ratios if one.through is not None]
-    worst = min(ratios, key=lambda one: one.autotune)
-    return {
-        "ratio_geomean_to_horovod": geomean([one.autotune for one in ratios]),
-        "ratio_min_to_horovod": worst.autotune,
-        "ratio_min_to_horovod_high": worst.high,
-        "ratio_geomean_to_horovod_default": geomean([one.default for one in ratios]),
-        "ratio_geomean_to_horovod_swept": geomean([one.swept for one in ratios]),
-        "ratio_geomean_through_horovod": geomean(through) if through else None,
-        "horovod": [
-            {
-                "domain": one.domain,
-                "ratio": one.autotune,
-                "low": one.low,
-                "high": one.high,
-                "rival": one.rival,
-                "default": one.default,
-                "swept": one.swept,
-                "through": one.through,
-            }
-            for one in ratios
-        ],
-    }

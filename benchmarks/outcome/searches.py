@@ -11,6 +11,7 @@ from autotune.jobs.driver import carry_out
 from autotune.sampler.proposer import Proposer
 from autotune.simulators.registry import SIMULATORS
 from autotune.storage.store import Store
+from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
 from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec
@@ -58,13 +59,14 @@ def searched(
     session: TrialSession,
     marks: Sequence[int],
     say: Callable[[str], None],
+    narrow: Callable[[SearchSpace], SearchSpace] = lambda space: space,
 ) -> Searched:
     """Search up to the last mark, resuming the job's log; at each mark measure its finalists again.
 
     The second looks are events of a separate job, `JOB-MARK`: the search continues as if they had
     not happened.
     """
-    proposer = Proposer(spec, SIMULATORS)
+    proposer = Proposer(spec, SIMULATORS, narrow=narrow)
     at, trials_at, seconds_at, history = {}, {}, {}, store.history(job)
     for mark in marks:
         bounded, world = replace(spec, max_trials=mark), SessionWorld(session, job)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,9 @@ from runtime_rewriter.pytorch.exchange.ranks import RankGroups, SynchronizerGrou
 
 SENT_BY_HOROVOD = (torch.float32, torch.float64, torch.float16)
 """Gradients of other dtypes (bfloat16, complex) are unknown to `horovod.torch`."""
+_NUMBERS = itertools.count(1)
+"""Of operations, the same on all ranks: plans are loaded together. No other plan of this process
+uses the number, since Horovod would remember the order of its last execution."""
 _POLL_S = 5e-5
 """Between looks at an operation: Horovod's own wait spins, and keeps a core from the other
 ranks."""
@@ -46,7 +50,6 @@ class HorovodLanes(Lanes):
         super().__init__(ranks, device)
         self._timeout_s = min(ranks.timeout_s, limit_s or ranks.timeout_s)
         self._horovod, self._process_set = horovod, process_set
-        self._operations = 0
         self.sent_by_horovod = 0
         """All-reduces of the loaded plan that Horovod executes."""
 
@@ -54,9 +57,8 @@ class HorovodLanes(Lanes):
         world = rank_groups == RankGroups.world(self.ranks.size)
         if not world or values.dtype not in SENT_BY_HOROVOD:
             return super().all_reduce(values, rank_groups)
-        self._operations += 1  # the same on all ranks: plans are loaded together
         self.sent_by_horovod += 1
-        name = f"autotune.{self._operations}"
+        name = f"autotune.{next(_NUMBERS)}"
 
         def reduce(group: dist.ProcessGroup) -> dist.Work | None:
             horovod = self._horovod

@@ -1,33 +1,39 @@
-"""Horovod as a rival of the outcome benchmark: its log, its groups, and the ratios."""
+"""Horovod as a rival of the outcome benchmark: its log, bound, space, and the ratios."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from synthetic_job import WORKLOAD
 
+from autotune.cluster import Cluster, Host
+from autotune.costs.timing import ready_times_s
 from autotune.errors import InvalidInput
+from autotune.lowering.horovod import ring_s_per_byte
 from autotune.lowering.negotiation import HorovodSettings
-from autotune.records import Measured
 from autotune.strategy_space.builders import collectives
-from autotune.strategy_space.plan import plan
-from benchmarks.outcome.horovod import (
+from autotune.strategy_space.space import SearchSpace
+from benchmarks.outcome.horovod import MIB, best_sample, operations_of_horovod, read_samples
+from benchmarks.outcome.horovod_sides import (
     AUTOTUNE_OURS,
     AUTOTUNE_OWN,
     DEFAULT,
-    MIB,
-    SWEEP,
+    OURS_BESIDE,
+    SWEPT,
     THROUGH,
     HorovodRivals,
     HorovodSide,
-    best_sample,
-    groups_of,
     horovod_keys,
+    horovod_ratios,
+    least_within_s,
     ratios_of,
-    read_samples,
+    read_rivals,
+    write_rivals,
 )
 
+CLUSTER = Cluster("up", tuple(Host(f"h{number}", 1, 1e8, 1e-4, 1e9, 1e-5) for number in range(2)))
 ROUNDS = 6
 LOG = """\
 hierarchical_allreduce,hierarchical_allgather,torus_allreduce,cache_enabled,cycle_time_ms,tensor_fusion_threshold,score
@@ -49,35 +55,60 @@ def test_the_best_sample_of_the_log_has_the_highest_score(tmp_path: Path) -> Non
         read_samples(log)
 
 
-def test_only_plain_all_reduces_of_whole_variables_are_groups_of_horovod() -> None:
-    names = {variable.name for variable in WORKLOAD.variables}
-    bucket = groups_of(plan(collectives.single_bucket(WORKLOAD), WORKLOAD, 2), WORKLOAD)
-    assert bucket is not None
-    assert [set(group) for group in bucket] == [names]
-    apart = groups_of(plan(collectives.per_variable(WORKLOAD), WORKLOAD, 2), WORKLOAD)
-    assert apart is not None
-    assert sorted(map(len, apart)) == [1] * len(names)
-    zero = plan(collectives.zero2_like(WORKLOAD), WORKLOAD, 2)
-    assert groups_of(zero, WORKLOAD) is None
+def test_only_all_reduces_of_dense_gradients_are_searched() -> None:
+    space = operations_of_horovod(SearchSpace.default())
+    bucket = collectives.single_bucket(WORKLOAD)
+    for strategy in (bucket, replace(bucket, cross_step=True)):
+        assert space.violation(strategy, WORKLOAD, CLUSTER) is None
+    assert space.violation(collectives.zero2_like(WORKLOAD), WORKLOAD, CLUSTER) is not None
 
 
-def side(name: str, step_s: float) -> HorovodSide:
-    return HorovodSide(name, HorovodSettings(), ((step_s, step_s),) * ROUNDS)
+def test_a_step_within_horovod_takes_all_messages_one_by_one_after_the_first_gradient() -> None:
+    slow = replace(WORKLOAD, forward_s=0.2, backward_s=0.1, update_s=0.01)
+    sent_s = ring_s_per_byte(CLUSTER) * slow.grad_bytes
+    ready_s = ready_times_s(slow)
+    bound_s = least_within_s(slow, CLUSTER)
+    assert bound_s >= 0.2 + max(0.1, float(ready_s.min()) + sent_s) + 0.01 - 1e-12
+    assert bound_s <= 0.2 + max(0.1, float(ready_s.max()) + sent_s) + 0.01 + 1e-12
 
 
-def test_ratios_compare_the_better_autotune_with_ours() -> None:
-    sides = [side(name, 0.3) for name in SWEEP]
-    sides += [side(DEFAULT, 0.28), side(AUTOTUNE_OWN, 0.24), side(AUTOTUNE_OURS, 0.26)]
-    ours = [Measured(step_s=((0.2, 0.2),))] * ROUNDS
-    alone = ratios_of(HorovodRivals("vgg.x", tuple(sides), 100), ours)
-    assert (alone.rival, alone.through) == (AUTOTUNE_OWN, None)
-    assert alone.autotune == pytest.approx(1.2)
-    assert alone.low <= alone.autotune <= alone.high
-    assert (alone.default, alone.swept) == pytest.approx((1.4, 1.5))
-    through = ratios_of(HorovodRivals("b", (*sides, side(THROUGH, 0.2)), 100), ours)
-    assert through.through == pytest.approx(1.2)
-    keys = horovod_keys([alone, through])
+def rivals(domain: str, through_s: float, rounds: int = ROUNDS) -> HorovodRivals:
+    def side(name: str, step_s: float) -> HorovodSide:
+        settings = None if name in (OURS_BESIDE, THROUGH) else HorovodSettings()
+        return HorovodSide(name, settings, rounds=((step_s, step_s),) * rounds)
+
+    crossing = replace(collectives.single_bucket(WORKLOAD), cross_step=True)
+    sides = (
+        side(DEFAULT, 0.28),
+        side(SWEPT, 0.3),
+        side(AUTOTUNE_OWN, 0.24),
+        side(AUTOTUNE_OURS, 0.26),
+        side(OURS_BESIDE, 0.2),
+        replace(side(THROUGH, through_s), strategy=crossing),
+    )
+    return HorovodRivals(domain, sides, 100, 10, {"64 MiB, 5 ms": 0.3}, 0.23)
+
+
+def test_ratios_compare_the_better_autotune_with_ours_and_ours_through_it() -> None:
+    one, two = ratios_of(rivals("vgg.x", 0.2)), ratios_of(rivals("b", 0.24))
+    assert one.rival == AUTOTUNE_OWN
+    assert one.autotune.ratio == pytest.approx(1.2)
+    assert one.autotune.low <= one.autotune.ratio <= one.autotune.high
+    assert (one.default, one.swept) == pytest.approx((1.4, 1.5))
+    assert (one.through.ratio, two.through.ratio) == pytest.approx((1.2, 1.0))
+    assert one.across and one.headroom == pytest.approx(0.24 / 0.23)
+    keys = horovod_keys([one, two])
     assert keys["ratio_geomean_to_horovod"] == pytest.approx(1.2)
-    assert keys["ratio_geomean_through_horovod"] == pytest.approx(1.2)
+    assert keys["ratio_geomean_through_horovod"] == pytest.approx(1.2**0.5)
     assert keys["ratio_min_to_horovod"] == pytest.approx(1.2)
     assert horovod_keys([]) == {}
+
+
+def test_rounds_are_kept_and_too_few_give_no_ratio(tmp_path: Path) -> None:
+    assert read_rivals(tmp_path) is None and horovod_ratios(tmp_path) is None
+    few = rivals("vgg.x", 0.2, rounds=2)
+    write_rivals(tmp_path, few)
+    assert read_rivals(tmp_path) == few
+    assert horovod_ratios(tmp_path) is None
+    write_rivals(tmp_path, rivals("vgg.x", 0.2))
+    assert horovod_ratios(tmp_path) is not None
