@@ -164,8 +164,8 @@ def operations_of(handle: Any) -> list[int]:
     """Return the handles of operations; those of a sparse gradient are in a function's closure."""
     if not callable(handle):
         return [handle]
-    cells = [cell.cell_contents for cell in handle.__closure__ or ()]
-    return [content for content in cells if type(content) is int]
+    held = zip(handle.__code__.co_freevars, handle.__closure__, strict=True)
+    return [cell.cell_contents for name, cell in held if name.endswith("_handle")]
 
 
 def await_quietly(handle: int) -> None:

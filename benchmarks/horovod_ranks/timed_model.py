@@ -60,7 +60,9 @@ def gradient_of(variable: Variable) -> Tensor:
     touched = rows if variable.touched_rows is None else round(variable.touched_rows)
     indices = torch.randperm(rows)[:touched].sort().values
     values = torch.randn(touched, *inner) * 1e-3
-    return torch.sparse_coo_tensor(indices[None], values, variable.shape).coalesce()
+    return torch.sparse_coo_tensor(
+        indices[None], values, variable.shape, check_invariants=False
+    ).coalesce()
 
 
 class TimedUpdate(torch.optim.SGD):

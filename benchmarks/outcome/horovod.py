@@ -16,7 +16,6 @@ whichever is faster by its defaults.
 from __future__ import annotations
 
 import csv
-import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -27,24 +26,21 @@ from statistics import median
 from autotune.cluster import Cluster
 from autotune.cluster_file import read_cluster
 from autotune.dataset.folder import read_domain
-from autotune.errors import InvalidInput, LaunchError
+from autotune.errors import InvalidInput
 from autotune.files import write_whole
 from autotune.jobs.campaign.session import TrialSession, trial_session
 from autotune.jobs.campaign.setups import Setup
-from autotune.jobs.campaign.tuning_jobs import begin_job, job_spec, open_jobs
 from autotune.lowering.negotiation import HorovodSettings
-from autotune.records import Measured
 from autotune.rng import generator
-from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import SparseHandling, Strategy, Synchronizer
+from autotune.strategy_space.strategy import Strategy
 from autotune.units import format_seconds
 from autotune.workload import Workload
-from benchmarks.horovod_ranks import start
 from benchmarks.horovod_ranks.start import Case, run_cases
 from benchmarks.outcome.horovod_sides import (
     AUTOTUNE_OURS,
     AUTOTUNE_OWN,
     DEFAULT,
+    FILE,
     OURS_BESIDE,
     SWEPT,
     THROUGH,
@@ -54,18 +50,18 @@ from benchmarks.outcome.horovod_sides import (
     read_rivals,
     write_rivals,
 )
+from benchmarks.outcome.horovod_through import STEPS, ThroughHorovod, block_of, through_horovod
 from benchmarks.outcome.kept import Frozen, read_frozen
 from benchmarks.outcome.measure import LENGTHS
-from benchmarks.outcome.searches import MOST_STEPS, OURS, searched
+from benchmarks.outcome.searches import OURS
 
 LOG = "autotune.csv"
-TRAIN = Path(start.__file__).with_name("train.py").resolve()
 MIB = 2**20
 SWEEP = {
     f"{threshold:g} MiB, {cycle_ms:g} ms": HorovodSettings(int(threshold * MIB), cycle_ms * 1e-3)
     for threshold, cycle_ms in ((64, 5), (0.5, 1), (2, 1), (8, 1), (2, 5), (8, 5), (32, 10))
 }
-STEPS, WARMUP = 6, 3
+WARMUP = 3
 SWEEPS = 3
 STEPS_PER_SAMPLE = 50
 """A row of the log is the median of 5 scores of 10 steps each (Horovod 0.28.1,
@@ -95,12 +91,8 @@ def measure_horovod(setup: Setup, folder: Path, rounds: int, say: Say, quick: bo
         return
     with ExitStack() as stack:
         ours = stack.enter_context(trial_session(folder, setup, LENGTHS, say))
-        through = stack.enter_context(
-            trial_session(folder / "horovod", ranks.script(), LENGTHS, say, quick=quick)
-        )
-        if rivals.through_trials == 0:
-            rivals = _with_search(rivals, through, frozen, say)
-            write_rivals(folder, rivals)
+        through = stack.enter_context(through_horovod(setup, folder, frozen.settings, quick))
+        rivals = _with_search(rivals, through)
         began_s, done = time.monotonic(), rivals.rounds
         while rivals.rounds < rounds:
             rivals = _with_round(rivals, ranks, ours, through, frozen.settings.seed)
@@ -145,12 +137,6 @@ class _HorovodRanks:
         run_cases(self.cluster, self.workload, [case], self.work)
         read_samples(log)
         write_whole(self.folder / LOG, log.read_text(encoding="utf-8"), "Horovod's log")
-
-    def script(self) -> Setup:
-        """Return the setup of a Horovod script that trains the workload's variables."""
-        file = (self.work / "workload.json").resolve()
-        file.write_text(json.dumps(self.workload.to_data()), encoding="utf-8")
-        return replace(self.setup, script=(str(TRAIN), str(file)), profile=lambda: self.workload)
 
 
 def _tuned_rivals(ranks: _HorovodRanks, frozen: Frozen, say: Say, quick: bool) -> HorovodRivals:
@@ -213,40 +199,29 @@ def our_steps(frozen: Frozen) -> int:
     return trials * (LENGTHS.warmup_steps + LENGTHS.timed_steps)
 
 
-def operations_of_horovod(space: SearchSpace) -> SearchSpace:
-    """Return the part of the space whose messages are all operations of Horovod."""
-    return replace(
-        space,
-        synchronizers=(Synchronizer.ALL_REDUCE,),
-        sparse=(SparseHandling.DENSE,),
-        hierarchical=False,
-        ring_orders=False,
-    )
-
-
-def _with_search(
-    rivals: HorovodRivals, session: TrialSession, frozen: Frozen, say: Say
-) -> HorovodRivals:
-    """Search our plan through Horovod with as many trials as our own search had."""
-    mark = frozen.settings.marks[-1]
-    spec = replace(
-        job_spec(session), max_trials=mark, most_steps=MOST_STEPS, seed=frozen.settings.seed
-    )
-    with open_jobs(session) as store:
-        begin_job(session, store, THROUGH, spec, session.prepared_s)
-        found = searched(THROUGH, spec, store, session, (mark,), say, operations_of_horovod)
-    strategy = found.at.get(mark)
+def _with_search(rivals: HorovodRivals, through: ThroughHorovod) -> HorovodRivals:
+    """Freeze the strategy that the search found; a resumed search finds the same."""
+    found = through.found
+    if rivals.through_trials:
+        before = next(side.strategy for side in rivals.sides if side.name == THROUGH)
+        if before != found.strategy:
+            raise InvalidInput(
+                f"the search through Horovod must resume with the strategy of the {rivals.rounds} "
+                f"rounds of {rivals.domain}, but found another one; remove {FILE} in its folder"
+            )
+        return rivals
     sides = [
-        replace(side, strategy=strategy) if side.name == THROUGH else side for side in rivals.sides
+        replace(side, strategy=found.strategy) if side.name == THROUGH else side
+        for side in rivals.sides
     ]
-    return replace(rivals, sides=tuple(sides), through_trials=max(found.trials_at[mark], 1))
+    return replace(rivals, sides=tuple(sides), through_trials=max(found.trials, 1))
 
 
 def _with_round(
     rivals: HorovodRivals,
     ranks: _HorovodRanks,
     ours: TrialSession,
-    through: TrialSession,
+    through: ThroughHorovod,
     seed: int,
 ) -> HorovodRivals:
     """Measure each side once: Horovod's together, before, between or after ours."""
@@ -254,30 +229,19 @@ def _with_round(
     rng = generator(seed, "horovod", number)
     of_horovod = [side for side in rivals.sides if side.settings is not None]
     of_horovod = [of_horovod[place] for place in rng.permutation(len(of_horovod)).tolist()]
-    sessions = {OURS_BESIDE: ours, THROUGH: through}
+    strategy = next(side.strategy for side in rivals.sides if side.name == OURS_BESIDE)
     times_s: dict[str, tuple[float, ...]] = {}
-    turns = ("Horovod", *sessions)
+    turns = (DEFAULT, OURS_BESIDE, THROUGH)
     for turn in [turns[place] for place in rng.permutation(len(turns)).tolist()]:
-        if turn in sessions:
-            side = next(side for side in rivals.sides if side.name == turn)
-            times_s[turn] = _block(sessions[turn], side, number)
+        if turn == OURS_BESIDE:
+            times_s[turn] = block_of(ours, f"beside-horovod:{number}:{turn}", strategy)
+        elif turn == THROUGH:
+            times_s[turn] = through.block(number)
         else:
             names = [side.name for side in of_horovod]
             times_s |= zip(names, ranks.steps_s(of_horovod), strict=True)
     sides = [replace(side, rounds=(*side.rounds, times_s[side.name])) for side in rivals.sides]
     return replace(rivals, sides=tuple(sides))
-
-
-def _block(session: TrialSession, side: HorovodSide, number: int) -> tuple[float, ...]:
-    """Return the steps of a trial of ours. Raises `LaunchError` if it fails."""
-    source = f"beside-horovod:{number}:{side.name}"
-    if side.strategy is None:
-        trial = session.reference(source)
-    else:
-        trial = session.candidate(source, side.strategy, STEPS)
-    if not isinstance(trial.outcome, Measured):
-        raise LaunchError(f"{side.name!r} failed in round {number}; run again: {trial.failure}")
-    return tuple(trial.outcome.slowest_s.tolist())
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runtime_rewriter.pytorch.exchange.device import Device
-from runtime_rewriter.pytorch.exchange.lanes import Collective, Lanes
+from runtime_rewriter.pytorch.exchange.lanes import Collective, Gather, Lanes
 from runtime_rewriter.pytorch.exchange.ranks import RankGroups, SynchronizerGroups
 
 SENT_BY_HOROVOD = (torch.float32, torch.float64, torch.float16)
@@ -29,7 +29,8 @@ ranks."""
 
 
 class HorovodLanes(Lanes):
-    """Lanes whose all-reduces of all ranks are operations of Horovod, one per message.
+    """Lanes whose all-reduces and gathers of all ranks are operations of Horovod, one per message.
+    A message of rows has two gathers, as Horovod's own sparse gradients have.
 
     `horovod` is the module `horovod.torch`. `limit_s`: see `stall_limit_s`.
 
@@ -58,7 +59,7 @@ class HorovodLanes(Lanes):
         if not world or values.dtype not in SENT_BY_HOROVOD:
             return super().all_reduce(values, rank_groups)
         self.sent_by_horovod += 1
-        name = f"autotune.{next(_NUMBERS)}"
+        name = _new_name()
 
         def reduce(group: dist.ProcessGroup) -> dist.Work | None:
             horovod = self._horovod
@@ -69,11 +70,38 @@ class HorovodLanes(Lanes):
 
         return reduce
 
+    def all_gather(self, rank_groups: RankGroups) -> Gather:
+        if rank_groups != RankGroups.world(self.ranks.size):
+            return super().all_gather(rank_groups)
+        name = _new_name()
+
+        def gather(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+            horovod = self._horovod
+            handle = horovod.allgather_async(sent, name=name, process_set=self._process_set)
+            operation = _Operation(horovod, handle, self.ranks.timeout_s, received.copy_)
+            return cast(dist.Work, operation)
+
+        return gather
+
+
+def _new_name() -> str:
+    return f"autotune.{next(_NUMBERS)}"
+
 
 class _Operation:
-    """An operation under way; the part of `dist.Work` that lanes use. Any thread may wait."""
+    """An operation under way; the part of `dist.Work` that lanes use. Any thread may wait.
 
-    def __init__(self, horovod: Any, handle: int, timeout_s: float) -> None:
+    `take` is called once with its result.
+    """
+
+    def __init__(
+        self,
+        horovod: Any,
+        handle: int,
+        timeout_s: float,
+        take: Callable[[Any], object] = lambda _: None,
+    ) -> None:
+        self._take = take
         self._poll: Callable[[int], bool] = horovod.poll
         self._synchronize: Callable[[int], object] = horovod.synchronize
         self._handle = handle
@@ -97,4 +125,4 @@ class _Operation:
                     )
                 time.sleep(_POLL_S)
             self._ended = True
-            self._synchronize(self._handle)  # raises what failed
+            self._take(self._synchronize(self._handle))  # raises what failed

@@ -350,7 +350,7 @@ def refusals(rank: int) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     timeline = tmp_path_factory.mktemp("horovod") / "timeline.json"
-    return run_world(check_all, 2, free_port(), str(timeline), timeout_s=400.0)
+    return run_world(check_all, 2, free_port(), str(timeline), timeout_s=280.0)
 
 
 def test_every_script_sees_and_trains_what_its_own_horovod_gives(found) -> None:

@@ -15,7 +15,7 @@ from autotune.lowering.horovod import ring_s_per_byte
 from autotune.lowering.negotiation import HorovodSettings
 from autotune.strategy_space.builders import collectives
 from autotune.strategy_space.space import SearchSpace
-from benchmarks.outcome.horovod import MIB, best_sample, operations_of_horovod, read_samples
+from benchmarks.outcome.horovod import MIB, best_sample, read_samples
 from benchmarks.outcome.horovod_sides import (
     AUTOTUNE_OURS,
     AUTOTUNE_OWN,
@@ -32,6 +32,7 @@ from benchmarks.outcome.horovod_sides import (
     read_rivals,
     write_rivals,
 )
+from benchmarks.outcome.horovod_through import operations_of_horovod
 
 CLUSTER = Cluster("up", tuple(Host(f"h{number}", 1, 1e8, 1e-4, 1e9, 1e-5) for number in range(2)))
 ROUNDS = 6
@@ -55,7 +56,7 @@ def test_the_best_sample_of_the_log_has_the_highest_score(tmp_path: Path) -> Non
         read_samples(log)
 
 
-def test_only_all_reduces_of_dense_gradients_are_searched() -> None:
+def test_only_operations_of_horovod_are_searched() -> None:
     space = operations_of_horovod(SearchSpace.default())
     bucket = collectives.single_bucket(WORKLOAD)
     for strategy in (bucket, replace(bucket, cross_step=True)):

@@ -30,6 +30,10 @@ for."""
 Collective = Callable[[dist.ProcessGroup], dist.Work | None]
 """Starts a collective over a process group of which this rank is a member."""
 
+Gather = Callable[[Tensor, Tensor, dist.ProcessGroup], dist.Work | None]
+"""Called with (received, sent, process group): fills `received` with all ranks' `sent`, in rank
+order."""
+
 Around = Callable[[int, int, Step], dist.Work | None]
 """Called with (message number, lane, step) on the thread that starts the step; calls it and returns
 its result."""
@@ -174,6 +178,17 @@ class Lanes:
             return work
 
         return reduce
+
+    def all_gather(self, rank_groups: RankGroups) -> Gather:
+        """The gather of equally long vectors within each group, to be started at any time."""
+
+        def gather(received: Tensor, sent: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+            work: dist.Work | None = dist.all_gather_single(
+                received, sent, group=group, async_op=True
+            )
+            return work
+
+        return gather
 
     def trim(self) -> None:
         """Destroy the groups unused for longest that the loaded plan does not need. Local.

@@ -50,6 +50,7 @@ class RowStage(ABC):
         self._device = lanes.device
         self._count_group = lanes.group(lane, groups)
         self._row_group = lanes.group(lane + 1, groups)
+        self._gather_counts, self._gather_rows = lanes.all_gather(groups), lanes.all_gather(groups)
         members = groups.members_of(lanes.ranks.rank)
         self._members = len(members)
         self._root = None if roots is None else root_of(members, roots)
@@ -97,7 +98,7 @@ class GatherRows(RowStage):
             return None
         self._counts = count.new_empty(2 * self._members)
         group = self._count_group
-        return work_of(dist.all_gather_single(self._counts, count, group=group, async_op=True))
+        return work_of(self._gather_counts(self._counts, count, group))
 
     @property
     def _receives(self) -> bool:
@@ -116,7 +117,7 @@ class GatherRows(RowStage):
         received = sent.new_empty((self._members if self._receives else 0) * sent.numel())
         self._received = received
         if self._root is None:
-            return work_of(dist.all_gather_single(received, sent, group=group, async_op=True))
+            return work_of(self._gather_rows(received, sent, group))
         parts = list(received.view(self._members, -1)) if self._receives else None
         return work_of(dist.gather(sent, parts, group=group, group_dst=self._root, async_op=True))
 
