@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from synthetic_job import WORKLOAD
 
 from autotune.cluster import Cluster, Host
 from autotune.costs.timing import ready_times_s
-from autotune.errors import InvalidInput
+from autotune.errors import InvalidInput, LaunchError
 from autotune.lowering.horovod import ring_s_per_byte
 from autotune.lowering.negotiation import HorovodSettings
 from autotune.strategy_space.builders import collectives
@@ -32,7 +34,7 @@ from benchmarks.outcome.horovod_sides import (
     read_rivals,
     write_rivals,
 )
-from benchmarks.outcome.horovod_through import operations_of_horovod
+from benchmarks.outcome.horovod_through import ThroughHorovod, operations_of_horovod
 
 CLUSTER = Cluster("up", tuple(Host(f"h{number}", 1, 1e8, 1e-4, 1e9, 1e-5) for number in range(2)))
 ROUNDS = 6
@@ -113,3 +115,21 @@ def test_rounds_are_kept_and_too_few_give_no_ratio(tmp_path: Path) -> None:
     assert horovod_ratios(tmp_path) is None
     write_rivals(tmp_path, rivals("vgg.x", 0.2))
     assert horovod_ratios(tmp_path) is not None
+
+
+ANSWERS = """
+import sys
+print('{"strategy": null, "trials": 3}', flush=True)
+print([float(sys.stdin.readline())], flush=True)
+"""
+
+
+def test_blocks_are_answers_of_a_process_whose_end_is_an_error() -> None:
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", ANSWERS]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        through = ThroughHorovod(process)
+        assert (through.found.strategy, through.found.trials) == (None, 3)
+        assert through.block(7) == (7.0,)
+        with pytest.raises(LaunchError, match="ended with status 0"):
+            through._line()
