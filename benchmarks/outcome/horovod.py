@@ -90,9 +90,11 @@ def measure_horovod(setup: Setup, folder: Path, rounds: int, say: Say, quick: bo
         say(f"{setup.name}: Horovod measured")
         return
     with ExitStack() as stack:
-        ours = stack.enter_context(trial_session(folder, setup, LENGTHS, say))
+        # First, since a session moves this process into the network of its first host.
         through = stack.enter_context(through_horovod(setup, folder, frozen.settings, quick))
         rivals = _with_search(rivals, through)
+        write_rivals(folder, rivals)
+        ours = stack.enter_context(trial_session(folder, setup, LENGTHS, say))
         began_s, done = time.monotonic(), rivals.rounds
         while rivals.rounds < rounds:
             rivals = _with_round(rivals, ranks, ours, through, frozen.settings.seed)
