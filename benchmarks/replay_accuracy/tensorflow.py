@@ -8,6 +8,9 @@ under other groups and other bandwidths are predicted, and compared with what th
 from __future__ import annotations
 
 import csv
+import json
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -35,6 +38,7 @@ from benchmarks.tensorflow_ranks.start import RESULTS, Case, CaseResult, read_re
 MODELS = ("vgg16", "resnet50", "bert-base")
 CLUSTERS = ("four_hosts", "four_hosts_uneven", "two_hosts_two_devices")
 LAYERS, GRAD_BYTES, COMPUTE_S = 12, 8 * 2**20, 0.12
+MEMORY_RESULTS = "memory.json"
 PROBE = "probe"
 PROBE_ELEMENTS = (2**14, 2**16, 2**18, 2**19, 2**20, 2**21)
 PROBE_PAUSE_S = 1.0
@@ -262,4 +266,17 @@ def measure(folder: Path, say: Say, only_evaluate: bool = False) -> dict[str, fl
             f"{step.measured_s * 1e3:6.1f} ms, predicted {step.predicted_s * 1e3:6.1f} ms, "
             f"error {step.error:5.1%}"
         )
-    return summary(steps)
+    return summary(steps) | memory_errors(folder, say, only_evaluate)
+
+
+def memory_errors(folder: Path, say: Say, only_evaluate: bool) -> dict[str, float]:
+    """The keys of `tensorflow_memory`, which runs in a process of its own; {} if it was not run."""
+    results = folder / MEMORY_RESULTS
+    if not only_evaluate:
+        say("TensorFlow's memory")
+        module = "benchmarks.replay_accuracy.tensorflow_memory"
+        subprocess.run([sys.executable, "-m", module, str(results)], check=True, stdout=sys.stderr)
+    if not results.exists():
+        return {}
+    found = json.loads(results.read_text())
+    return {name: value for name, value in found.items() if name != "cases"}

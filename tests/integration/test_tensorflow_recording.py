@@ -214,3 +214,23 @@ def test_events_of_one_node_become_one() -> None:
     assert list(events) == [gpu]
     event = events[gpu]["matmul"]
     assert (event.start_ns, event.end_ns) == (1000, 9000)
+
+
+def test_the_peak_counts_what_nodes_had_allocated_at_once() -> None:
+    from tensorflow.core.framework.step_stats_pb2 import StepStats
+
+    from runtime_rewriter.tensorflow.recording.step_events import step_events
+
+    stats = StepStats()
+    device = "/job:worker/replica:0/task:0/device:CPU:0"
+    of_device = stats.dev_stats.add(device=device)
+    for name, changes in (
+        ("first", [(1, 100), (5, -100)]),
+        ("second", [(3, 50), (7, -50)]),
+        ("third", [(5, 30), (9, -30)]),  # before the first is freed in the same microsecond
+    ):
+        allocator = of_device.node_stats.add(node_name=name, all_start_nanos=1).memory.add()
+        for at_us, size in changes:
+            allocator.allocation_records.add(alloc_micros=at_us, alloc_bytes=size)
+    assert step_events(stats).allocated_peak(device) == 180
+    assert step_events(stats).allocated_peak("another") == 0

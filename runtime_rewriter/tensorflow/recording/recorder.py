@@ -96,14 +96,21 @@ class StepRecords:
         return graph
 
     def _memory(self, device: str) -> tuple[int | None, int | None]:
-        """Bytes in use on a device before a step and at most, as its allocator counted."""
+        """Bytes in use on a device before a step, and at most.
+
+        The allocator is asked as nodes end, which misses what they freed before. So the most is
+        also at least what the records of allocations add up to.
+        """
         in_use = [
             event.in_use_bytes
             for events in self.steps
             for event in sorted(events.nodes.get(device, {}).values(), key=lambda e: e.end_ns)
             if event.in_use_bytes
         ]
-        return (min(in_use), max(in_use)) if in_use else (None, None)
+        if not in_use:
+            return None, None
+        allocated = max(events.allocated_peak(device) for events in self.steps)
+        return min(in_use), max(*in_use, min(in_use) + allocated)
 
 
 @dataclass

@@ -26,6 +26,7 @@ class NodeEvent:
 
     - `scratch_bytes`: allocated and freed while it ran. `in_use_bytes`: what its allocator held at
       its end, 0 where the allocator does not count.
+    - `allocations`: (ns, bytes) of each block that it got, and negative bytes as that was freed.
     """
 
     name: str
@@ -34,6 +35,7 @@ class NodeEvent:
     memory: tuple[tuple[int, int], ...] = ()
     scratch_bytes: int = 0
     in_use_bytes: int = 0
+    allocations: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,20 @@ class StepEvents:
     nodes: dict[str, dict[str, NodeEvent]]
     received: tuple[Transfer, ...]
     hops: tuple[Transfer, ...]
+
+    def allocated_peak(self, device: str) -> int:
+        """The most bytes that the nodes of a device had allocated at once in this step.
+
+        Blocks of one microsecond count as allocated before any is freed.
+        """
+        changes = [
+            one for event in self.nodes.get(device, {}).values() for one in event.allocations
+        ]
+        live_bytes = peak_bytes = 0
+        for _, size in sorted(changes, key=lambda change: (change[0], -change[1])):
+            live_bytes += size
+            peak_bytes = max(peak_bytes, live_bytes)
+        return peak_bytes
 
 
 def device_name(text: str) -> str:
@@ -108,6 +124,11 @@ def _event(stats: Any) -> NodeEvent:
         in_use_bytes=max(
             (allocator.allocator_bytes_in_use for allocator in stats.memory), default=0
         ),
+        allocations=tuple(
+            (record.alloc_micros * 1000, record.alloc_bytes)
+            for allocator in stats.memory
+            for record in allocator.allocation_records
+        ),
     )
 
 
@@ -128,6 +149,7 @@ def _merged(one: NodeEvent, other: NodeEvent) -> NodeEvent:
         memory=one.memory or other.memory,
         scratch_bytes=max(one.scratch_bytes, other.scratch_bytes),
         in_use_bytes=max(one.in_use_bytes, other.in_use_bytes),
+        allocations=one.allocations + other.allocations,
     )
 
 
