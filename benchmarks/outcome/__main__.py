@@ -7,7 +7,8 @@ scikit-optimize; ours after 25, 50, 100 and 200 trials, without and with lossy c
 frozen and measured again, interleaved in rounds of random order.
 
 With `--horovod`, Horovod is measured next in the same domains, in rounds with ours
-(`benchmarks.outcome.horovod`). A run that was cut off resumes.
+(`benchmarks.outcome.horovod`), and with `--tensorflow`, TensorFlow's MultiWorkerMirroredStrategy
+(`benchmarks.outcome.tensorflow`). A run that was cut off resumes.
 
 Ratios are time(rival) / time(ours): above 1, ours is faster. The last line is one JSON object, and
 `outcome.md` in the folder is a report. The folder is a dataset (`autotune.dataset`) of all trials,
@@ -40,6 +41,7 @@ from benchmarks.outcome.kept import OutcomeSettings
 from benchmarks.outcome.measure import DOMAINS, measure
 from benchmarks.outcome.report import section
 from benchmarks.outcome.results import last_line, row_of
+from benchmarks.outcome.tensorflow import measure_tensorflow, tensorflow_keys, tensorflow_ratios
 from benchmarks.repository import can_emulate, option_parser
 
 MARKS = (25, 50, 100, 200)
@@ -131,6 +133,11 @@ def main() -> int:
     parser.add_argument(
         "--horovod", action="store_true", help="then measure Horovod in the same domains"
     )
+    parser.add_argument(
+        "--tensorflow",
+        action="store_true",
+        help="then measure TensorFlow's MultiWorkerMirroredStrategy in the same domains",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only-evaluate", action="store_true", help="of what lies in the folder")
     options = parser.parse_args()
@@ -161,6 +168,12 @@ def main() -> int:
                         console.log,
                         options.quick,
                     )
+        if options.tensorflow:
+            for name in options.domain:
+                if name not in left:
+                    measure_tensorflow(
+                        DOMAINS[name], options.folder / name, settings.rounds, console.log
+                    )
         if left:
             console.log(f"given up: {', '.join(left)}")
     rows = [row for name in options.domain if (row := row_of(options.folder / name))]
@@ -178,8 +191,10 @@ def main() -> int:
     )
     (options.folder / "outcome.md").write_text(text, encoding="utf-8")
     print(text)
-    ratios = [one for name in options.domain if (one := horovod_ratios(options.folder / name))]
-    print(json.dumps({**last_line(rows), **horovod_keys(ratios)}))
+    folders = [options.folder / name for name in options.domain]
+    horovod = horovod_keys([one for folder in folders if (one := horovod_ratios(folder))])
+    tensorflow = tensorflow_keys([one for folder in folders if (one := tensorflow_ratios(folder))])
+    print(json.dumps({**last_line(rows), **horovod, **tensorflow}))
     return 1 if left else 0
 
 

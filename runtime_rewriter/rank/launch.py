@@ -23,6 +23,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -156,15 +157,26 @@ def _run_recorded(settings: Path, words: list[str]) -> int:
 def _steered_by(session: Session) -> Iterator[None]:
     """Let `session` steer the models that the script builds."""
     from runtime_rewriter.horovod.torch_scripts import horovod_steered
+    from runtime_rewriter.mirrored.scripts import mirrored_steered
     from runtime_rewriter.pytorch.ddp import replaced_ddp
     from runtime_rewriter.pytorch.exchange.ranks import TUNING_TIMEOUTS
+    from runtime_rewriter.rank.keras_scripts import keras_steered
     from runtime_rewriter.rank.own_ranks import spawned_ranks_controlled
 
     waits = session.timeouts
     ddp = replaced_ddp(session, timeout_s=waits.message_s, agreement_timeout_s=waits.agreement_s)
     horovod = horovod_steered(session, waits, tuned=waits == TUNING_TIMEOUTS)
-    with ddp, horovod, spawned_ranks_controlled(), active_session(session):
+    mirrored = mirrored_steered(partial(_steer_mirrored, session))
+    keras, spawned = keras_steered(), spawned_ranks_controlled()
+    with ddp, horovod, mirrored, keras, spawned, active_session(session):
         yield
+
+
+def _steer_mirrored(session: Session, until_end: contextlib.ExitStack) -> None:
+    """TensorFlow is imported: the script has built a strategy of it."""
+    from runtime_rewriter.rank.mirrored_model import steer_mirrored
+
+    steer_mirrored(session, until_end)
 
 
 def _exit_now(code: int) -> NoReturn:

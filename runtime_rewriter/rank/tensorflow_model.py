@@ -82,7 +82,7 @@ class TensorflowModel:
     @property
     def software(self) -> dict[str, str]:
         """Versions that a measurement depends on."""
-        return _software()
+        return software()
 
     def scale_bytes(self, byte_scale: float) -> None:
         raise InvalidInput(
@@ -142,14 +142,24 @@ class TensorflowModel:
         self._compute_s = timetable.compute_s
         wanted = recorded_tensors(self.running.training, 0)
         _, recorded = self.running.observed_step(self._batch, None, wanted)
-        training = emulated(self.running.training, timetable, recorded, self._results)
+        training = emulated(self.running.training, timetable, recorded, self._first_results())
         self.running.load(self.current_plan, training)
+
+    def _first_results(self) -> dict[str, np.ndarray]:
+        """What the first replica returned in the last step."""
+        if self.running.combine is None:
+            return self._results
+        ranks = len(self.running.servers.devices)
+        return {
+            name: value[: len(value) // ranks] if value.ndim else value
+            for name, value in self._results.items()
+        }
 
     def probe(self, request: StartProbe, report: Callable[[str], None]) -> ProbeAnswer:
         series = probe_tensorflow(
             self.running, request.budget_s, request.devices, self.workload.grad_bytes, report
         )
-        return ProbeAnswer(series, ProbedLinks(), _software(), usable_cores())
+        return ProbeAnswer(series, ProbedLinks(), software(), usable_cores())
 
 
 class _Emulated:
@@ -211,7 +221,7 @@ class ProfileRun:
         workload = None if self._recording is None else self._workload(self._recording)
         model._profile = None
         return ProfileAnswer(
-            workload, self._series, _software(), usable_cores(), CROSSING_REFUSED, ()
+            workload, self._series, software(), usable_cores(), CROSSING_REFUSED, ()
         )
 
     def _workload(self, recording: StepRecording) -> Workload:
@@ -236,5 +246,5 @@ class ProfileRun:
         )
 
 
-def _software() -> dict[str, str]:
+def software() -> dict[str, str]:
     return {name.lower(): str(version) for name, version in versions().items()}

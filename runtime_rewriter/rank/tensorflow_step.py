@@ -7,7 +7,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from runtime_rewriter.software import software_versions
 from runtime_rewriter.tensorflow.capture import CapturedStep, capture_step
 from runtime_rewriter.tensorflow.local_device import LocalDevice
 from runtime_rewriter.tensorflow.program_variables import ProgramVariables
-from runtime_rewriter.tensorflow.running import RunningGraph, Target
+from runtime_rewriter.tensorflow.running import Combine, RunningGraph, Target
 from runtime_rewriter.tensorflow.script_recorder import ScriptRecorder
 from runtime_rewriter.tensorflow.servers import RankPlace, Servers, start_servers
 
@@ -41,10 +41,36 @@ START_S = 300.0
 def distribute(step: Any, strategy: str | Path | None) -> Any:
     """See `autotune.distribute`."""
     place = RankPlace.of(os.environ)
+    if place is not None:
+        return _joined(place, strategy)(step)
     session = current_session()
     recording = session if isinstance(session, RecordingSession) else None
-    if place is None:
-        return step if recording is None else DistributedStep(step, LocalDevice(), (), recording)
+    return step if recording is None else DistributedStep(step, LocalDevice(), (), recording)
+
+
+def distributed_fit(model: Any, own: Any) -> Any:
+    """Return what stands for the `train_function` of a Keras model, whose own one is `own`."""
+    from runtime_rewriter.rank.keras_step import KerasStep, combined
+
+    place = RankPlace.of(os.environ)
+    assert place is not None, "a model is fitted on all ranks where a launcher has started them"
+    return KerasStep(model, own, place.world_size, _joined(place, None, combined))
+
+
+def is_distributing() -> bool:
+    """Whether the ranks already train a step of this script together."""
+    return bool(_STARTED)
+
+
+_STARTED: list[Servers] = []
+
+
+def _joined(
+    place: RankPlace, strategy: str | Path | None, combine: Combine | None = None
+) -> Callable[[Any], DistributedStep]:
+    """Start the servers of all ranks; return what distributes a step. Only rank 0 returns."""
+    session = current_session()
+    recording = session if isinstance(session, RecordingSession) else None
     servers = start_servers(place, START_S)
     tuning = session if isinstance(session, TuningSession) else None
     if place.rank > 0:
@@ -58,9 +84,10 @@ def distribute(step: Any, strategy: str | Path | None) -> Any:
     export = session.export if isinstance(session, ExportSession) else None
     if export is None and strategy is not None:
         export = read_export(Path(strategy))
-    return DistributedStep(
-        step, servers, servers.peers.lines, recording or tuning, export, _hosts(servers)
-    )
+    _STARTED.append(servers)
+    lines, hosts = servers.peers.lines, _hosts(servers)
+    steering = recording or tuning
+    return lambda step: DistributedStep(step, servers, lines, steering, export, hosts, combine)
 
 
 def _hosts(servers: Servers) -> dict[str, str]:
@@ -80,8 +107,8 @@ def _say_goodbye(followers: Sequence[ControlLine]) -> None:
 class DistributedStep:
     """A training step on the servers of all ranks; only rank 0 has one.
 
-    It takes the arguments of the script's own step and returns its results, those of the first
-    replica.
+    It takes the arguments of the script's own step and returns its results: those of the first
+    replica, or what `combine` makes of all (see `RunningGraph`).
     """
 
     def __init__(
@@ -92,7 +119,9 @@ class DistributedStep:
         session: TuningSession | RecordingSession | None,
         export: Export | None = None,
         hosts: Mapping[str, str] = {},
+        combine: Combine | None = None,
     ) -> None:
+        self._combine = combine
         self._step, self._target, self._followers = step, target, followers
         self._session, self._export, self._hosts = session, export, hosts
         self._captured: CapturedStep | None = None
@@ -128,7 +157,9 @@ class DistributedStep:
     def _built(self, arguments: tuple[Any, ...]) -> TensorflowModel:
         self._captured = capture_step(_untraced(self._step), signature_of(arguments, self._step))
         waits = TRAINING_TIMEOUTS if self._session is None else self._session.timeouts
-        running = RunningGraph(self._captured.training, self._target, waits.message_s)
+        running = RunningGraph(
+            self._captured.training, self._target, waits.message_s, self._combine
+        )
         model = TensorflowModel(running, getattr(self._step, "__name__", "train_step"))
         self._program = ProgramVariables(self._captured.variables, running)
         self._until_closed.enter_context(self._program.watched())

@@ -132,18 +132,24 @@ class _Step:
 
     def _wait(self, start: Any, seconds: float) -> Any:
         """A tensor that exists `seconds` after the time `start`, or at once if that is past."""
-        with tf.control_dependencies([start]):
-            now = tf.timestamp()
-        left_s = start + seconds - now
-        self.late.append(tf.maximum(-left_s, 0.0))
-        pause = tf.cast(tf.maximum(left_s, 0.0) * (1e6 / _PULLS), tf.int64)
-        kinds: dict[str, Any] = {"output_types": [now.dtype], "output_shapes": [now.shape]}
-        waiting = tf.raw_ops.SleepDataset(
-            input_dataset=tf.raw_ops.TensorDataset(components=[now], output_shapes=[now.shape]),
-            sleep_microseconds=pause,
-            **kinds,
-        )
-        return tf.raw_ops.DatasetToSingleElement(dataset=waiting, **kinds)[0]
+        end, late_s = waited(start, seconds)
+        self.late.append(late_s)
+        return end
+
+
+def waited(start: Any, seconds: float) -> tuple[Any, Any]:
+    """A tensor that exists `seconds` after the time `start`, and by how many it is late."""
+    with tf.control_dependencies([start]):
+        now = tf.timestamp()
+    left_s = start + seconds - now
+    pause = tf.cast(tf.maximum(left_s, 0.0) * (1e6 / _PULLS), tf.int64)
+    kinds: dict[str, Any] = {"output_types": [now.dtype], "output_shapes": [now.shape]}
+    waiting = tf.raw_ops.SleepDataset(
+        input_dataset=tf.raw_ops.TensorDataset(components=[now], output_shapes=[now.shape]),
+        sleep_microseconds=pause,
+        **kinds,
+    )
+    return tf.raw_ops.DatasetToSingleElement(dataset=waiting, **kinds)[0], tf.maximum(-left_s, 0.0)
 
 
 def _variable(name: str, value: np.ndarray) -> tuple[Any, Any]:

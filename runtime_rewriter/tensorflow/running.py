@@ -7,7 +7,7 @@ collectives, because servers remember those that they have seen.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -29,6 +29,9 @@ _LATE = (tf.errors.DeadlineExceededError,)
 _COLLECTIVE = ("collective", "socket closed", "rendezvous", "recvtensor", "recvbuf")
 
 
+Combine = Callable[[str, list[np.ndarray]], np.ndarray]
+
+
 class Target(Protocol):
     """What a session connects to: `target`, its configuration, and a device per rank."""
 
@@ -43,10 +46,18 @@ class Target(Protocol):
 class RunningGraph:
     """A training graph on servers under a plan. Only rank 0 has one: it is the only client.
 
-    A step fails after `step_timeout_s`.
+    A step fails after `step_timeout_s`. `combine`: makes a fetch, given its name, of those of all
+    replicas; None: the first replica's counts.
     """
 
-    def __init__(self, training: TrainingGraph, servers: Target, step_timeout_s: float) -> None:
+    def __init__(
+        self,
+        training: TrainingGraph,
+        servers: Target,
+        step_timeout_s: float,
+        combine: Combine | None = None,
+    ) -> None:
+        self.combine = combine
         self.training, self.servers = training, servers
         self._options = v1.RunOptions(timeout_in_ms=int(step_timeout_s * 1e3))
         self._next_key = 1
@@ -79,7 +90,7 @@ class RunningGraph:
             scatter(self._session, graph, self._values)
 
     def step(self, values: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-        """Train one step with the global batch; return the fetches of the first replica."""
+        """Train one step with the global batch; return the fetches."""
         fetches, _ = self.observed_step(values, None)
         return fetches
 
@@ -99,12 +110,21 @@ class RunningGraph:
         given = v1.RunOptions()
         given.CopyFrom(options or self._options)
         given.timeout_in_ms = self._options.timeout_in_ms
-        wanted = (list(graph.fetches.values()), dict(fetches), list(graph.targets))
+        own_fetches = {
+            name: [of_replica(tensor, rank) for rank in range(self._fetched_replicas)]
+            for name, tensor in graph.fetches.items()
+        }
+        wanted = (own_fetches, dict(fetches), list(graph.targets))
         with translated_errors():
             own, further, _ = self._session.run(
                 wanted, graph.feed_dict(values), options=given, run_metadata=metadata
             )
-        return own, further
+        combine = self.combine or (lambda name, values: values[0])
+        return [combine(name, values) for name, values in own.items()], further
+
+    @property
+    def _fetched_replicas(self) -> int:
+        return 1 if self.combine is None else len(self.servers.devices)
 
     def only(self, targets: list[str], values: Mapping[str, np.ndarray], metadata: Any) -> None:
         """Run nodes of the graph that change no variable, and trace them into `metadata`."""
@@ -157,6 +177,11 @@ class RunningGraph:
             self._session.run(destroy)
         self._session.close()
         self._session = self.graph = None
+
+
+def of_replica(tensor: str, rank: int) -> str:
+    """The name in a replica of a tensor of the first one."""
+    return tensor.replace("replica_0/", f"replica_{rank}/", 1)
 
 
 def _part(graph: DistributedGraph, names: Set[str]) -> DistributedGraph:

@@ -120,7 +120,36 @@ def start_servers(place: RankPlace, timeout_s: float) -> Servers:
     This thread enters a network namespace if one is needed. Raises `LaunchError` on every rank if
     one of them cannot start.
     """
+    peers, addresses = agree_on_addresses(place, timeout_s)
+    specification = tf.train.ClusterSpec({JOB: addresses})
+    server: list[Any] = []
+    _together(place, peers, timeout_s)(_first, lambda: _start(specification, place.rank, server))
+    return Servers(place, peers, server[0].target, server[0])
+
+
+def agree_on_addresses(place: RankPlace, timeout_s: float) -> tuple[Peers, list[str]]:
+    """Meet all ranks, and agree on versions, the network, and a free port for each server.
+
+    This thread enters a network namespace if one is needed. Raises `LaunchError` on every rank if
+    one of them finds a fault.
+    """
     peers = meet(place.rank, place.world_size, place.address, place.port, timeout_s, place.agent)
+    together = _together(place, peers, timeout_s)
+    together(_same_versions, versions)
+    namespace = together(_first, lambda: _network(place))
+    if place.rank > 0 and namespace:
+        together(_first, lambda: _enter(namespace))
+    elif namespace:
+        together(_first, dict)
+    hosts = peers.addresses if not namespace else (LOOPBACK,) * place.world_size
+    with reserved_port() as port:
+        cluster = together(lambda ports: _cluster(hosts, ports), lambda: {"port": port})
+    addresses: list[str] = cluster["addresses"]
+    return peers, addresses
+
+
+def _together(place: RankPlace, peers: Peers, timeout_s: float) -> Callable[..., Facts]:
+    """Each rank finds its facts, and rank 0 decides; a rank's `LaunchError` is raised on all."""
 
     def together(decide: Callable[[list[Facts]], Facts], find: Callable[[], Facts]) -> Facts:
         try:
@@ -129,19 +158,7 @@ def start_servers(place: RankPlace, timeout_s: float) -> Servers:
             facts = {"problem": f"rank {place.rank}: {error}" if place.rank else str(error)}
         return peers.agree(facts, decide, timeout_s)
 
-    together(_same_versions, versions)
-    namespace = together(_first, lambda: _network(place))
-    if place.rank > 0 and namespace:
-        together(_first, lambda: _enter(namespace))
-    elif namespace:
-        together(_first, dict)
-    addresses = peers.addresses if not namespace else (LOOPBACK,) * place.world_size
-    with reserved_port() as port:
-        cluster = together(lambda ports: _cluster(addresses, ports), lambda: {"port": port})
-    specification = tf.train.ClusterSpec({JOB: cluster["addresses"]})
-    server: list[Any] = []
-    together(_first, lambda: _start(specification, place.rank, server))
-    return Servers(place, peers, server[0].target, server[0])
+    return together
 
 
 def _first(facts: list[Facts]) -> Facts:

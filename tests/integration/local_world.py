@@ -143,6 +143,7 @@ def local_world(
     *,
     ranks: int = 2,
     step_timeout_s: float = 60.0,
+    start_timeout_s: float = 60.0,
     conditions: Conditions = REAL_CONDITIONS,
     given_profile: Workload | None = None,
     probe_s: float = PROBE_S,
@@ -154,7 +155,7 @@ def local_world(
     return World(
         lambda: LocalPlacement(command, directory, conditions, supervisor),
         step_timeout_s,
-        60.0,
+        start_timeout_s,
         statistics,
         conditions.accelerators,
         given_profile,

@@ -16,6 +16,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from two_devices import TwoDevices
 
 import autotune
 from autotune.errors import InvalidInput, LaunchError
@@ -26,19 +27,6 @@ from runtime_rewriter.tensorflow.program_variables import ProgramVariables
 STEPS = 6
 TOLERANCE = 1e-5
 """The mean of two means of halves is rounded otherwise than the mean of the whole batch."""
-
-
-class TwoDevices:
-    """Devices of this process in place of `Servers`."""
-
-    target = ""
-    devices = ("/device:CPU:0", "/device:CPU:1")
-
-    @property
-    def config(self) -> Any:
-        config = tf.compat.v1.ConfigProto(device_count={"CPU": 2})
-        config.graph_options.rewrite_options.disable_meta_optimizer = True
-        return config
 
 
 def trained(distributed: bool) -> list[np.ndarray]:

@@ -1,0 +1,1 @@
+"""Workers of MultiWorkerMirroredStrategy in a testbed, with emulated accelerators."""

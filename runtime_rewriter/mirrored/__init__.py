@@ -1,0 +1,1 @@
+"""Executes a plan in a script of `tf.distribute.MultiWorkerMirroredStrategy`."""

@@ -1,0 +1,92 @@
+"""Steers a script that builds a `tf.distribute.MultiWorkerMirroredStrategy`.
+
+TensorFlow starts a server on each worker, which the script finds in `TF_CONFIG`. So a rank of ours
+gets a `TF_CONFIG` of its own: from the import of TensorFlow on, with the number of workers and the
+task, and from the strategy on with the addresses that the ranks have agreed on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+from autotune.errors import InvalidInput
+from runtime_rewriter.horovod.importing import changed_on_import, replace_attribute
+
+TF_CONFIG = "TF_CONFIG"
+_JOB = "worker"
+START_S = 300.0
+"""Time until all ranks have come to the strategy: each of them may load its data before."""
+
+Steered = Callable[[ExitStack], None]
+
+
+@contextmanager
+def mirrored_steered(steered: Steered) -> Iterator[None]:
+    """Let the first strategy of `tensorflow`, if the script builds one, be steered.
+
+    `steered` is called once, when the strategy is built, with a stack that is closed at the end.
+    Without a launched world of several ranks nothing is changed.
+    """
+    with ExitStack() as until_end:
+        steering = _Steering(steered, until_end)
+        with changed_on_import({"tensorflow": steering.change}):
+            yield
+
+
+class _Steering:
+    def __init__(self, steered: Steered, until_end: ExitStack) -> None:
+        self._steered, self._until_end = steered, until_end
+        self._built = False
+
+    def change(self, tensorflow: ModuleType, undo: ExitStack) -> None:
+        """Let the strategy's class find our workers."""
+        from tensorflow.python.distribute import collective_all_reduce_strategy as strategies
+
+        from runtime_rewriter.tensorflow.servers import RankPlace
+
+        place = RankPlace.of(os.environ)
+        if place is None:
+            return
+        _set_config(["127.0.0.1:0"] * place.world_size, place.rank)
+        extended = strategies.CollectiveAllReduceExtended
+        own_start = extended.__init__
+
+        @wraps(own_start)
+        def start(
+            strategy: Any,
+            container: Any,
+            cluster_resolver: Any,
+            communication_options: Any,
+            devices: Any = None,
+        ) -> None:
+            from runtime_rewriter.tensorflow.servers import agree_on_addresses
+
+            if self._built:
+                raise InvalidInput(
+                    "a script must build one MultiWorkerMirroredStrategy, but builds another one; "
+                    "use the first one"
+                )
+            self._built = True
+            _, addresses = agree_on_addresses(place, START_S)
+            _set_config(addresses, place.rank)
+            own_start(strategy, container, None, communication_options, devices)
+            if len(strategy.worker_devices) != 1:
+                raise InvalidInput(
+                    "every worker must train on one device, but this one has "
+                    f"{', '.join(strategy.worker_devices)}; give each device a rank, with "
+                    "CUDA_VISIBLE_DEVICES"
+                )
+            self._steered(self._until_end)
+
+        replace_attribute(extended, "__init__", start, undo)
+
+
+def _set_config(addresses: Sequence[str], rank: int) -> None:
+    task = {"type": _JOB, "index": rank}
+    os.environ[TF_CONFIG] = json.dumps({"cluster": {_JOB: list(addresses)}, "task": task})

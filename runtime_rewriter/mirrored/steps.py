@@ -1,0 +1,229 @@
+"""The training step of a script: the `tf.function` in which gradients are summed.
+
+Each plan has a trace of its own, so a plan that is used again needs no further trace.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import tensorflow as tf
+from tensorflow.python.distribute.cross_device_ops import CollectiveAllReduce
+from tensorflow.python.eager.backprop import GradientTape
+from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
+
+from autotune.errors import AutotuneError, InvalidInput
+from autotune.strategy_space.plan import Plan
+from autotune.workload import Variable
+from runtime_rewriter.mirrored.named import described, is_gradient
+from runtime_rewriter.mirrored.observed import Observation, Stamps
+from runtime_rewriter.mirrored.summed import STRATEGY, Collectives, summed
+from runtime_rewriter.tensorflow.gradient_marks import marked_gradients
+
+_ONE_CALL = (
+    f"a step of {STRATEGY} must be one call of a tf.function from Python: "
+    "`for batch in dataset: train_step(batch)`"
+)
+
+
+class StepObserver(Protocol):
+    """Steers the steps of a script."""
+
+    def found(self, variables: Sequence[Variable], buckets: Sequence[Sequence[str]]) -> Plan | None:
+        """Take what a step sums, in its own messages `buckets`; return the plan to begin with."""
+
+    def boundary(self, now_s: float, clean: bool) -> None:
+        """Between two steps. `clean`: the script called no other `tf.function` since."""
+
+    def stepped(self, observation: Observation | None) -> None:
+        """A step has ended, with its `observation` if it was observed."""
+
+
+class Steps:
+    """Finds the step of a script, and runs it by the plan that is loaded.
+
+    `plan`: that of further steps; None: the script's own messages. `observed`: whether they note
+    their times.
+    """
+
+    def __init__(self, observer: StepObserver) -> None:
+        self.plan: Plan | None = None
+        self.observed = False
+        self._observer = observer
+        self._step: Any = None
+        self._traces: dict[tuple[str, bool], Any] = {}
+        self._inside = False
+        self._others = 0
+        self._summed_in: list[Any] = []  # function graphs of the present call
+        self._variables: list[Variable] | None = None
+        self._stamps: Stamps | None = None
+        self._problem: AutotuneError | None = None
+        self._eager: set[int] = set()
+
+    @contextmanager
+    def steered(self) -> Iterator[None]:
+        """Within, TensorFlow's functions, tapes and collectives report to these steps."""
+        with ExitStack() as undo:
+            self._marks = undo.enter_context(marked_gradients())
+            for owner, name, substitute in (
+                (Function, "__call__", self._call),
+                (CollectiveAllReduce, "_all_reduce", self._all_reduce),
+                (GradientTape, "gradient", self._gradient),
+            ):
+                original = getattr(owner, name)
+                undo.callback(setattr, owner, name, original)
+                setattr(owner, name, _method(partial(substitute, original)))
+            yield
+
+    def _call(
+        self, original: Callable[..., Any], function: Any, *args: Any, **keywords: Any
+    ) -> Any:
+        if self._inside or not tf.executing_eagerly():
+            return original(function, *args, **keywords)
+        if function is not self._step:
+            return self._other_call(original, function, args, keywords)
+        self._observer.boundary(time.perf_counter(), not self._others)
+        self._others = 0
+        key = (self.plan.id if self.plan else "", self.observed)
+        if key not in self._traces:
+            self._traces[key] = function._clone(None)
+            self._traces[key]._omit_frequent_tracing_warning = True  # a trace per plan
+        start_s = time.time()
+        with self._entered():
+            results = original(self._traces[key], *args, **keywords)
+        observation = None
+        if self.observed and self._stamps is not None:
+            observation = self._stamps.read(start_s, time.time())
+        self._observer.stepped(observation)
+        return results
+
+    def _other_call(
+        self, original: Callable[..., Any], function: Any, args: Any, keywords: Any
+    ) -> Any:
+        """A function that may turn out to be the step when it is traced."""
+        self._others += 1
+        with self._entered():
+            results = original(function, *args, **keywords)
+        if self._step is None and self._summed_in:
+            self._step, self._others = function, 0
+            self._traces["" if self.plan is None else self.plan.id, False] = function
+            self._observer.stepped(None)
+        return results
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        """Within a call. What was refused while it was traced is raised at its end."""
+        self._inside = True
+        self._summed_in.clear()
+        try:
+            yield
+        finally:
+            self._inside = False
+            if self._problem is not None:
+                raise self._problem
+
+    def _gradient(
+        self, original: Callable[..., Any], tape: Any, target: Any, *args: Any, **keywords: Any
+    ) -> Any:
+        if not tf.executing_eagerly() and self.observed:
+            self._stamps = Stamps(target, self._stamps)
+        results = original(tape, target, *args, **keywords)
+        if tf.executing_eagerly():
+            self._eager = {id(one) for one in tf.nest.flatten(results)}
+        return results
+
+    def _all_reduce(
+        self, original: Callable[..., Any], own: Any, operation: Any, value: Any, *rest: Any
+    ) -> Any:
+        """Sum tensors; gradients of the step by the plan that is loaded."""
+        run = partial(original, own, operation)
+        flat = tf.nest.flatten(value)
+        if tf.executing_eagerly():
+            if self._step is None and any(id(one) in self._eager for one in flat):
+                raise InvalidInput(f"{_ONE_CALL}; decorate the function with @tf.function")
+            return run(value, *rest)
+        if not self._inside or self._problem or not any(map(is_gradient, flat)):
+            return run(value, *rest)
+        try:
+            return self._summed(own, operation, value, rest, run)
+        except AutotuneError as problem:  # autograph would change its type and text
+            self._problem = problem
+            return run(value, *rest)
+
+    def _summed(
+        self, own: Any, operation: Any, value: Any, rest: Any, run: Callable[..., Any]
+    ) -> Any:
+        flat = tf.nest.flatten(value)
+        _refuse_place(tf.compat.v1.get_default_graph(), self._summed_in)
+        variables = described(flat, self._marks)
+        if self._variables is None:
+            self._variables = variables
+            self.plan = self._observer.found(variables, _own_buckets(variables, rest[-1]))
+        elif [one.name for one in variables] != [one.name for one in self._variables]:
+            return run(value, *rest)  # of another model
+        launcher = own._launchers[0]
+        gradients = {one.name: tensor for one, tensor in zip(variables, flat, strict=True)}
+        if self.plan is None:
+            results = dict(zip(gradients, tf.nest.flatten(run(value, *rest)), strict=True))
+        else:
+            sums = summed(
+                self.plan,
+                gradients,
+                Collectives(
+                    lambda tensor: launcher.all_reduce(tensor, None, rest[-1]),
+                    lambda rows: launcher.all_reduce_indexed_slices(rows, rest[-1]),
+                    own._group_size,
+                ),
+            )
+            results = {name: sums[name] for name in gradients}
+            if operation == tf.distribute.ReduceOp.MEAN:
+                results = {name: _divided(one, own._group_size) for name, one in results.items()}
+        if self.observed and self._stamps is not None:
+            self._stamps.note(gradients, list(results.values()))
+        return tf.nest.pack_sequence_as(value, list(results.values()))
+
+
+def _method(substitute: Callable[..., Any]) -> Callable[..., Any]:
+    def method(*args: Any, **keywords: Any) -> Any:
+        return substitute(*args, **keywords)
+
+    return method
+
+
+def _refuse_place(graph: Any, summed_in: list[Any]) -> None:
+    """Raise `InvalidInput` where one call of the step sums several times, or perhaps never."""
+    while graph is not None:
+        if getattr(graph, "is_control_flow_graph", False):
+            raise InvalidInput(
+                f"{_ONE_CALL}, but the gradients are summed in a loop or branch inside of one"
+            )
+        outer = graph.outer_graph
+        if outer is None or not getattr(outer, "building_function", False):
+            break
+        graph = outer
+    if any(graph is other for other in summed_in):
+        raise InvalidInput(
+            f"{_ONE_CALL}, which sums all gradients at once, but it sums gradients several times"
+        )
+    summed_in.append(graph)
+
+
+def _own_buckets(variables: Sequence[Variable], options: Any) -> list[list[str]]:
+    """The messages of TensorFlow itself, which packs dense gradients from the last one on."""
+    from tensorflow.python.distribute.cross_device_utils import group_by_size
+
+    dense = [one for one in variables if not one.sparse][::-1]
+    sized = [tf.TensorSpec(one.shape, one.dtype) for one in dense]
+    packs = group_by_size(sized, options.bytes_per_pack)
+    names = iter(one.name for one in dense)
+    return [[next(names) for _ in pack] for pack in packs]
+
+
+def _divided(total: Any, count: int) -> Any:
+    if not isinstance(total, tf.IndexedSlices):
+        return total / count
+    return tf.IndexedSlices(total.values / count, total.indices, total.dense_shape)

@@ -1,0 +1,117 @@
+"""An unmodified script of MultiWorkerMirroredStrategy: trials and refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+if find_spec("tensorflow") is None:  # an import takes 7 s
+    pytest.skip("the extra tensorflow is not installed", allow_module_level=True)
+
+import numpy as np
+
+from autotune.cluster import Cluster
+from autotune.records import Failed, FailureKind, Measured, Role, TrialRequest
+from autotune.strategy_space.builders.collectives import per_variable
+from autotune.strategy_space.builders.rows import with_rows
+from autotune.strategy_space.builders.servers import ps_load_balanced
+from autotune.strategy_space.plan import plan
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+SCRIPT, PAIR = SCRIPTS / "train_mirrored.py", SCRIPTS / "mirrored_pair.py"
+PAIR_S = 300.0
+RANKS = 2
+REQUEST = TrialRequest(0, "strategy-under-test", Role.CANDIDATE, warmup_steps=1, timed_steps=3)
+
+
+def test_trials_change_the_messages_of_the_script_s_own_step(make_world, tmp_path) -> None:
+    world = make_world(
+        "100000",
+        str(tmp_path),
+        script=SCRIPT,
+        step_timeout_s=120.0,
+        start_timeout_s=240.0,
+        probe_s=0.0,
+    )
+    profile = world.profile()
+    workload = profile.workload
+    rows = [one for one in workload.variables if one.sparse]
+    assert [one.shape for one in rows] == [(20, 4)]
+    assert rows[0].touched_rows is not None and 1 <= rows[0].touched_rows <= 20
+    assert workload.source == "measured" and workload.backward_s > 0
+    dense = {one.name for one in workload.variables} - {rows[0].name}
+    assert [set(bucket) for bucket in profile.current_buckets] == [dense]
+
+    apart = plan(with_rows(per_variable(workload), workload), workload, RANKS)
+    for wanted in (None, apart, None, apart):
+        outcome = world.run_trial(REQUEST, wanted)
+        assert isinstance(outcome, Measured), outcome
+        assert len(outcome.step_s) == RANKS
+    served = plan(
+        with_rows(ps_load_balanced(workload, Cluster.local(RANKS)), workload), workload, RANKS
+    )
+    refused = world.run_trial(REQUEST, served)
+    assert isinstance(refused, Failed) and refused.kind is FailureKind.REFUSED
+    assert "gathers rows whole" in refused.message or "meet in all-reduces" in refused.message
+    assert world.restarts == 0
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Path:
+    """The folder of two workers; see `mirrored_pair.py`."""
+    folder = tmp_path_factory.mktemp("pair")
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+    workers = [
+        subprocess.Popen(
+            [sys.executable, str(PAIR), str(SCRIPT), str(folder)],
+            env={**os.environ, **place, "MASTER_PORT": port, "RANK": str(rank)},
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        assert [worker.wait(PAIR_S) for worker in workers] == [0] * RANKS
+    finally:
+        for worker in workers:
+            worker.kill()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(pair) -> dict[str, list[np.ndarray]]:
+    """What the workers have trained, by the name of the file."""
+    files = [path for name in ("own", "planned", "cast") for path in pair.glob(f"{name}_*.npz")]
+    return {path.stem: list(np.load(path).values()) for path in files}
+
+
+def test_plans_that_change_every_step_train_what_the_script_trains_itself(trained) -> None:
+    for rank in range(RANKS):
+        for own, planned in zip(trained[f"own_{rank}"], trained[f"planned_{rank}"], strict=True):
+            np.testing.assert_array_equal(own, planned)  # two workers: sums in any order are equal
+    for first, second in zip(trained["own_0"], trained["own_1"], strict=True):
+        np.testing.assert_array_equal(first, second)
+
+
+def test_messages_of_fp16_train_almost_the_same(trained) -> None:
+    own, cast = trained["own_0"][1:], trained["cast_0"][1:]
+    for one, other in zip(own, cast, strict=True):
+        np.testing.assert_allclose(one, other, rtol=5e-2, atol=5e-4)
+    assert any(not np.array_equal(one, other) for one, other in zip(own, cast, strict=True))
+
+
+def test_steps_that_are_no_single_call_are_refused_with_what_to_write(pair) -> None:
+    for rank in range(RANKS):
+        noted = json.loads((pair / f"noted_{rank}.json").read_text())
+        assert noted["clean"] == [True, False]  # the second step came after a prediction
+        assert "for batch in dataset: train_step(batch)" in noted["twice"]
+        assert "it sums gradients several times" in noted["twice"]
+        assert "summed in a loop or branch" in noted["loop"]
+        assert "decorate the function with @tf.function" in noted["eager"]

@@ -1,0 +1,152 @@
+"""One of two workers: trains by the script's own messages, and again with a plan per step.
+
+Words: a script, and the folder for what the worker has trained: `own_<rank>.npz`,
+`planned_<rank>.npz`, `cast_<rank>.npz`, and `noted_<rank>.json` with refusals.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from autotune.errors import InvalidInput
+from autotune.strategy_space.builders.collectives import per_variable, single_bucket
+from autotune.strategy_space.builders.rows import with_rows
+from autotune.strategy_space.plan import Message, Plan, TensorSlice, plan
+from autotune.strategy_space.strategy import Compressor, SparseHandling
+from autotune.workload import Variable, Workload
+from runtime_rewriter.mirrored.scripts import mirrored_steered
+from runtime_rewriter.mirrored.steps import Steps
+
+SCRIPT, RESULTS = sys.argv[1], Path(sys.argv[2])
+STEPS = 6
+
+
+class OnePlanPerStep:
+    """Loads the plans of a list, one per step, and then the script's own messages."""
+
+    def __init__(self) -> None:
+        self.steps = Steps(self)
+        self.variables: list[Variable] = []
+        self.plans: list[Plan] = []
+        self.clean: list[bool] = []
+
+    def found(self, variables, buckets):
+        self.variables = list(variables)
+
+    def boundary(self, now_s, clean):
+        self.clean.append(clean)
+        self.steps.plan = self.plans.pop(0) if self.plans else None
+
+    def stepped(self, observation):
+        pass
+
+
+def cut(message: Message) -> Message:
+    """Cut each dense variable with rows into two slices along its first axis."""
+    if message.sparse is not SparseHandling.DENSE:
+        return message
+    slices = []
+    for part in message.slices:
+        rows = shapes[part.variable][0]
+        for start, stop in ((rows // 2, rows), (0, rows // 2)):
+            share = part.elements // rows * (stop - start)
+            slices.append(TensorSlice(part.variable, share, 0, start, stop, stop - start))
+    return replace(message, slices=tuple(slices))
+
+
+def cast(message: Message) -> Message:
+    dense = message.sparse is SparseHandling.DENSE
+    return replace(message, compressor=Compressor.FP16) if dense else message
+
+
+def changed(whole: Plan, change) -> Plan:
+    return replace(whole, messages=tuple(map(change, whole.messages)))
+
+
+def train(plans: list[Plan], name: str) -> None:
+    held = [*model.variables, *optimizer.variables]
+    for number, variable in enumerate(held):
+        random = np.random.default_rng(number)
+        drawn = random.normal(size=variable.shape) * 0.1
+        variable.assign(
+            drawn.astype(variable.dtype) if number < len(model.variables) else 0 * drawn
+        )
+    optimizer.learning_rate.assign(0.1)
+    observer.plans = plans
+    losses = []
+    for _, batch in zip(range(STEPS), distributed, strict=False):
+        losses.append(float(script["train_step"](batch)))
+    np.savez(RESULTS / f"{name}_{os.environ['RANK']}.npz", losses, *[one.numpy() for one in held])
+
+
+def refusal(run: Callable[[], Any]) -> str:
+    """Why a step is refused that is new to us."""
+    with OnePlanPerStep().steps.steered():
+        try:
+            run()
+        except InvalidInput as refused:
+            return str(refused)
+    return ""
+
+
+def refused_steps() -> dict[str, str]:
+    """Refusals of steps that sum twice, in a loop, and without a tf.function."""
+    import tensorflow as tf
+
+    with strategy.scope():
+        weights = tf.Variable([1.0, 2.0])
+
+    def replica_step(times: int) -> None:
+        for _ in range(times):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(weights * weights)
+            gradients = tape.gradient(loss, [weights])
+            context = tf.distribute.get_replica_context()
+            (total,) = context.all_reduce(tf.distribute.ReduceOp.SUM, gradients)
+            weights.assign_sub(0.1 * total)
+
+    def epoch() -> None:
+        for _ in tf.range(3):
+            strategy.run(replica_step, args=(1,))
+
+    return {
+        "twice": refusal(tf.function(lambda: strategy.run(replica_step, args=(2,)))),
+        "loop": refusal(tf.function(epoch)),
+        "eager": refusal(lambda: strategy.run(replica_step, args=(1,))),
+    }
+
+
+sys.argv = [SCRIPT, "1", str(RESULTS)]
+observer = OnePlanPerStep()
+steered = ExitStack()
+with mirrored_steered(lambda undo: steered.enter_context(observer.steps.steered())):
+    script = runpy.run_path(SCRIPT)
+    model, optimizer, strategy = (script[name] for name in ("model", "optimizer", "strategy"))
+    distributed = strategy.experimental_distribute_dataset(script["batches"])
+    shapes = {one.name: one.shape for one in observer.variables}
+    workload = Workload("pair", tuple(observer.variables))
+    bucket = plan(with_rows(single_bucket(workload), workload), workload, 2)
+    apart = plan(with_rows(per_variable(workload), workload), workload, 2)
+    backwards = replace(apart, messages=apart.messages[::-1])
+    halves = changed(apart, cut)
+    train([], "own")
+    train([apart, halves, backwards, bucket, halves, apart], "planned")
+    train([changed(bucket, cast)] * STEPS, "cast")
+    observer.clean.clear()
+    script["train_step"](next(iter(distributed)))
+    model.predict(np.zeros((2, 5), "int32"), verbose=0)
+    script["train_step"](next(iter(distributed)))
+    steered.close()
+    noted = {"clean": observer.clean, **refused_steps()}
+(RESULTS / f"noted_{os.environ['RANK']}.json").write_text(json.dumps(noted))
+os._exit(0)  # the other worker's server may still wait for this one's

@@ -1,0 +1,40 @@
+"""Plans that the messages of MultiWorkerMirroredStrategy cannot enact."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("tensorflow", reason="the extra tensorflow is not installed")
+
+from dataclasses import replace
+
+from autotune.errors import InvalidStrategy
+from autotune.strategy_space.builders.collectives import per_variable, zero2_like
+from autotune.strategy_space.plan import plan
+from autotune.strategy_space.strategy import Compressor
+from autotune.workload import Variable, Workload
+from runtime_rewriter.mirrored.summed import refuse
+
+
+def test_plans_of_other_messages_are_refused_by_name() -> None:
+    variables = (Variable("a", (4, 2)), Variable("b", (3,)))
+    workload = Workload("model", variables)
+    apart = plan(per_variable(workload), workload, 2)
+    refuse(apart, variables, 2)
+    for refused, reason in (
+        (plan(zero2_like(workload), workload, 2), "meet in all-reduces only"),
+        (replace(apart, cross_step=True), "cross_step lets messages"),
+        (replace(apart, ring_order=(1, 0)), r"ring_order is \(1, 0\)"),
+        (
+            replace(
+                apart,
+                messages=tuple(replace(one, compressor=Compressor.INT8) for one in apart.messages),
+            ),
+            "must be none, fp16 or bf16",
+        ),
+        (replace(apart, messages=apart.messages[:1]), "exactly the variables"),
+    ):
+        with pytest.raises(InvalidStrategy, match=reason):
+            refuse(refused, variables, 2)
+    with pytest.raises(InvalidStrategy, match="for 2 ranks, but 3 workers"):
+        refuse(apart, variables, 3)
