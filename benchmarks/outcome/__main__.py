@@ -193,8 +193,8 @@ def main() -> int:
     print(text)
     folders = [options.folder / name for name in options.domain]
     horovod = horovod_keys([one for folder in folders if (one := horovod_ratios(folder))])
-    tensorflow = tensorflow_keys([one for folder in folders if (one := tensorflow_ratios(folder))])
-    print(json.dumps({**last_line(rows), **horovod, **tensorflow}))
+    mirrored = [found for folder in folders if (found := tensorflow_ratios(folder))]
+    print(json.dumps({**last_line(rows), **horovod, **tensorflow_keys(mirrored)}))
     return 1 if left else 0
 
 
