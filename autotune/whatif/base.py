@@ -27,6 +27,9 @@ from autotune.dfg.replay import Timeline, replay
 
 FEWEST_COPIES = 3
 """Two steps fill the queues and the third one shows the distance; edges may ask for more."""
+MOST_AHEAD = 6
+"""Steps by which the host may be ahead. Further limits of the launch queue are left out: only where
+the device is the bottleneck is the host so far ahead, and its distance does not depend on them."""
 LAUNCH_QUEUE = 1024
 """Launches that the driver accepts ahead of the device (CUDA; not documented, often measured)."""
 
@@ -95,13 +98,15 @@ class Base:
 
     @cached_property
     def launch_limits(self) -> tuple[IntArray, IntArray, IntArray]:
-        """(parent, child, later), (D,) each: a launch waits for the op `LAUNCH_QUEUE` before it."""
+        """(parent, child, later), up to D each: a launch waits for the op `LAUNCH_QUEUE` before it."""
         device = self.launched
         count = len(device)
         if not count:
             return (np.zeros(0, dtype=np.int64),) * 3
         earlier = np.arange(count) - LAUNCH_QUEUE
-        return device[earlier % count], self.launch[device].astype(np.int64), -(earlier // count)
+        near = earlier >= -MOST_AHEAD * count
+        parent, later = device[earlier[near] % count], -(earlier[near] // count)
+        return parent, self.launch[device][near].astype(np.int64), later
 
     def copies(self) -> int:
         """How many steps show the steady distance."""

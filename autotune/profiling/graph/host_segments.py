@@ -25,6 +25,8 @@ _NO_LAYER = re.compile(
 )
 _BACKWARD = re.compile(r"\w+Backward\d*")
 _MODULE = re.compile(r"nn\.Module: ")
+TICK_S = 0.5e-9
+"""Below the resolution of profilers: an event that begins where another one ends is not in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ def _segments(trace: RankTrace, lane: int, events: list[int]) -> Iterator[HostSe
     for event in events:
         start_s = float(trace.start_s[event])
         end_s = start_s + float(trace.duration_s[event])
-        yield from close(start_s)
+        yield from close(start_s + TICK_S)
         if stack:
             # profilers round to microseconds, so a child may seem to outlive its parent
             end_s = min(end_s, stack[-1].end_s)

@@ -1,0 +1,182 @@
+"""The graph transformations that what-ifs consist of (Daydream, sec. 4.3).
+
+All return a new base and leave the given one as it is. Ops are chosen by a mask, shape (N,).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from autotune.arrays import BoolArray, FloatArray, IntArray
+from autotune.dfg.graph import NONE, Kind
+from autotune.errors import InvalidInput
+from autotune.whatif.base import Base, BaseNames
+
+
+def select(
+    base: Base,
+    *,
+    name: str = "",
+    layer: str = "",
+    kinds: Collection[Kind] = (),
+    on_device: bool | None = None,
+) -> BoolArray:
+    """(N,) the ops that meet every stated condition; `name` and `layer` are regular expressions.
+
+    They may match anywhere, as in `re.search`. Raises `InvalidInput` for an invalid expression.
+    """
+    mask = np.ones(base.ops, dtype=np.bool_)
+    if name:
+        mask &= _matches(base.names.ops, name)
+    if layer:
+        found = _matches(base.names.layers, layer)
+        mask &= np.append(found, False)[base.layer]  # NONE is the last one
+    if kinds:
+        mask &= np.isin(base.kind, [int(kind) for kind in kinds])
+    if on_device is not None:
+        mask &= base.on_device == on_device
+    return mask
+
+
+def _matches(names: Sequence[str], expression: str) -> BoolArray:
+    try:
+        compiled = re.compile(expression)
+    except re.error as error:
+        raise InvalidInput(
+            f"a selection needs a regular expression, but {expression!r} is none: {error}"
+        ) from None
+    known = {name: bool(compiled.search(name)) for name in set(names)}
+    return np.array([known[name] for name in names], dtype=np.bool_)
+
+
+def scale(base: Base, ops: BoolArray, factor: float) -> Base:
+    """Multiply the durations of `ops`; 0.5 makes them twice as fast.
+
+    Raises `InvalidInput` for a factor that is negative or no number.
+    """
+    if not 0 <= factor < np.inf:
+        raise InvalidInput(f"durations need a factor of at least 0, but it is {factor}")
+    return replace(base, duration_s=np.where(ops, factor, 1.0) * base.duration_s)
+
+
+def remove(base: Base, ops: BoolArray, *, launches: bool = True) -> Base:
+    """Remove `ops` and, by default, the calls that launch those on a device.
+
+    What waited for a removed op waits for what that op waited for. Its gap goes with it.
+    """
+    gone = ops.copy()
+    if launches:
+        calls = base.launch[ops]
+        gone[calls[calls != NONE]] = True
+    into = gone[base.child]
+    launched = base.launched[~gone[base.launched]]
+    return replace(
+        base,
+        duration_s=np.where(gone, 0.0, base.duration_s),
+        gap_s=np.where(gone, 0.0, base.gap_s),
+        unknown_gap_s=np.where(gone, 0.0, base.unknown_gap_s),
+        size_bytes=np.where(gone, 0.0, base.size_bytes),
+        queue=np.where(gone, NONE, base.queue).astype(np.int32),
+        kind=np.where(gone, Kind.VIRTUAL, base.kind).astype(np.int32),
+        delay_s=np.where(into, 0.0, base.delay_s),
+        unknown_delay_s=np.where(into, 0.0, base.unknown_delay_s),
+        launched=launched,
+    )
+
+
+def insert(
+    base: Base, after: IntArray, duration_s: FloatArray, names: Sequence[str], kind: Kind
+) -> Base:
+    """Insert a device op behind each device op of `after`, shape (K,), on its stream.
+
+    Each is launched by a call of its own behind the call that launches the op before it. The calls
+    and their latencies are the median ones of the base. New ops have the numbers N to N + K - 1,
+    and the new calls follow. Raises `InvalidInput` for an op that nothing launches or that is named
+    twice.
+    """
+    count = len(after)
+    if len(np.unique(after)) < count:
+        raise InvalidInput("ops are inserted behind different ops, but one is named twice")
+    calls_before = base.launch[after]
+    if np.any(calls_before == NONE):
+        at = int(after[np.argmax(calls_before == NONE)])
+        raise InvalidInput(
+            "a device op can be inserted behind one that a call launches, but "
+            f"{base.names.ops[at]!r} has no launch"
+        )
+    kernels = base.ops + np.arange(count)
+    calls = kernels + count
+    call_s, latency_s = usual_launch(base)
+    before = np.concatenate([after, calls_before.astype(np.int64)])
+    grown = _behind(base, before, np.concatenate([kernels, calls]))
+    none = np.full(2 * count, NONE, dtype=np.int32)
+    order = _launched_after(base, after, kernels)
+    return replace(
+        grown,
+        duration_s=np.concatenate([base.duration_s, duration_s, np.full(count, call_s)]),
+        gap_s=np.concatenate([base.gap_s, np.zeros(2 * count)]),
+        unknown_gap_s=np.concatenate([base.unknown_gap_s, np.zeros(2 * count)]),
+        size_bytes=np.concatenate([base.size_bytes, np.zeros(2 * count)]),
+        queue=np.concatenate([base.queue, base.queue[after], base.queue[calls_before]]),
+        kind=np.concatenate([base.kind, np.full(count, kind), np.full(count, Kind.LAUNCH)]).astype(
+            np.int32
+        ),
+        layer=np.concatenate([base.layer, base.layer[after], base.layer[calls_before]]),
+        on_device=np.concatenate([base.on_device, np.arange(2 * count) < count]),
+        launch=np.concatenate([base.launch, calls.astype(np.int32), none[:count]]),
+        launched=order,
+        parent=np.concatenate([grown.parent, calls]),
+        child=np.concatenate([grown.child, kernels]),
+        delay_s=np.concatenate([grown.delay_s, np.full(count, latency_s)]),
+        unknown_delay_s=np.concatenate([grown.unknown_delay_s, np.zeros(count)]),
+        later=np.concatenate([grown.later, np.zeros(count, dtype=np.int64)]),
+        names=BaseNames(
+            (*base.names.ops, *names, *(f"launch {name}" for name in names)),
+            base.names.queues,
+            base.names.layers,
+        ),
+    )
+
+
+def usual_launch(base: Base) -> tuple[float, float]:
+    """Median duration of the calls that launch, and median delay from a call to its op."""
+    if not len(base.launched):
+        return 0.0, 0.0
+    call_s = float(np.median(base.duration_s[base.launch[base.launched]]))
+    is_launch = base.launch[base.child] == base.parent
+    return call_s, float(np.median(base.delay_s[is_launch])) if is_launch.any() else 0.0
+
+
+def _behind(base: Base, before: IntArray, new: IntArray) -> Base:
+    """The edges of a base in which op `new[i]` follows `before[i]` on its queue.
+
+    What followed on that queue now follows the new op.
+    """
+    number = np.full(base.ops, NONE)
+    number[before] = new
+    follows = base.queue[base.parent] == base.queue[base.child]
+    moved = follows & (number[base.parent] != NONE)
+    parent = np.where(moved, number[base.parent], base.parent)
+    return replace(
+        base,
+        parent=np.concatenate([parent, before]),
+        child=np.concatenate([base.child, new]),
+        delay_s=np.concatenate([base.delay_s, np.zeros(len(new))]),
+        unknown_delay_s=np.concatenate([base.unknown_delay_s, np.zeros(len(new))]),
+        later=np.concatenate([base.later, np.zeros(len(new), dtype=np.int64)]),
+    )
+
+
+def _launched_after(base: Base, after: IntArray, kernels: IntArray) -> IntArray:
+    """The order of launches with each new kernel behind the one before it."""
+    behind = dict(zip(after.tolist(), kernels.tolist(), strict=True))
+    order: list[int] = []
+    for op in base.launched.tolist():
+        order.append(op)
+        if op in behind:
+            order.append(behind[op])
+    return np.array(order, dtype=np.int64)

@@ -1,0 +1,96 @@
+"""What-ifs' primitives change the step time as the same change of the training would."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from periodic_training import training
+
+from autotune.dfg.graph import Kind
+from autotune.errors import InvalidInput
+from autotune.whatif.base import Base, steady
+from autotune.whatif.primitives import insert, remove, scale, select
+from autotune.whatif.recorded import recorded_base
+
+
+def base_of(host_us: float, kernel_us: float, **settings: object) -> Base:
+    return recorded_base(training(host_us, kernel_us, **settings), 0)  # type: ignore[arg-type]
+
+
+def step_us(base: Base) -> float:
+    return steady(base).step_s * 1e6
+
+
+def test_ops_are_selected_by_every_condition() -> None:
+    base = base_of(50, 10)
+    assert select(base).all()
+    names = np.array(base.names.ops)
+    assert set(names[select(base, name="gemm", on_device=True)]) == {"gemm_0", "gemm_1", "gemm_2"}
+    assert not select(base, name="gemm", on_device=False).any()
+    assert set(names[select(base, kinds=[Kind.LAUNCH], name="^cuda")]) == {"cudaLaunchKernel"}
+    assert not select(base, layer="nothing has a layer").any()
+    with pytest.raises(InvalidInput, match=r"needs a regular expression, but '\(' is none"):
+        select(base, name="(")
+
+
+@pytest.mark.parametrize("kernel_us", [10, 100, 400])
+@pytest.mark.parametrize("waits", [False, True])
+def test_faster_kernels_take_as_long_as_in_a_training_with_them(
+    kernel_us: float, waits: bool
+) -> None:
+    base = base_of(50, kernel_us, waits=waits)
+    faster = scale(base, base.on_device, 0.5)
+    assert step_us(faster) == pytest.approx(
+        step_us(base_of(50, kernel_us / 2, waits=waits)), rel=0.01
+    )
+
+
+def test_a_factor_must_be_a_duration() -> None:
+    base = base_of(50, 10)
+    for factor in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(InvalidInput, match="a factor of at least 0"):
+            scale(base, base.on_device, factor)
+
+
+def test_a_removed_kernel_takes_its_launch_along() -> None:
+    """Bound by the device it saves the kernel, bound by the host its launch."""
+    slow = base_of(50, 400)
+    assert step_us(remove(slow, select(slow, name="gemm_1"))) == pytest.approx(800, rel=0.01)
+    idle = base_of(50, 10, waits=True)
+    removed = remove(idle, select(idle, name="gemm_1"))
+    kept = remove(idle, select(idle, name="gemm_1"), launches=False)
+    assert step_us(kept) == pytest.approx(step_us(idle), abs=0.1)
+    assert step_us(removed) == pytest.approx(step_us(idle) - 5, abs=0.1)
+    assert len(removed.launched) == len(idle.launched) - 1
+
+
+def test_an_inserted_kernel_delays_what_follows_it() -> None:
+    slow = base_of(50, 400)
+    after = np.flatnonzero(select(slow, name="gemm_1"))
+    more = insert(slow, after, np.array([100e-6]), ["memcpy"], Kind.COPY)
+    assert step_us(more) == pytest.approx(1300, rel=0.01)
+    assert more.names.ops[slow.ops :] == ("memcpy", "launch memcpy")
+    order = [more.names.ops[op] for op in more.launched]
+    assert order.index("memcpy") == order.index("gemm_1") + 1
+    idle = base_of(50, 10, waits=True)
+    after = np.flatnonzero(select(idle, name="gemm_0"))
+    more = insert(idle, after, np.array([1e-6]), ["tiny"], Kind.COPY)
+    assert step_us(more) == pytest.approx(step_us(idle) + 5, abs=0.2)  # its launch
+
+
+def test_removing_what_was_inserted_restores_the_step() -> None:
+    base = base_of(50, 400)
+    every = np.flatnonzero(base.on_device)
+    more = insert(base, every, np.full(len(every), 50e-6), ["copy"] * len(every), Kind.COPY)
+    assert step_us(more) == pytest.approx(1350, rel=0.01)
+    assert step_us(remove(more, select(more, name="^copy$"))) == pytest.approx(1200, rel=0.01)
+
+
+def test_an_op_is_inserted_behind_one_that_is_launched() -> None:
+    base = base_of(50, 10)
+    host = np.flatnonzero(~base.on_device)[:1]
+    with pytest.raises(InvalidInput, match="has no launch"):
+        insert(base, host, np.array([1e-6]), ["copy"], Kind.COPY)
+    twice = np.repeat(np.flatnonzero(base.on_device)[:1], 2)
+    with pytest.raises(InvalidInput, match="one is named twice"):
+        insert(base, twice, np.full(2, 1e-6), ["a", "b"], Kind.COPY)
