@@ -98,7 +98,7 @@ class Base:
 
     @cached_property
     def launch_limits(self) -> tuple[IntArray, IntArray, IntArray]:
-        """(parent, child, later), up to D each: a launch waits for the op `LAUNCH_QUEUE` before it."""
+        """(parent, child, later): a launch waits for the op `LAUNCH_QUEUE` launches before it."""
         device = self.launched
         count = len(device)
         if not count:
