@@ -26,10 +26,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from autotune.strategy_space.plan import TensorSlice
 from benchmarks.repository import option_parser
-from runtime_rewriter.pytorch.exchange.power_sgd import LowRank, initial_start, matrix_shape
-from runtime_rewriter.pytorch.exchange.quantise import QuantisedRows, RowLayout
+from runtime_rewriter.compression import RowLayout, matrix_shape, picked
+from runtime_rewriter.pytorch.exchange.power_sgd import LowRank, start_tensor
+from runtime_rewriter.pytorch.exchange.quantise import QuantisedRows
 from runtime_rewriter.pytorch.exchange.residuals import Feedback, Residuals
-from runtime_rewriter.pytorch.exchange.top_k import PickedRows, picked
+from runtime_rewriter.pytorch.exchange.top_k import PickedRows
 
 RANKS = 4
 CPU = torch.device("cpu")
@@ -98,7 +99,7 @@ def top_k(shapes: list[tuple[int, int]], ratio: float) -> Callable[[], None]:
 def power_sgd(shapes: list[tuple[int, int]], rank: int) -> Callable[[], None]:
     step = CompressedStep(shapes, sum(rows * columns for rows, columns in shapes))
     starts = [
-        initial_start(str(number), matrix_shape(shape)[1], rank, step.values)
+        start_tensor(str(number), matrix_shape(shape)[1], rank, step.values)
         for number, shape in enumerate(shapes)
     ]
     low = LowRank(step.values, shapes, rank, RANKS, lambda number: starts[number])

@@ -16,10 +16,11 @@ from torch import Tensor
 from autotune.errors import InvalidInput
 from autotune.strategy_space.compressors import INT8_BLOCK
 from autotune.strategy_space.plan import TensorSlice
-from runtime_rewriter.pytorch.exchange.power_sgd import LowRank, gains, initial_start, matrix_shape
-from runtime_rewriter.pytorch.exchange.quantise import QuantisedRows, RowLayout
+from runtime_rewriter.compression import RowLayout, gains, matrix_shape, picked
+from runtime_rewriter.pytorch.exchange.power_sgd import LowRank, start_tensor
+from runtime_rewriter.pytorch.exchange.quantise import QuantisedRows
 from runtime_rewriter.pytorch.exchange.residuals import Feedback, Residuals
-from runtime_rewriter.pytorch.exchange.top_k import PickedRows, largest, picked
+from runtime_rewriter.pytorch.exchange.top_k import PickedRows, largest
 
 CPU = torch.device("cpu")
 FLOATS = [torch.float32, torch.float64]
@@ -168,7 +169,7 @@ def step(parts: list[Tensor], all_starts: list[dict[int, Tensor]], rank: int) ->
     def low_rank(values: Tensor, starts: dict[int, Tensor]) -> LowRank:
         def start_of(number: int) -> Tensor:
             columns = matrix_shape(SHAPES[number])[1]
-            return starts.setdefault(number, initial_start(str(number), columns, rank, values))
+            return starts.setdefault(number, start_tensor(str(number), columns, rank, values))
 
         return LowRank(values, SHAPES, rank, 4, start_of)
 

@@ -28,13 +28,14 @@ from torch.nn.parallel import DistributedDataParallel
 from autotune.strategy_space.plan import Message, Plan, TensorSlice
 from autotune.strategy_space.strategy import Compressor, Synchronizer
 from autotune.workload import Variable, Workload
+from runtime_rewriter.compression import RowLayout, picked
 from runtime_rewriter.emulation import timetable_of
 from runtime_rewriter.pytorch.cross_step import CrossStepUpdates
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.pytorch.emulation import EmulatedAccelerator
 from runtime_rewriter.pytorch.exchange.lanes import Lanes, Step
 from runtime_rewriter.pytorch.exchange.power_sgd import LowRank
-from runtime_rewriter.pytorch.exchange.quantise import QuantisedRows, RowLayout
+from runtime_rewriter.pytorch.exchange.quantise import QuantisedRows
 from runtime_rewriter.pytorch.exchange.rows import (
     Form,
     GradientRows,
@@ -43,7 +44,7 @@ from runtime_rewriter.pytorch.exchange.rows import (
     rows_of,
     summed,
 )
-from runtime_rewriter.pytorch.exchange.top_k import PickedRows, picked
+from runtime_rewriter.pytorch.exchange.top_k import PickedRows
 from runtime_rewriter.pytorch.under_way import Arriving
 from runtime_rewriter.scheduling import take_round_robin
 

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from autotune.strategy_space.plan import Message
 from autotune.strategy_space.strategy import ROOTED, Compressor, Synchronizer
+from runtime_rewriter.compression import gains, matrix_shape, seed_name
 from runtime_rewriter.pytorch.exchange.lanes import Lanes, Step
 from runtime_rewriter.pytorch.exchange.payloads import row_layout, sharded_payload, whole_payload
-from runtime_rewriter.pytorch.exchange.power_sgd import LowRank, gains, initial_start, matrix_shape
+from runtime_rewriter.pytorch.exchange.power_sgd import LowRank, start_tensor
 from runtime_rewriter.pytorch.exchange.ranks import RankGroups
 from runtime_rewriter.pytorch.exchange.residuals import Feedback
 from runtime_rewriter.pytorch.exchange.sums import Exchange, flat_sum, work_of
@@ -233,11 +234,11 @@ class PowerSgd:
 
         def start_of(number: int) -> Tensor:
             part = message.slices[number]
-            seeded = f"{part.variable}|{part.axis}|{part.start}|{rank}"
+            seeded = seed_name(part, rank)
             return feedback.residuals.factor(
                 part,
                 rank,
-                lambda: initial_start(seeded, matrix_shape(shapes[number])[1], rank, values),
+                lambda: start_tensor(seeded, matrix_shape(shapes[number])[1], rank, values),
             )
 
         factored = [number for number, shape in enumerate(shapes) if gains(shape, rank)]

@@ -10,9 +10,10 @@ from torch import Tensor
 from autotune.strategy_space.compressors import CompressorDescription
 from autotune.strategy_space.plan import Message
 from autotune.strategy_space.strategy import ROOTED, Compressor
-from runtime_rewriter.pytorch.exchange.quantise import QuantisedRows, RowLayout
+from runtime_rewriter.compression import RowLayout, picked
+from runtime_rewriter.pytorch.exchange.quantise import QuantisedRows
 from runtime_rewriter.pytorch.exchange.residuals import drop_non_finite_
-from runtime_rewriter.pytorch.exchange.top_k import PickedRows, picked
+from runtime_rewriter.pytorch.exchange.top_k import PickedRows
 
 _ALIGNMENT = 8
 

@@ -19,33 +19,19 @@ computes the rest in the same way.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from runtime_rewriter.compression import gains, initial_start, matrix_shape
 from runtime_rewriter.pytorch.exchange.residuals import drop_non_finite_
 
 
-def gains(shape: Sequence[int], rank: int) -> bool:
-    """Whether P and Q together are smaller than the slice. Others, such as vectors, travel
-    whole."""
-    rows, columns = matrix_shape(shape)
-    return len(shape) > 1 and rank * (rows + columns) < rows * columns
-
-
-def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """(n, m)."""
-    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
-
-
-def initial_start(name: str, columns: int, rank: int, like: Tensor) -> Tensor:
-    """The first Q of a slice, seeded by its name and therefore equal on all ranks."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    start = torch.randn(columns, rank, generator=generator, dtype=torch.float64, device="cpu")
-    result: Tensor = (start / start.norm(dim=0)).to(like)
+def start_tensor(name: str, columns: int, rank: int, like: Tensor) -> Tensor:
+    """The first Q of a slice (see `initial_start`), with the dtype and device of `like`."""
+    result: Tensor = torch.from_numpy(initial_start(name, columns, rank)).to(like)
     return result
 
 

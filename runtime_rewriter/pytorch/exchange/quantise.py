@@ -18,41 +18,16 @@ ranks see the overflow and skip the step.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from autotune.strategy_space.compressors import INT8_BLOCK
+from runtime_rewriter.compression import LEVELS, RowLayout
 from runtime_rewriter.pytorch.exchange.residuals import drop_non_finite_
 
-LEVELS = 127
 _CACHED_ELEMENTS = 2**18
 """Elements that a CPU processes at a time. Several passes over 1 MiB stay in the cache: 20 ms
 instead of 100 ms for 25 M float32 elements on one core."""
-
-
-@dataclass(frozen=True)
-class RowLayout:
-    """How a message is cut into rows of equal length; the last ones may extend beyond its end."""
-
-    rows: int
-    blocks: int
-    block: int
-
-    @staticmethod
-    def of(elements: int, rows: int) -> RowLayout:
-        length = max(1, -(-elements // rows))
-        blocks = -(-length // INT8_BLOCK)
-        return RowLayout(rows, blocks, -(-length // blocks))
-
-    @property
-    def elements(self) -> int:
-        """Elements of all rows, with the padding."""
-        return self.rows * self.blocks * self.block
-
-    def with_rows(self, rows: int) -> RowLayout:
-        return RowLayout(rows, self.blocks, self.block)
 
 
 class QuantisedRows:

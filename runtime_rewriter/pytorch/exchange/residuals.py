@@ -27,6 +27,7 @@ from torch import Tensor
 
 from autotune.errors import InvalidInput
 from autotune.strategy_space.plan import Plan, TensorSlice
+from runtime_rewriter.compression import start_key
 
 STATE_FORMAT = 1
 
@@ -140,7 +141,7 @@ class Residuals:
 
     def factor(self, part: TensorSlice, rank: int, initial: Callable[[], Tensor]) -> Tensor:
         """PowerSGD's warm start for a slice: the same tensor every time, changed in place."""
-        key = f"{part.variable}|{part.axis}|{part.start}|{part.stop}|{rank}"
+        key = start_key(part, rank)
         if key not in self._factors:
             self._factors[key] = initial()
         return self._factors[key]

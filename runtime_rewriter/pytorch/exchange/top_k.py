@@ -37,11 +37,6 @@ _BITS = {torch.float32: (torch.int32, 0x7FFFFFFF), torch.float64: (torch.int64, 
 last."""
 
 
-def picked(elements: int, ratio: float) -> int:
-    """k, as in `Message.wire_bytes`."""
-    return math.ceil(elements * ratio)
-
-
 class PickedRows:
     """The bytes of R rows, uint8 of shape (R, row bytes), and views of their values and indices."""
 
