@@ -71,6 +71,7 @@ class VirtualDevices:
 
     target = ""
     devices = tuple(f"/job:localhost/replica:0/task:0/device:CPU:{rank}" for rank in range(RANKS))
+    hosts: tuple[tuple[int, ...], ...] = ()
 
     @property
     def config(self) -> Any:

@@ -64,7 +64,7 @@ def timed_exchange(
         carrier = Carrier(writer, tuple(devices), keys, within, ((),) * len(devices))
         received: Received = {rank: [tensor] for rank, tensor in enumerate(sent)}
         if primitive is not None:
-            flat = Flat(tuple(sent), elements, tf.float32)
+            flat = Flat(dict(enumerate(sent)), elements, tf.float32)
             received = TENSORFLOW_OPERATIONS[primitive](carrier, flat)
         for rank, tensors in received.items():
             with carrier.at(rank):
@@ -112,7 +112,7 @@ def _exchange(synchronizer: Synchronizer) -> _Writer:
 
     def write(carrier: Carrier, sent: Flat) -> Received:
         results = carrier.exchange(sent, synchronizer, ROOT)
-        return {rank: [tensor] for rank, tensor in enumerate(results)}
+        return {rank: [tensor] for rank, tensor in results.items()}
 
     return write
 
@@ -122,13 +122,13 @@ def _reduce(carrier: Carrier, sent: Flat) -> Received:
 
 
 def _broadcast(carrier: Carrier, sent: Flat) -> Received:
-    results = carrier.broadcast(sent.tensors[ROOT], sent.elements, sent.dtype, ROOT)
-    return {rank: [tensor] for rank, tensor in enumerate(results)}
+    results = carrier.broadcast(sent.tensors[ROOT], sent, ROOT)
+    return {rank: [tensor] for rank, tensor in results.items()}
 
 
 def _all_gather(carrier: Carrier, sent: Flat) -> Received:
     """As rows of sparse gradients are sent: each member reads the tensor of every other one."""
-    return {rank: list(sent.tensors) for rank in range(len(sent.tensors))}
+    return {rank: list(sent.tensors.values()) for rank in sent.members}
 
 
 TENSORFLOW_OPERATIONS: dict[str, _Writer] = {

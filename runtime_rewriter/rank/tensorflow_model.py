@@ -126,6 +126,8 @@ class TensorflowModel:
             return FurtherTraining()
         assert isinstance(instruction, StartTrial | ContinueTrial)
         if isinstance(instruction, StartTrial):
+            # one trial's residuals must not reach the next one
+            self.running.forget_residuals()
             self._load(instruction.plan)
         accelerator = None if self._compute_s is None else self
         return TrialRun(None, instruction.warmup_steps, instruction.timed_steps, accelerator)

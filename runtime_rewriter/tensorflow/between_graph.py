@@ -43,6 +43,7 @@ def graph_of_rank(graph: DistributedGraph, rank: int) -> DistributedGraph:
         variables=tuple(
             replace(one, authoritative=True) for one in graph.variables if one.rank == rank
         ),
+        kept=tuple(one for one in graph.kept if one.rank == rank),
         feeds=tuple(replace(one, placeholders=(one.placeholders[rank],)) for one in graph.feeds),
         targets=tuple(target for target in graph.targets if target in of_rank),
         fetches={

@@ -15,15 +15,32 @@ import tensorflow as tf
 
 from autotune.errors import InvalidInput
 from runtime_rewriter.tensorflow.distributed_graph import DistributedGraph, PlacedVariable
+from runtime_rewriter.tensorflow.kept_state import KeptState
 
 
 def scatter(session: Any, graph: DistributedGraph, values: Mapping[str, np.ndarray]) -> None:
-    """Set every variable of the distributed graph from the values of a single-device program."""
+    """Set every variable of the distributed graph from the values of a single-device program.
+
+    What compressors keep starts anew: a program on one device has no such state.
+    """
     missing = sorted({one.variable for one in graph.variables} - set(values))
     if missing:
         raise InvalidInput(f"a checkpoint needs every variable, but lacks {missing[0]!r}")
     fed = {one.placeholder: one.part_of(values[one.variable]) for one in graph.variables}
-    session.run([one.assign for one in graph.variables], fed)
+    fed |= {one.placeholder: one.initial for one in graph.kept}
+    assigns = [one.assign for one in graph.variables] + [one.assign for one in graph.kept]
+    session.run(assigns, fed)
+
+
+def scatter_kept(session: Any, graph: DistributedGraph, state: KeptState) -> None:
+    """Let compressors continue with the state of an earlier graph."""
+    fed = {one.placeholder: state.given(one) for one in graph.kept}
+    session.run([one.assign for one in graph.kept], fed)
+
+
+def gather_kept(session: Any, graph: DistributedGraph, state: KeptState) -> None:
+    """Read the state of compressors into `state`."""
+    state.take(graph.kept, session.run([one.value for one in graph.kept]))
 
 
 def gather(session: Any, graph: DistributedGraph) -> dict[str, np.ndarray]:

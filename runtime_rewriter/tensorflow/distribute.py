@@ -21,32 +21,45 @@ from runtime_rewriter.tensorflow.distributed_graph import (
     PlacedVariable,
     ReplicatedFeed,
 )
+from runtime_rewriter.tensorflow.kept_writing import KeptWriter
 from runtime_rewriter.tensorflow.node_writing import GraphWriter
 from runtime_rewriter.tensorflow.op_fusion import set_scopes
 from runtime_rewriter.tensorflow.randomness import seed_variables
 from runtime_rewriter.tensorflow.refreshing import Refreshes, update_targets
 from runtime_rewriter.tensorflow.refusals import refuse
 from runtime_rewriter.tensorflow.serving import served_variables
-from runtime_rewriter.tensorflow.synchronization import SCOPE, Synchronization
+from runtime_rewriter.tensorflow.synchronization import SCOPE, Circumstances, Synchronization
 from runtime_rewriter.tensorflow.training_graph import Feed, TrainingGraph
 from runtime_rewriter.tensorflow.updates import Updates
 
+ALONE = Circumstances()
+"""Hosts are not known, and no message of an earlier plan has left anything."""
+
 
 def distribute(
-    training: TrainingGraph, plan: Plan, devices: Sequence[str], first_key: int = 1
+    training: TrainingGraph,
+    plan: Plan,
+    devices: Sequence[str],
+    first_key: int = 1,
+    circumstances: Circumstances = ALONE,
 ) -> DistributedGraph:
     """Return the graph that enacts `plan` on `devices`, one per rank.
 
     `first_key`: the first collective key that the servers have not seen, which is `next_key` of
     the graph that they ran before. Raises `InvalidInput` for what cannot be enacted.
     """
-    refuse(training, plan, devices)
-    return _Rewriting(training, plan, tuple(devices), first_key).result()
+    refuse(training, plan, devices, circumstances.hosts)
+    return _Rewriting(training, plan, tuple(devices), first_key, circumstances).result()
 
 
 class _Rewriting:
     def __init__(
-        self, training: TrainingGraph, plan: Plan, devices: tuple[str, ...], first_key: int
+        self,
+        training: TrainingGraph,
+        plan: Plan,
+        devices: tuple[str, ...],
+        first_key: int,
+        circumstances: Circumstances,
     ) -> None:
         self.training, self.plan, self.devices = training, plan, devices
         self.ranks = range(len(devices))
@@ -59,11 +72,21 @@ class _Rewriting:
         self.served, self.notes = served_variables(training, plan, updates)
         container = f"autotune-{first_key}"
         self.copies = Copies(training, updates, self.writer, devices, self.served, container)
+        self.kept = KeptWriter(self.writer, container, SCOPE)
+        self.circumstances = circumstances
         self.seeds = seed_variables(training)
 
     def result(self) -> DistributedGraph:
         synchronization = Synchronization(
-            self.training, self.plan, self.writer, self.devices, self.keys, _in_replica, self.served
+            self.training,
+            self.plan,
+            self.writer,
+            self.devices,
+            self.keys,
+            _in_replica,
+            self.served,
+            self.kept,
+            self.circumstances,
         )
         self.copies.averaged = synchronization.averaged()
         refreshes = Refreshes(self.plan, self.copies)
@@ -75,11 +98,12 @@ class _Rewriting:
             self.devices,
             self._placed(),
             tuple(self._feed(feed) for feed in self.training.feeds),
-            tuple(targets),
+            (*targets, *self.kept.assignments),
             {name: _in_replica(str(one), 0) for name, one in self.training.fetches.items()},
             self.training.initial,
             self.keys.next_key,
             tuple(self.notes),
+            tuple(self.kept.kept),
         )
 
     def _copy_all(self, refreshes: Refreshes) -> list[str]:

@@ -12,6 +12,7 @@ class LocalDevice:
 
     target = ""
     devices = ("/job:localhost/replica:0/task:0/device:CPU:0",)
+    hosts: tuple[tuple[int, ...], ...] = ((0,),)
 
     @property
     def config(self) -> Any:

@@ -117,6 +117,36 @@ class GraphWriter:
             "ConcatV2", "concat", inputs, N=len(tensors), T=tf.as_dtype(dtype), Tidx=tf.int32
         )
 
+    def padded(self, tensor: str, zeros: int, dtype: Any) -> str:
+        """Append zeros to a flat tensor."""
+        if not zeros:
+            return tensor
+        return self.concat([tensor, self.zeros([zeros], dtype)], 0, dtype)
+
+    def zeros(self, shape: Sequence[int], dtype: Any) -> str:
+        """A tensor of zeros, without storing them in the graph."""
+        inputs = [self.constant(shape, tf.int32, "shape"), self.constant(0, dtype, "zero")]
+        return self.node("Fill", "zeros", inputs, T=tf.as_dtype(dtype), index_type=tf.int32)
+
+    def unary(self, op: str, tensor: str, dtype: Any) -> str:
+        """An operation that keeps the dtype."""
+        return self.node(op, op.lower(), [tensor], T=tf.as_dtype(dtype))
+
+    def binary(self, op: str, left: str, right: str, dtype: Any) -> str:
+        """An operation of two tensors of one dtype."""
+        return self.node(op, op.lower(), [left, right], T=tf.as_dtype(dtype))
+
+    def where(self, condition: str, then: str, otherwise: str, dtype: Any) -> str:
+        inputs = [condition, then, otherwise]
+        return self.node("SelectV2", "where", inputs, T=tf.as_dtype(dtype))
+
+    def reduced(self, op: str, tensor: str, axes: Sequence[int], dtype: Any) -> str:
+        """Reduce axes by `Max`, `Sum` and the like."""
+        inputs = [tensor, self.constant(axes, tf.int32, "axes")]
+        return self.node(
+            op, op.lower(), inputs, T=tf.as_dtype(dtype), Tidx=tf.int32, keep_dims=False
+        )
+
     def split(self, tensor: str, sizes: Sequence[int], axis: int, dtype: Any) -> list[str]:
         if len(sizes) == 1:
             return [tensor]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from autotune.errors import InvalidInput, ModelMismatch
 from autotune.strategy_space.enactable import describe, refusal_reason
 from autotune.strategy_space.plan import Message, Plan
-from autotune.strategy_space.strategy import CASTS, Compressor, SparseHandling
+from autotune.strategy_space.strategy import Compressor, SparseHandling
 from runtime_rewriter.tensorflow.op_fusion import refuse_fusion
 from runtime_rewriter.tensorflow.training_graph import TrainingGraph
 
@@ -16,7 +16,9 @@ _LEAVE_ROWS = frozenset({"ResourceSparseApplyAdagrad", "ResourceSparseApplyAdagr
 _WIRE_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-def refuse(training: TrainingGraph, plan: Plan, devices: Sequence[str]) -> None:
+def refuse(
+    training: TrainingGraph, plan: Plan, devices: Sequence[str], hosts: Sequence[Sequence[int]]
+) -> None:
     """Raise `InvalidInput` if the rewriter cannot enact `plan` for this graph."""
     if len(devices) != plan.world_size or len(set(devices)) != len(devices):
         raise InvalidInput(
@@ -32,10 +34,22 @@ def refuse(training: TrainingGraph, plan: Plan, devices: Sequence[str]) -> None:
     reason = refusal_reason(plan, rewrites_graph=True) or plan_refusal(plan)
     if reason is not None:
         raise InvalidInput(f"TensorFlow cannot enact this plan: {reason}")
+    if any(message.hierarchical for message in plan.messages):
+        _refuse_unknown_hosts(plan.world_size, hosts)
     for message in plan.messages:
         for part in message.slices:
             _refuse_untouched_rows(training, part.variable, message)
     refuse_fusion(training.view, plan.op_fusion, devices[0])
+
+
+def _refuse_unknown_hosts(world_size: int, hosts: Sequence[Sequence[int]]) -> None:
+    if sorted(rank for host in hosts for rank in host) != list(range(world_size)):
+        raise InvalidInput(
+            "hierarchical messages need to know which ranks share a host, from LOCAL_RANK and "
+            "LOCAL_WORLD_SIZE as `autotune tune` and torchrun set them for ranks that are numbered "
+            f"host by host, but the known hosts are {[list(host) for host in hosts]}; start the "
+            "script by one of them, or set hierarchical = false"
+        )
 
 
 def _refuse_untouched_rows(training: TrainingGraph, variable: str, message: Message) -> None:
@@ -56,8 +70,6 @@ def plan_refusal(plan: Plan) -> str | None:
     """Return the rule that keeps TensorFlow from enacting `plan`, or None."""
     if plan.cross_step:
         return "a step ends with its updates, but cross_step lets messages continue into the next"
-    if plan.ring_order not in (None, tuple(range(plan.world_size))):
-        return f"TensorFlow's ring follows the ranks, but ring_order is {plan.ring_order}"
     for number, message in enumerate(plan.messages):
         reason = _message_refusal(message)
         if reason is not None:
@@ -68,8 +80,9 @@ def plan_refusal(plan: Plan) -> str | None:
 def _message_refusal(message: Message) -> str | None:
     if message.dtype not in _WIRE_DTYPES:
         return f"TensorFlow's collectives sum {', '.join(_WIRE_DTYPES)}, but it is {message.dtype}"
-    if message.compressor is not Compressor.NONE and message.compressor not in CASTS:
-        return f"the compressor must be none, fp16 or bf16, but is {message.compressor}"
-    if message.hierarchical:
-        return "hierarchical messages are not rewritten; set hierarchical = false"
+    if message.compressor not in tuple(Compressor):
+        return (
+            f"the compressor {message.compressor} of a plugin works on tensors of PyTorch; use "
+            f"{', '.join(Compressor)}"
+        )
     return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import tensorflow as tf
 
 from runtime_rewriter.tensorflow.node_writing import GraphWriter
@@ -58,6 +60,29 @@ def select_rows(
     where = writer.node("Where", "where", [inside], T=tf.bool)
     places = writer.reshape(where, [-1], tf.int64)
     return (_taken(writer, values, places, dtype), _taken(writer, indices, places, index_dtype))
+
+
+def rows_with_values(
+    writer: GraphWriter,
+    tensor: str,
+    first: int,
+    shape: Sequence[int],
+    dtype: tf.DType,
+    index_dtype: tf.DType,
+) -> tuple[str, str]:
+    """Return the rows of a dense tensor that are not zero, and their indices from `first` on."""
+    flat = writer.reshape(tensor, [shape[0], -1], dtype)
+    largest = writer.reduced("Max", writer.unary("Abs", flat, dtype), [1], dtype)
+    zero = writer.constant(0, dtype, "zero")
+    filled = writer.node("NotEqual", "filled", [largest, zero], T=dtype)
+    where = writer.node("Where", "where", [filled], T=tf.bool)
+    places = writer.reshape(where, [-1], tf.int64)
+    rows = _taken(writer, tensor, places, dtype)
+    offset = writer.constant(first, index_dtype, "first")
+    indices = writer.binary(
+        "AddV2", writer.cast(places, tf.int64, index_dtype), offset, index_dtype
+    )
+    return rows, indices
 
 
 def _taken(writer: GraphWriter, tensor: str, places: str, dtype: tf.DType) -> str:

@@ -16,10 +16,12 @@ import tensorflow as tf
 
 from autotune.errors import InvalidInput, InvalidStrategy, SynchronizationError
 from autotune.strategy_space.plan import Plan
-from runtime_rewriter.tensorflow.checkpoints import gather, scatter
+from runtime_rewriter.tensorflow.checkpoints import gather, gather_kept, scatter, scatter_kept
 from runtime_rewriter.tensorflow.collectives import Keys
 from runtime_rewriter.tensorflow.distribute import distribute
 from runtime_rewriter.tensorflow.distributed_graph import DistributedGraph
+from runtime_rewriter.tensorflow.kept_state import KeptState
+from runtime_rewriter.tensorflow.synchronization import Circumstances
 from runtime_rewriter.tensorflow.training_graph import TrainingGraph
 
 v1 = tf.compat.v1
@@ -33,7 +35,10 @@ Combine = Callable[[str, list[np.ndarray]], np.ndarray]
 
 
 class Target(Protocol):
-    """What a session connects to: `target`, its configuration, and a device per rank."""
+    """What a session connects to: `target`, its configuration, and a device per rank.
+
+    `hosts`: the ranks of each host; empty if it is not known which ranks share one.
+    """
 
     @property
     def target(self) -> str: ...
@@ -41,6 +46,8 @@ class Target(Protocol):
     def devices(self) -> tuple[str, ...]: ...
     @property
     def config(self) -> Any: ...
+    @property
+    def hosts(self) -> tuple[tuple[int, ...], ...]: ...
 
 
 class RunningGraph:
@@ -62,6 +69,8 @@ class RunningGraph:
         self._options = v1.RunOptions(timeout_in_ms=int(step_timeout_s * 1e3))
         self._next_key = 1
         self._values: Mapping[str, np.ndarray] = training.initial
+        self._kept = _nothing_kept(training)
+        self._drained: frozenset[str] = frozenset()
         self._session: Any = None
         self.graph: DistributedGraph | None = None
 
@@ -71,9 +80,14 @@ class RunningGraph:
         `training`: another graph from now on, with its initial values. Raises `InvalidStrategy` if
         the plan cannot be enacted; the earlier one then stays.
         """
+        waiting: frozenset[str] = frozenset() if training is not None else self._waiting()
         try:
             graph = distribute(
-                training or self.training, plan, self.servers.devices, self._next_key
+                training or self.training,
+                plan,
+                self.servers.devices,
+                self._next_key,
+                Circumstances(self.servers.hosts, waiting),
             )
         except InvalidInput as error:
             if isinstance(error, InvalidStrategy):
@@ -82,12 +96,21 @@ class RunningGraph:
         self.close()
         if training is not None:
             self.training, self._values = training, training.initial
+            self._kept = _nothing_kept(training)
         self.graph, self._next_key = graph, graph.next_key
         with tf.Graph().as_default() as built:
             tf.graph_util.import_graph_def(graph.graph_def, name="")
         self._session = v1.Session(self.servers.target, graph=built, config=self.servers.config)
         with translated_errors():
             scatter(self._session, graph, self._values)
+            scatter_kept(self._session, graph, self._kept)
+        sent_whole = {
+            part.variable
+            for message in plan.messages
+            if not message.compressor.error_feedback
+            for part in message.slices
+        }
+        self._drained = waiting & sent_whole
 
     def step(self, values: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         """Train one step with the global batch; return the fetches."""
@@ -119,6 +142,11 @@ class RunningGraph:
             own, further, _ = self._session.run(
                 wanted, graph.feed_dict(values), options=given, run_metadata=metadata
             )
+        if self._drained:
+            # A message without feedback has sent what an earlier plan had left. Further steps have
+            # nothing to add, so a graph without these residuals takes over.
+            self._drained = frozenset()
+            self.load(graph.plan)
         combine = self.combine or (lambda name, values: values[0])
         return [combine(name, values) for name, values in own.items()], further
 
@@ -167,11 +195,26 @@ class RunningGraph:
         finally:
             self._next_key = keys.next_key
 
+    def forget_residuals(self) -> None:
+        """Drop what compressed messages have not sent, and PowerSGD's starts."""
+        self._kept.forget()
+        if self._session is not None:
+            with translated_errors():
+                scatter_kept(self._session, self._loaded, self._kept)
+
+    def _waiting(self) -> frozenset[str]:
+        """The variables of which a rank has not sent everything."""
+        if self._session is not None:
+            with translated_errors():
+                gather_kept(self._session, self._loaded, self._kept)
+        return self._kept.waiting
+
     def close(self) -> None:
         """End the session; the values stay here, and the servers forget theirs."""
         if self._session is None:
             return
         self.values()
+        self._waiting()
         destroy = _destroying(self._session.graph, self._loaded)
         with contextlib.suppress(tf.errors.OpError):  # they end with the servers, too
             self._session.run(destroy)
@@ -184,17 +227,23 @@ def of_replica(tensor: str, rank: int) -> str:
     return tensor.replace("replica_0/", f"replica_{rank}/", 1)
 
 
+def _nothing_kept(training: TrainingGraph) -> KeptState:
+    return KeptState({one.name: one.shape for one in training.variables})
+
+
 def _part(graph: DistributedGraph, names: Set[str]) -> DistributedGraph:
-    return replace(graph, variables=tuple(one for one in graph.variables if one.variable in names))
+    part = tuple(one for one in graph.variables if one.variable in names)
+    return replace(graph, variables=part, kept=())
 
 
 def _destroying(built: Any, graph: DistributedGraph) -> list[Any]:
     """Ops that free the memory of the graph's variables."""
     with built.as_default():
         operations = []
-        for one in graph.variables:
-            with tf.device(graph.devices[one.rank]):
-                handle = built.get_tensor_by_name(f"{one.handle}:0")
+        held = [(one.rank, one.handle) for one in graph.variables]
+        for rank, name in [*held, *((one.rank, one.handle) for one in graph.kept)]:
+            with tf.device(graph.devices[rank]):
+                handle = built.get_tensor_by_name(f"{name}:0")
                 operations.append(
                     tf.raw_ops.DestroyResourceOp(resource=handle, ignore_lookup_error=True)
                 )

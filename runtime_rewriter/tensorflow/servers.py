@@ -45,6 +45,7 @@ class RankPlace:
     """A rank of a launched script. `address`, `port`: where rank 0 waits for the others.
 
     `network`: the value of AUTOTUNE_NETWORK. `agent`: torchrun's, if it has that port.
+    `local_rank`, `local_size`: the place on its host and the number of ranks there, or -1.
     """
 
     rank: int
@@ -53,6 +54,8 @@ class RankPlace:
     address: str
     port: int
     network: str = ""
+    local_rank: int = -1
+    local_size: int = -1
     agent: AgentStore | None = None
 
     @staticmethod
@@ -76,6 +79,8 @@ class RankPlace:
             environment["MASTER_ADDR"],
             int(environment["MASTER_PORT"]),
             environment.get(NETWORK, ""),
+            int(environment.get("LOCAL_RANK", "-1")),
+            int(environment.get("LOCAL_WORLD_SIZE", "-1")),
             AgentStore.of(environment),
         )
 
@@ -88,6 +93,8 @@ class Servers:
     peers: Peers
     target: str
     own: Any = field(repr=False)
+    hosts: tuple[tuple[int, ...], ...] = ()
+    """The ranks of each host; empty if a rank does not know its place."""
 
     @property
     def config(self) -> Any:
@@ -123,8 +130,11 @@ def start_servers(place: RankPlace, timeout_s: float) -> Servers:
     peers, addresses = agree_on_addresses(place, timeout_s)
     specification = tf.train.ClusterSpec({JOB: addresses})
     server: list[Any] = []
-    _together(place, peers, timeout_s)(_first, lambda: _start(specification, place.rank, server))
-    return Servers(place, peers, server[0].target, server[0])
+    together = _together(place, peers, timeout_s)
+    together(_first, lambda: _start(specification, place.rank, server))
+    hosts = together(_hosts, lambda: {"local": (place.local_rank, place.local_size)})
+    by_host = tuple(tuple(ranks) for ranks in hosts["hosts"])
+    return Servers(place, peers, server[0].target, server[0], by_host)
 
 
 def agree_on_addresses(place: RankPlace, timeout_s: float) -> tuple[Peers, list[str]]:
@@ -159,6 +169,19 @@ def _together(place: RankPlace, peers: Peers, timeout_s: float) -> Callable[...,
         return peers.agree(facts, decide, timeout_s)
 
     return together
+
+
+def _hosts(facts: list[Facts]) -> Facts:
+    """Group the ranks by host. They are numbered host by host."""
+    places = [tuple(each["local"]) for each in facts]
+    hosts: dict[int, list[int]] = {}
+    for rank, (local_rank, _) in enumerate(places):
+        hosts.setdefault(rank - local_rank, []).append(rank)
+    consistent = all(
+        0 <= local_rank < local_size and len(hosts[rank - local_rank]) == local_size
+        for rank, (local_rank, local_size) in enumerate(places)
+    )
+    return {"hosts": [hosts[first] for first in sorted(hosts)] if consistent else []}
 
 
 def _first(facts: list[Facts]) -> Facts:

@@ -9,14 +9,24 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import tensorflow as tf
 
 from autotune.strategy_space.plan import Message, Plan, TensorSlice
 from autotune.strategy_space.strategy import MOST_IN_FLIGHT, SparseHandling, Synchronizer
-from runtime_rewriter.tensorflow.collectives import Carrier, Flat, Keys
+from runtime_rewriter.tensorflow.collectives import Carrier, Flat, Keys, Sums
+from runtime_rewriter.tensorflow.compressed import Start, compressed_sum
+from runtime_rewriter.tensorflow.kept_state import KeptTensor
+from runtime_rewriter.tensorflow.kept_writing import KeptWriter
 from runtime_rewriter.tensorflow.node_writing import GraphWriter
-from runtime_rewriter.tensorflow.rows import add_rows, every_row, merge_rows, select_rows
+from runtime_rewriter.tensorflow.rows import (
+    add_rows,
+    every_row,
+    merge_rows,
+    rows_with_values,
+    select_rows,
+)
 from runtime_rewriter.tensorflow.serving import Served
 from runtime_rewriter.tensorflow.training_graph import Gradient, TrainingGraph
 
@@ -40,6 +50,18 @@ class Averaged:
     parts: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Circumstances:
+    """What a plan's messages depend on beside the plan.
+
+    `hosts`: the ranks of each host; empty if they are not known. `waiting`: variables of which a
+    rank has not sent everything under an earlier plan.
+    """
+
+    hosts: tuple[tuple[int, ...], ...] = ()
+    waiting: frozenset[str] = frozenset()
+
+
 class Synchronization:
     """Writes all messages of a plan."""
 
@@ -52,7 +74,11 @@ class Synchronization:
         keys: Keys,
         local: LocalTensor,
         served: Mapping[str, Served],
+        kept: KeptWriter,
+        circumstances: Circumstances,
     ) -> None:
+        self.plan, self.kept = plan, kept
+        self.hosts, self.waiting = circumstances.hosts, circumstances.waiting
         self.training, self.writer, self.devices, self.keys = training, writer, devices, keys
         self.local, self.served = local, served
         self._issued: list[list[str]] = [[] for _ in devices]
@@ -77,21 +103,130 @@ class Synchronization:
         scope = f"{SCOPE}/message_{number}"
         dtype = tf.as_dtype(message.dtype)
         wire = tf.as_dtype(message.compressor.description.wire_dtype or message.dtype)
-        sent = []
-        for rank, device in enumerate(self.devices):
-            with self.writer.at(device, f"{scope}/rank_{rank}"):
+        sent: dict[int, str] = {}
+        residuals = self._residuals(number, message, dtype)
+        for rank in self._ring:
+            with self.writer.at(self.devices[rank], f"{scope}/rank_{rank}"):
                 parts = [self._flat(part, rank, dtype) for part in message.slices]
                 packed = self.writer.concat(parts, 0, dtype)
-                scaled = self.writer.scale(packed, 1 / len(self.devices), dtype)
-                sent.append(self._start(rank, number, self.writer.cast(scaled, dtype, wire), wire))
-        flat = Flat(tuple(sent), message.elements, wire)
-        carrier = Carrier(self.writer, self.devices, self.keys, scope, self._window())
-        received = carrier.exchange(flat, message.synchronizer, message.owner)
+                values = self.writer.scale(packed, 1 / len(self.devices), dtype)
+                if rank in residuals:
+                    values = self.writer.binary("AddV2", values, residuals[rank].value, dtype)
+                packed = self.writer.cast(values, dtype, wire)
+                sent[rank] = self._start(rank, number, packed, wire)
+        flat = Flat(sent, message.elements, wire)
+        own_ring = self._ring != tuple(range(len(self.devices)))
+        carrier = Carrier(self.writer, self.devices, self.keys, scope, self._window(), own_ring)
+        received, unsent = self._exchange(carrier, message, flat)
+        self._keep(number, message, residuals, unsent)
         if message.synchronizer is not Synchronizer.PARAMETER_SERVER:
-            for rank, tensor in enumerate(received):
+            for rank, tensor in received.items():
                 self._finished[rank].append(tensor.partition(":")[0])
         self._unpack_at_server(message, scope, received, wire)
         self._unpack(message, scope, received, wire)
+
+    @property
+    def _ring(self) -> tuple[int, ...]:
+        return self.plan.ring_order or tuple(range(len(self.devices)))
+
+    def _two_levels(self, message: Message) -> bool:
+        """Whether the message is hierarchical, and some of several hosts holds several ranks."""
+        return message.hierarchical and len(self.hosts) > 1 and max(map(len, self.hosts)) > 1
+
+    def _leaders(self, message: Message) -> dict[int, tuple[int, ...]]:
+        """The leader of each host and the host's ranks, in the order of the ring.
+
+        The leader of the owner's host is the owner. That of any other host is its lowest rank.
+        """
+        led = {message.owner if message.owner in host else min(host): host for host in self.hosts}
+        return {rank: led[rank] for rank in self._ring if rank in led}
+
+    def _exchange(
+        self, carrier: Carrier, message: Message, sent: Flat
+    ) -> tuple[Sums, Mapping[int, str]]:
+        """Return the sum at each rank, and the residual of each rank that keeps one.
+
+        A hierarchical message is summed at the leader of each host, then by its own synchronizer
+        between the leaders, and copied to the ranks of each host.
+        """
+        leaders = self._leaders(message) if self._two_levels(message) else {}
+        among = sent
+        if leaders:
+            begun = carrier.begun(sent)
+            inside = {}
+            for leader, host in leaders.items():
+                of_host = {rank: begun.tensors[rank] for rank in host}
+                inside[leader] = carrier.sum_at(Flat(of_host, sent.elements, sent.dtype), leader)
+            among = Flat(inside, sent.elements, sent.dtype)
+        unsent: Mapping[int, str] = {}
+        if message.compressor.error_feedback and len(among.members) > 1:
+            shapes = [self._shape(part) for part in message.slices]
+            result = compressed_sum(carrier, message, among, shapes, self._start_of)
+            sums, unsent = result.sums, result.kept
+        else:
+            sums = carrier.exchange(among, message.synchronizer, message.owner)
+        if leaders:
+            sums = self._copied(carrier, sums, leaders, sent.dtype)
+        return sums, unsent
+
+    def _copied(
+        self, carrier: Carrier, sums: Sums, leaders: Mapping[int, tuple[int, ...]], dtype: tf.DType
+    ) -> Sums:
+        """Copy the sum of each leader to the ranks of its host."""
+        copies = {}
+        for leader, host in leaders.items():
+            for rank in host:
+                with carrier.at(rank):
+                    copies[rank] = self.writer.identity(sums[leader], dtype, "from_leader")
+        return copies
+
+    def _start_of(self, rank: int, part: TensorSlice) -> Start:
+        device, k = self.devices[rank], self._rank_of[part]
+        dtype = tf.as_dtype(self.training.by_name[part.variable].dtype)
+        kept = self.kept.start(rank, device, part, self._shape(part), k, dtype)
+        return Start(kept.value, lambda tensor: self.kept.replace(kept, device, tensor))
+
+    @cached_property
+    def _rank_of(self) -> dict[TensorSlice, int]:
+        """PowerSGD's rank of each slice."""
+        return {
+            part: message.rank
+            for message in self.plan.messages
+            for part in message.slices
+            if message.rank is not None
+        }
+
+    def _residuals(self, number: int, message: Message, dtype: tf.DType) -> dict[int, KeptTensor]:
+        """The residual of each rank that may have one before or after this message."""
+        ranks: set[int] = set()
+        if any(part.variable in self.waiting for part in message.slices):
+            ranks = set(range(len(self.devices)))
+        elif message.compressor.error_feedback:
+            two_levels = self._two_levels(message)
+            members = self._leaders(message) if two_levels else range(len(self.devices))
+            ranks = set(members) if len(members) > 1 else set()
+        return {
+            rank: self.kept.residual(rank, self.devices[rank], number, message.slices, dtype)
+            for rank in sorted(ranks)
+        }
+
+    def _keep(
+        self,
+        number: int,
+        message: Message,
+        residuals: Mapping[int, KeptTensor],
+        unsent: Mapping[int, str],
+    ) -> None:
+        """Replace the residuals of a message by what it has not sent, which is nothing else."""
+        assert unsent.keys() <= residuals.keys()
+        for rank, kept in residuals.items():
+            device = self.devices[rank]
+            if rank in unsent:
+                self.kept.replace(kept, device, unsent[rank])
+                continue
+            with self.writer.at(device, f"{SCOPE}/message_{number}/rank_{rank}"):
+                zeros = self.writer.zeros([message.elements], tf.as_dtype(kept.dtype))
+            self.kept.replace(kept, device, zeros)
 
     def _start(self, rank: int, number: int, tensor: str, dtype: tf.DType) -> str:
         """Let a message start after the one before it on this rank."""
@@ -144,6 +279,8 @@ class Synchronization:
         wire = tf.as_dtype(message.compressor.description.wire_dtype or message.dtype)
         scope = f"{SCOPE}/message_{number}"
         values, indices = [], []
+        residuals = self._residuals(number, message, dtype)
+        self._keep(number, message, residuals, {})
         for rank, device in enumerate(self.devices):
             with self.writer.at(device, f"{scope}/rank_{rank}"):
                 rows = self.local(str(gradient.values), rank)
@@ -154,6 +291,13 @@ class Synchronization:
                         self.writer, rows, places, between, dtype, index_dtype
                     )
                 scaled = self.writer.scale(rows, 1 / len(self.devices), dtype)
+                if rank in residuals:
+                    residual = self.writer.reshape(residuals[rank].value, self._shape(part), dtype)
+                    unsent, unsent_places = rows_with_values(
+                        self.writer, residual, part.start, self._shape(part), dtype, index_dtype
+                    )
+                    scaled = self.writer.concat([scaled, unsent], 0, dtype)
+                    places = self.writer.concat([places, unsent_places], 0, index_dtype)
                 packed = self.writer.cast(scaled, dtype, wire)
                 values.append(self._start(rank, number, packed, wire))
                 indices.append(places)
@@ -212,7 +356,7 @@ class Synchronization:
         return shape
 
     def _unpack_at_server(
-        self, message: Message, scope: str, received: Sequence[str], wire: tf.DType
+        self, message: Message, scope: str, received: Sums, wire: tf.DType
     ) -> None:
         """Take the slices of served variables, whose sums stay at the server."""
         if not any(part.variable in self.served for part in message.slices):
@@ -226,9 +370,7 @@ class Synchronization:
                 self._axis[part.variable] = part.axis
                 self._at_server[part.variable].append((part.start, tensor))
 
-    def _unpack(
-        self, message: Message, scope: str, received: Sequence[str], wire: tf.DType
-    ) -> None:
+    def _unpack(self, message: Message, scope: str, received: Sums, wire: tf.DType) -> None:
         """Take the slices of all other variables on each rank."""
         if all(part.variable in self.served for part in message.slices):
             return

@@ -104,9 +104,20 @@ def _sent_to(
             found.add(started[name])
             continue
         waiting.extend(tensor.node for tensor in data_inputs(view.nodes[name]))
+        if view.nodes[name].op == "CollectiveBcastRecvV2":  # it reads what the root sends
+            waiting.extend(_roots(view, name))
         if view.nodes[name].op == "ReadVariableOp":  # of what the writers before it wrote
             waiting.extend(control_inputs(view.nodes[name]))
     return found
+
+
+def _roots(view: GraphView, receive: str) -> list[str]:
+    message = receive.partition("/rank_")[0]
+    return [
+        name
+        for name, node in view.nodes.items()
+        if node.op == "CollectiveBcastSendV2" and name.startswith(f"{message}/")
+    ]
 
 
 def graph_of(workload: Workload) -> TrainingGraph:

@@ -38,7 +38,7 @@ from autotune.errors import InvalidInput
 from autotune.strategy_space.builders.registry import BUILDERS
 from autotune.strategy_space.builders.rows import with_rows
 from autotune.strategy_space.plan import Plan, plan
-from autotune.strategy_space.strategy import Compressor, Strategy
+from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
 from autotune.zoo.architectures import workload as zoo
 from runtime_rewriter.tensorflow.between_graph import graph_of_rank
@@ -187,9 +187,8 @@ def test_a_v1_graph_trains_with_and_without_marked_gradients():
 
 REFUSED_PLANS = {
     "cross_step": lambda planned: replace(planned, cross_step=True),
-    "ring_order": lambda planned: replace(planned, ring_order=(1, 0)),
-    "int8": lambda planned: _with_message(planned, compressor=Compressor.INT8),
-    "hierarchical": lambda planned: _with_message(planned, hierarchical=True),
+    "ring_order must name each": lambda planned: replace(planned, ring_order=(1, 1)),
+    "which ranks share a host": lambda planned: _with_message(planned, hierarchical=True),
     "the graph lacks": lambda planned: _renamed(planned),
 }
 

@@ -12,6 +12,7 @@ class TwoDevices:
 
     target = ""
     devices = ("/device:CPU:0", "/device:CPU:1")
+    hosts = ((0, 1),)
 
     @property
     def config(self) -> Any:
