@@ -156,6 +156,7 @@ def _run_recorded(settings: Path, words: list[str]) -> int:
 @contextlib.contextmanager
 def _steered_by(session: Session) -> Iterator[None]:
     """Let `session` steer the models that the script builds."""
+    from runtime_rewriter.horovod.tensorflow_scripts import tensorflow_horovod_steered
     from runtime_rewriter.horovod.torch_scripts import horovod_steered
     from runtime_rewriter.mirrored.scripts import mirrored_steered
     from runtime_rewriter.pytorch.ddp import replaced_ddp
@@ -166,9 +167,10 @@ def _steered_by(session: Session) -> Iterator[None]:
     waits = session.timeouts
     ddp = replaced_ddp(session, timeout_s=waits.message_s, agreement_timeout_s=waits.agreement_s)
     horovod = horovod_steered(session, waits, tuned=waits == TUNING_TIMEOUTS)
+    tensorflow = tensorflow_horovod_steered(session, waits, tuned=waits == TUNING_TIMEOUTS)
     mirrored = mirrored_steered(partial(_steer_mirrored, session))
     keras, spawned = keras_steered(), spawned_ranks_controlled()
-    with ddp, horovod, mirrored, keras, spawned, active_session(session):
+    with ddp, horovod, tensorflow, mirrored, keras, spawned, active_session(session):
         yield
 
 

@@ -1,0 +1,214 @@
+"""Plans for the gradients that `horovod.tensorflow.DistributedGradientTape` averages.
+
+The tape (tensorflow_tape.py) reports each gradient to `ready` and takes the averages from `finish`.
+It does so inside the script's own graph, whatever the plan, so a switch of plans traces nothing. A
+gradient that is None on this rank and not on all counts as zeros.
+"""
+
+# mypy: untyped-calls-exclude=torch, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import tensorflow as tf
+import torch
+from torch import Tensor
+
+from autotune.errors import InvalidInput, SynchronizationError
+from autotune.strategy_space.plan import Plan
+from autotune.workload import Library
+from runtime_rewriter.horovod.connection import HorovodConnection
+from runtime_rewriter.horovod.tensorflow_messages import TensorflowLanes
+from runtime_rewriter.horovod.tensorflow_variables import TensorflowStep, to_numpy, to_torch
+from runtime_rewriter.pytorch.exchange.ranks import Timeouts
+from runtime_rewriter.pytorch.hooks import GradientSynchronizer
+
+NO_CROSSING = "tape.gradient() returns the averages, so it waits for all of them"
+
+
+@dataclass(frozen=True)
+class TapeSettings:
+    """Arguments of `DistributedGradientTape` that matter under a plan."""
+
+    op: Any
+    process_set: Any
+    sparse_as_dense: bool
+    grouped: bool
+
+
+class TensorflowSynchronizer(GradientSynchronizer):
+    """The synchronizer of the variables of a step. `horovod` is the module `horovod.tensorflow`.
+
+    Building one is collective over all ranks. `planned` is a variable that is true under a plan.
+    """
+
+    def __init__(
+        self,
+        module: TensorflowStep,
+        settings: TapeSettings,
+        horovod: Any,
+        connection: HorovodConnection,
+        waits: Timeouts,
+    ) -> None:
+        self._horovod, self._settings, self._connection = horovod, settings, connection
+        with tf.init_scope(), tf.device("CPU:0"):
+            self.planned = tf.Variable(False, trainable=False, name="autotune_planned")
+        with connection.world.as_default():
+            super().__init__(
+                module,
+                timeout_s=waits.message_s,
+                agreement_timeout_s=waits.agreement_s,
+                refusal_reason=self._refusal_reason,
+                on_byte_scale=_no_byte_scale,
+                lanes=partial(TensorflowLanes, horovod, settings.process_set),
+                summed=settings.op == horovod.Sum,
+                unused_as_zeros=True,
+            )
+        self.library = Library.HOROVOD
+        self.world = connection.world.as_default
+        self.cross_step.forbidden = NO_CROSSING
+        self.failure: BaseException | None = None
+        """What ended a step inside TensorFlow, which would report it as an error of an
+        operation."""
+
+    def _refusal_reason(self) -> str | None:
+        if self._settings.op not in (self._horovod.Average, self._horovod.Sum):
+            return "the tape was built with an op other than hvd.Average and hvd.Sum"
+        return None
+
+    def load(self, plan: Plan | None, *, deferred: bool = False) -> None:
+        with self._connection.world.as_default():
+            super().load(plan, deferred=deferred)
+            if self._settings.grouped:
+                self._connection.execute_groups_alone(plan is not None)
+        packing: Any = self._packing
+        packing.write = partial(self._write_anew, packing.write)
+        with tf.init_scope():
+            self.planned.assign(plan is not None)
+
+    @property
+    def restarts(self) -> int:
+        return self._connection.restarts
+
+    def close(self) -> None:
+        with self._connection.world.as_default():
+            super().close()
+        with tf.init_scope():
+            self.planned.assign(False)
+
+    def _hook(self) -> None:
+        """The tape calls `ready`: there are no hooks."""
+
+    def _write_anew(self, write: Callable[[list[int]], None], positions: Iterable[int]) -> None:
+        """Write averages to new memory: the gradients' own belongs to TensorFlow."""
+        written = list(positions)
+        for position in written:
+            parameter = self.parameters[position]
+            if parameter.grad is not None and not parameter.grad.is_sparse:
+                parameter.grad = None
+        write(written)
+
+    # -- a step
+
+    def step_starts(self) -> None:
+        """Call before the forward pass. Between two instructions of the driver it waits here."""
+        with self._connection.world.as_default() if self._boundary_due else nullcontext():
+            self.before_forward(synchronize=True)
+        self.forward_starts()
+
+    def backward_starts(self) -> None:
+        """Call when the loss has been computed; later calls in a pass do nothing."""
+        with self._lock, self._kept_failures():
+            self._begin()
+
+    def ready(self, position: int, values: Any, indices: Any = None) -> None:
+        """Call when the gradient of a variable is final: an array, or rows and their indices."""
+        with self._lock, self._kept_failures():
+            self._begin()
+            parameter = self.parameters[position]
+            if indices is None:
+                parameter.grad = to_torch(values)
+            else:
+                parameter.grad = _rows(values, indices, parameter)
+            self._pass.ready(position)
+
+    def finish(self) -> list[Any]:
+        """Wait for the averages of all variables: arrays, or pairs of rows and their indices."""
+        with self._kept_failures():
+            self._begin()
+            super()._finish()
+            averages = [_average(parameter.grad) for parameter in self.parameters]
+            for parameter in self.parameters:
+                parameter.grad = None
+            return averages
+
+    def step_ended(self) -> None:
+        """Call when a step without a plan has ended."""
+        if self._plan is None:
+            self._begun = self._armed = False
+            self._end_backward()
+
+    def _begin(self) -> None:
+        if self._begun:
+            return
+        self._check_usable()
+        self._begun = True
+        self.after_forward(())
+        self._pass.begin(())
+
+    def _kept_failures(self) -> _KeptFailures:
+        return _KeptFailures(self)
+
+
+class _KeptFailures:
+    """Keeps what a step raises, and disables autograd: threads of TensorFlow run it."""
+
+    def __init__(self, synchronizer: TensorflowSynchronizer) -> None:
+        self._synchronizer = synchronizer
+        self._no_grad = torch.no_grad()
+
+    def __enter__(self) -> None:
+        self._no_grad.__enter__()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._no_grad.__exit__(kind, error, trace)
+        if error is not None:
+            self._synchronizer.failure = error
+            if isinstance(error, SynchronizationError):
+                self._synchronizer._broken = str(error)
+
+
+def _rows(values: Any, indices: Any, parameter: Tensor) -> Tensor:
+    """Rows as a gradient of their own memory, which keeps its form when it is written."""
+    return torch.sparse_coo_tensor(
+        to_torch(indices).long()[None],
+        to_torch(values).clone(),
+        parameter.shape,
+        check_invariants=False,
+    )
+
+
+def _average(gradient: Tensor | None) -> Any:
+    assert gradient is not None, "every variable of the plan has an average"
+    if not gradient.is_sparse:
+        return to_numpy(gradient)
+    rows = gradient.coalesce()
+    return to_numpy(rows.values()), to_numpy(rows.indices()[0])
+
+
+def _no_byte_scale(byte_scale: float) -> None:
+    if byte_scale != 1:
+        raise InvalidInput(
+            "a byte scale cannot be used with Horovod, whose own operations send whole gradients; "
+            "leave out --byte-scale"
+        )
+
+
+def positions_of(variables: Sequence[Any]) -> dict[Any, int]:
+    """The position of each variable, by its reference."""
+    return {variable.ref(): position for position, variable in enumerate(variables)}

@@ -1,0 +1,343 @@
+"""TensorFlow scripts of Horovod train the same under a plan as under their own Horovod."""
+
+# mypy: allow-untyped-decorators
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from odd_scripts.horovod_tensorflow import TENSORFLOW_SCRIPTS, batch, network, of_tensorflow
+from test_horovod_torch import FP16, WAITS, WAYS, PlanSession, as_launched, free_port
+from torch_plans import uniform
+from torch_world import run_world
+
+from autotune.errors import AutotuneError
+from runtime_rewriter.horovod.tensorflow_scripts import tensorflow_horovod_steered
+from runtime_rewriter.pytorch.numerics import GradientGate
+from runtime_rewriter.pytorch.profile import WorkloadProfiler
+
+pytest.importorskip("horovod", reason="`make horovod` builds it")
+
+ROWS_TOLERANCE = 1e-6
+"""Of the largest value: Horovod gathers rows, and the script adds up those of equal index one by
+one. A plan adds them up before."""
+
+
+@dataclass
+class Run:
+    rank: int
+    seen: list[Any] = field(default_factory=list)
+
+    def see(self, *values: Any) -> None:
+        self.seen.append(copy.deepcopy(list(values)))
+
+
+def check_all(rank: int, port: int, timeline: str) -> dict[str, Any]:
+    """Everything that the tests look at, in one job."""
+    as_launched(rank, port)
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    names = list(TENSORFLOW_SCRIPTS)
+    return {
+        "scripts": [f"{name}: {p}" for name in names for p in problems_of(name, rank)],
+        "sent": sent(rank, timeline),
+        "fp16": compressed(rank),
+        "profile": profiled(rank),
+        "one rank": on_one_rank(rank),
+        "refusals": refusals(rank),
+    }
+
+
+@contextmanager
+def launched(session: Any) -> Iterator[Any]:
+    os.environ.pop("HOROVOD_RANK", None)  # the launcher's last start in this process has set it
+    with tensorflow_horovod_steered(session, WAITS, tuned=True):
+        import horovod.tensorflow as hvd
+
+        hvd.init()
+        yield hvd
+
+
+def problems_of(name: str, rank: int) -> Iterator[str]:
+    """What differs or was refused, in each way."""
+    own = Run(rank)
+    with launched(None):
+        pass  # the reference runs without us
+    TENSORFLOW_SCRIPTS[name](own)
+    for way in ("by Horovod in a trial", "in all ways"):
+        plan_of, in_trial = WAYS[way]
+        run, session = Run(rank), PlanSession(plan_of, in_trial)
+        with launched(session):
+            try:
+                TENSORFLOW_SCRIPTS[name](run)
+                compare(run.seen, own.seen, ROWS_TOLERANCE if name == "sparse" else 0.0)
+            except (AutotuneError, AssertionError) as problem:
+                yield f"{way}: {type(problem).__name__}: {problem}"
+        if session.synchronizer is None:
+            yield f"{way}: no model was found"
+            continue
+        if in_trial and session.steps < 5:
+            yield f"{way}: only {session.steps} boundaries"
+        session.synchronizer.close()
+
+
+def compare(run: Any, own: Any, tolerance: float) -> None:
+    if isinstance(own, list):
+        assert len(run) == len(own)
+        for one, other in zip(run, own, strict=True):
+            compare(one, other, tolerance)
+    elif tolerance and isinstance(own, np.ndarray):
+        largest = float(np.abs(own).max())
+        np.testing.assert_allclose(np.asarray(run), own, rtol=0, atol=tolerance * largest)
+    else:
+        np.testing.assert_array_equal(run, own)
+
+
+def step_of(hvd: Any, rank: int, **options: Any) -> Any:
+    """A model's variables, and a function that trains it for a step."""
+    import tensorflow as tf
+
+    model = network()
+    variables = of_tensorflow(model.trainable_variables)
+
+    @tf.function
+    def train_step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x, training=True) ** 2)
+        gradients = hvd.DistributedGradientTape(tape, **options).gradient(loss, variables)
+        for gradient, variable in zip(gradients, variables, strict=True):
+            variable.assign_sub(0.05 * gradient)
+        return loss
+
+    return variables, lambda step: train_step(batch(rank, step))
+
+
+def sent(rank: int, timeline: str) -> list[str]:
+    """The all-reduces of three steps in the order of their execution, by rank 0's timeline."""
+    session = PlanSession(lambda module: uniform(module, 2), in_trial=False)
+    with launched(session) as hvd:
+        _, train = step_of(hvd, rank)
+        train(0)
+        hvd.start_timeline(timeline)
+        for step in range(3):
+            train(step)
+        hvd.stop_timeline()
+    assert session.synchronizer is not None
+    session.synchronizer.close()
+    if rank > 0:
+        return []
+    events = json.loads(Path(timeline).read_text())
+    tensors = {
+        event["pid"]: event["args"]["name"]
+        for event in events
+        if event.get("name") == "process_name" and "name" in event["args"]
+    }
+    return [tensors[event["pid"]] for event in events if event.get("name") == "GLOO_ALLREDUCE"]
+
+
+def compressed(rank: int) -> bool:
+    """Whether a plan of fp16 gives the bits of the script's own compression."""
+    results = []
+    for plan_of in (lambda module: None, lambda module: uniform(module, 2, compressor=FP16)):
+        session = PlanSession(plan_of, in_trial=False)
+        with launched(session) as hvd:
+            variables, train = step_of(hvd, rank, compression=hvd.Compression.fp16)
+            for step in range(3):
+                train(step)
+            results.append([variable.numpy() for variable in variables])
+        assert session.synchronizer is not None
+        session.synchronizer.close()
+    return all(map(np.array_equal, *results))
+
+
+def profiled(rank: int) -> dict[str, Any]:
+    """A profile of two steps, and the numerics gate's error in a step."""
+    session = PlanSession(lambda module: None, in_trial=False)
+    with launched(session) as hvd:
+        _, train = step_of(hvd, rank)
+        train(0)
+        synchronizer = session.synchronizer
+        assert synchronizer is not None
+        profilers: list[WorkloadProfiler] = []
+
+        class Boundary:
+            def on_boundary(self, now_s: float, clean: bool) -> None:
+                if not profilers:
+                    profilers.append(WorkloadProfiler(synchronizer, steps=2))
+
+            def on_backward_end(self) -> None: ...
+
+        synchronizer.listeners.append(Boundary())
+        step = 0
+        while not (profilers and profilers[0].done):
+            train(step := step + 1)
+        with synchronizer.world():
+            workload = profilers[0].finish()
+        synchronizer.listeners.clear()
+        synchronizer.load(uniform(synchronizer.module, 2))
+        gate = GradientGate(synchronizer)
+        gate.arm()
+        with synchronizer.world():
+            train(step)
+        error = gate.error().relative_error
+        synchronizer.close()
+    ready_s = [variable.ready_s for variable in workload.variables]
+    return {
+        "names": [variable.name for variable in workload.variables],
+        "times": [*ready_s, workload.forward_s, workload.backward_s, workload.update_s],
+        "error": error,
+    }
+
+
+def on_one_rank(rank: int) -> bool:
+    """Whether a plan averages rows and values that only rank 0 has with zeros."""
+    session = PlanSession(lambda module: uniform(module, 2), in_trial=False)
+    with launched(session) as hvd:
+        import tensorflow as tf
+
+        table, bias = tf.Variable(tf.zeros((8, 2))), tf.Variable(tf.zeros(2))
+        head = tf.Variable(tf.ones(2))
+        for _ in range(2):
+            with tf.GradientTape() as tape:
+                used = tf.reduce_sum(tf.gather(table, [1, 3, 3]) + bias) if rank == 0 else 0.0
+                loss = used + tf.reduce_sum(head)
+            tape = hvd.DistributedGradientTape(tape)
+            rows, of_bias, of_head = tape.gradient(loss, [table, bias, head])
+    assert session.synchronizer is not None
+    session.synchronizer.close()
+    expected = np.zeros((8, 2), np.float32)
+    expected[1], expected[3] = 0.5, 1.0
+    return (
+        np.array_equal(tf.convert_to_tensor(rows), expected)
+        and np.array_equal(of_bias, [1.5, 1.5])
+        and np.array_equal(of_head, [1.0, 1.0])
+    )
+
+
+def keras_refusals() -> list[Callable[[], object]]:
+    """Uses of Horovod's modules for Keras."""
+    import horovod.keras
+    import horovod.tensorflow as hvd
+    import horovod.tensorflow.keras
+    import keras
+
+    def optimizer() -> None:
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+
+    def optimizer_of_keras() -> None:
+        horovod.tensorflow.keras.DistributedOptimizer(keras.optimizers.SGD(0.1))
+
+    def optimizer_of_old_keras() -> None:
+        horovod.keras.DistributedOptimizer(keras.optimizers.SGD(0.1))
+
+    def callback() -> None:
+        horovod.tensorflow.keras.callbacks.BroadcastGlobalVariablesCallback(0)
+
+    return [optimizer, optimizer_of_keras, optimizer_of_old_keras, callback]
+
+
+def refusals(rank: int) -> dict[str, str]:
+    """The message of each script that cannot be tuned."""
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    def adasum() -> None:
+        step_of(hvd, rank, op=hvd.Adasum)[1](0)
+
+    def maximum() -> None:
+        step_of(hvd, rank, op=hvd.Max)[1](0)
+        assert session.synchronizer is not None
+        session.synchronizer.load(uniform(session.synchronizer.module, 2))
+
+    def keras_variables() -> None:
+        model = network()
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(batch(rank, 0)) ** 2)
+        hvd.DistributedGradientTape(tape).gradient(loss, model.trainable_variables)
+
+    def loop() -> None:
+        train = step_of(hvd, rank)[1]
+
+        @tf.function
+        def steps() -> None:
+            for _ in tf.range(2):
+                train(0)
+
+        steps()
+
+    def elastic() -> None:
+        hvd.elastic.run(print)
+
+    messages = {}
+    for script in (*keras_refusals(), adasum, maximum, keras_variables, loop, elastic):
+        session = PlanSession(lambda module: None, in_trial=False)
+        with launched(session):
+            try:
+                script()
+                messages[script.__name__] = "not refused"
+            except AutotuneError as refusal:
+                messages[script.__name__] = str(refusal)
+    return messages
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    timeline = tmp_path_factory.mktemp("horovod") / "timeline.json"
+    return run_world(check_all, 2, free_port(), str(timeline), timeout_s=300.0)
+
+
+def test_every_script_sees_and_trains_what_its_own_horovod_gives(found) -> None:
+    for rank, of_rank in enumerate(found):
+        assert not of_rank["scripts"], f"rank {rank}: " + "\n".join(of_rank["scripts"])
+
+
+def test_every_message_is_one_operation_and_they_follow_the_plan(found) -> None:
+    names = found[0]["sent"]
+    messages = len(set(names))
+    assert messages > 1
+    assert names == names[:messages] * 3
+    numbers = [int(name.split(".")[-1].split("_")[0]) for name in names[:messages]]
+    assert numbers == sorted(numbers)
+
+
+def test_fp16_gives_the_bits_of_horovods_own_compression(found) -> None:
+    assert found[0]["fp16"] and found[1]["fp16"]
+
+
+def test_a_profile_times_every_gradient_and_the_gate_compares_them(found) -> None:
+    for of_rank in found:
+        profile = of_rank["profile"]
+        assert len(profile["names"]) == 6
+        assert all(0 <= time_s < 100 for time_s in profile["times"])
+        assert profile["error"] == 0.0
+
+
+def test_gradients_of_one_rank_are_averaged_with_zeros(found) -> None:
+    assert found[0]["one rank"] and found[1]["one rank"]
+
+
+def test_a_script_that_cannot_be_tuned_is_told_why(found) -> None:
+    tape = "tape = hvd.DistributedGradientTape(tape)"
+    expected = {
+        "optimizer": tape,
+        "optimizer_of_keras": tape,
+        "optimizer_of_old_keras": tape,
+        "callback": "call hvd.broadcast_variables([variable.value",
+        "adasum": "use op=hvd.Average",
+        "maximum": "op other than hvd.Average and hvd.Sum",
+        "keras_variables": "[variable.value for variable in model.trainable_variables]",
+        "loop": "a tf.function of one step in a Python loop",
+        "elastic": "elastic Horovod cannot be controlled",
+    }
+    for of_rank in found:
+        assert of_rank["refusals"].keys() == expected.keys()
+        for name, part in expected.items():
+            assert part in of_rank["refusals"][name]
