@@ -161,9 +161,8 @@ class _Steering:
                 return original(function, *args, **kwargs)
             self._called.function = function
             try:
-                if function in self._steps:
-                    self._start()
-                results = original(function, *args, **kwargs)
+                run = partial(original, function, *args, **kwargs)
+                results = self._step(function, run, args, kwargs)
                 if function in self._steps:  # tracing may have shown it
                     self._end()
                 return results
@@ -173,6 +172,18 @@ class _Steering:
                 self._called.function = None
 
         return call
+
+    def _step(
+        self, function: Any, run: Callable[[], Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a `tf.function`, or let an emulated accelerator play it."""
+        if function not in self._steps:
+            return run()
+        self._start()
+        accelerator: Any = self._synchronizer and self._synchronizer.accelerator
+        if accelerator is None:
+            return run()
+        return accelerator.run_step(function, run, (args, kwargs))
 
     def _entering(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Implements the start of a tape's recording."""
@@ -276,8 +287,7 @@ class _Steering:
                 for one in gradients
             ]
         eager = tf.executing_eagerly()
-        if not eager:
-            tapes.check_graph()
+        graph = None if eager else tapes.outermost_graph()
         if self._synchronizer is None:
             self._synchronizer = self._built(settings, gradients, variables)
         synchronizer = self._synchronizer
@@ -285,37 +295,64 @@ class _Steering:
         if not known:
             return own(gradients, variables, generic_names)  # another model's
         positions = [self._positions[variables[number].ref()] for number in known]
-        if sorted(positions) != list(range(len(self._positions))):
-            raise InvalidInput(
-                f"each step must compute the gradients of the same {len(self._positions)} "
-                f"variables, but one computes those of {len(positions)} of them; compute all in "
-                "one tape.gradient()"
-            )
+        self._check_complete(positions, gradients, known)
         self._start()
+
+        def horovods(local: list[Any]) -> list[Any]:
+            """Horovod's own averages of gradients in the order of `known`."""
+            whole: list[Any] = [None] * len(variables)
+            for number, gradient in zip(known, local, strict=True):
+                whole[number] = gradient
+            results = own(whole, variables, generic_names)
+            return [results[number] for number in known]
+
+        local = [gradients[number] for number in known]
         if eager:
-            if synchronizer.plan is None:
-                results = own(gradients, variables, generic_names)
-                self._end()
-                return results
-            averages = tapes.averaged_eagerly(
-                synchronizer, positions, [gradients[number] for number in known]
-            )
-            self._started = False
+            averages = self._averaged_eagerly(synchronizer, positions, local, horovods)
         else:
             synchronizer.mark_unclean()  # tracing takes time
             self._steps.add(self._called.function)
-
-            def horovods() -> list[Any]:
-                results = own(gradients, variables, generic_names)
-                return [results[number] for number in known]
-
-            averages = tapes.averaged_in_graph(
-                synchronizer, positions, [gradients[number] for number in known], target, horovods
+            synchronizer.graphs.add(graph)
+            synchronizer.own_averages = lambda by_position: horovods(
+                [by_position[position] for position in positions]
             )
-        results = list[Any]([None] * len(gradients))
+            averages = tapes.averaged_in_graph(
+                synchronizer, positions, local, target, partial(horovods, local)
+            )
+        results: list[Any] = [None] * len(gradients)
         for number, average in zip(known, averages, strict=True):
             results[number] = average
         return results
+
+    def _check_complete(
+        self, positions: Sequence[int], gradients: Sequence[Any], known: Sequence[int]
+    ) -> None:
+        """Raise `InvalidInput` unless these are the gradients of exactly the tuned variables."""
+        others = [one for n, one in enumerate(gradients) if n not in known and one is not None]
+        if others or sorted(positions) != list(range(len(self._positions))):
+            raise InvalidInput(
+                f"each step must compute the gradients of the same {len(self._positions)} "
+                f"variables, but one computes those of {len(positions)} of them and of "
+                f"{len(others)} others; compute all in one tape.gradient()"
+            )
+
+    def _averaged_eagerly(
+        self,
+        synchronizer: TensorflowSynchronizer,
+        positions: Sequence[int],
+        gradients: list[Any],
+        own: Callable[[list[Any]], list[Any]],
+    ) -> list[Any]:
+        from runtime_rewriter.horovod.tensorflow_tape import EAGER_REFUSAL, averaged_eagerly
+
+        if synchronizer.accelerator is not None:
+            raise InvalidInput(EAGER_REFUSAL)
+        if synchronizer.plan is None:
+            averages = own(gradients)
+            self._end()
+            return averages
+        self._started = False
+        return averaged_eagerly(synchronizer, positions, gradients)
 
     def _built(
         self, settings: TapeSettings, gradients: Sequence[Any], variables: Sequence[Any]

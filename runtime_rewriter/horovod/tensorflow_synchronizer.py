@@ -9,12 +9,14 @@ gradient that is None on this rank and not on all counts as zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
+import numpy as np
 import tensorflow as tf
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from torch import Tensor
 from autotune.errors import InvalidInput, SynchronizationError
 from autotune.strategy_space.plan import Plan
 from autotune.workload import Library
+from runtime_rewriter.emulation import Timetable
 from runtime_rewriter.horovod.connection import HorovodConnection
 from runtime_rewriter.horovod.tensorflow_messages import TensorflowLanes
 from runtime_rewriter.horovod.tensorflow_variables import TensorflowStep, to_numpy, to_torch
@@ -29,6 +32,11 @@ from runtime_rewriter.pytorch.exchange.ranks import Timeouts
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 
 NO_CROSSING = "tape.gradient() returns the averages, so it waits for all of them"
+
+NO_RECORDING = (
+    "steps of TensorFlow under Horovod cannot be recorded this way; `autotune tune` profiles them, "
+    "and HOROVOD_TIMELINE records the operations of rank 0"
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,12 @@ class TensorflowSynchronizer(GradientSynchronizer):
         self._horovod, self._settings, self._connection = horovod, settings, connection
         with tf.init_scope(), tf.device("CPU:0"):
             self.planned = tf.Variable(False, trainable=False, name="autotune_planned")
+            self.recording = tf.Variable(False, trainable=False, name="autotune_recording")
+        self._recorded: dict[int, tuple[Any, ...]] = {}
+        self.graphs: WeakSet[Any] = WeakSet()
+        """The outermost graphs that compute the gradients."""
+        self.own_averages: Callable[[list[Any]], list[Any]]
+        """Horovod's own averages of gradients, one per variable."""
         with connection.world.as_default():
             super().__init__(
                 module,
@@ -72,6 +86,8 @@ class TensorflowSynchronizer(GradientSynchronizer):
         self.library = Library.HOROVOD
         self.world = connection.world.as_default
         self.cross_step.forbidden = NO_CROSSING
+        self.recording_refusal = NO_RECORDING
+        self.accelerator_of = _accelerator
         self.failure: BaseException | None = None
         """What ended a step inside TensorFlow, which would report it as an error of an
         operation."""
@@ -153,6 +169,25 @@ class TensorflowSynchronizer(GradientSynchronizer):
             self._begun = self._armed = False
             self._end_backward()
 
+    # -- recording of one step
+
+    @contextmanager
+    def recording_gradients(self) -> Iterator[dict[int, tuple[Any, ...]]]:
+        """Copies of the local gradients of a step inside, by position: an array, or rows and their
+        indices."""
+        self._recorded = {}
+        self.recording.assign(True)
+        try:
+            yield self._recorded
+        finally:
+            self.recording.assign(False)
+
+    def record(self, owners: Sequence[int], arrays: Sequence[Any]) -> None:
+        """Keep the parts of gradients; `owners`: the position of each part."""
+        for position, array in zip(owners, arrays, strict=True):
+            parts = self._recorded.get(position, ())
+            self._recorded[position] = (*parts, np.array(array))
+
     def _begin(self) -> None:
         if self._begun:
             return
@@ -209,6 +244,7 @@ def _no_byte_scale(byte_scale: float) -> None:
         )
 
 
-def positions_of(variables: Sequence[Any]) -> dict[Any, int]:
-    """The position of each variable, by its reference."""
-    return {variable.ref(): position for position, variable in enumerate(variables)}
+def _accelerator(synchronizer: Any, timetable: Timetable | None) -> Any:
+    from runtime_rewriter.horovod.tensorflow_emulation import TensorflowAccelerator
+
+    return TensorflowAccelerator(synchronizer, timetable)

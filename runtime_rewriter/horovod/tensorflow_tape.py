@@ -24,6 +24,13 @@ from tensorflow.python.ops.control_flow_v2_func_graphs import WhileBodyFuncGraph
 from autotune.errors import InvalidInput
 from runtime_rewriter.horovod.tensorflow_synchronizer import TensorflowSynchronizer
 
+EAGER_REFUSAL = (
+    "accelerators cannot be emulated: the step is eager, so there is no function to replace; put "
+    "it into a tf.function"
+)
+_BRANCHES = "autotune_averages"
+OWN_BRANCH = f"{_BRANCHES}_false"
+"""In the name of the function of Horovod's own operations."""
 Own = Callable[[], Sequence[Any]]
 """Horovod's own averages, in the order of the gradients."""
 LOOP_REFUSAL = (
@@ -80,8 +87,36 @@ def averaged_in_graph(
             for position, average in zip(positions, averages, strict=True)
         ]
 
-    averages: list[Any] = tf.cond(planned, ours, horovods)
+    _record_on_request(synchronizer, positions, gradients)
+    averages: list[Any] = tf.cond(planned, ours, horovods, name=_BRANCHES)
     return averages
+
+
+def _record_on_request(
+    synchronizer: TensorflowSynchronizer, positions: Sequence[int], gradients: Sequence[Any]
+) -> None:
+    """Hand out the local gradients when `synchronizer.recording` is true."""
+    flat: list[Any] = []
+    owners: list[int] = []
+    for position, gradient in zip(positions, gradients, strict=True):
+        if gradient is not None:
+            parts = (
+                [gradient.values, gradient.indices]
+                if isinstance(gradient, tf.IndexedSlices)
+                else [gradient]
+            )
+            flat += parts
+            owners += [position] * len(parts)
+
+    def record(*arrays: Any) -> Any:
+        synchronizer.record(owners, arrays)
+        return np.int32(0)
+
+    tf.cond(
+        synchronizer.recording.read_value(),
+        lambda: tf.numpy_function(record, flat, tf.int32),
+        lambda: tf.constant(0),
+    )
 
 
 def _planned(
@@ -142,15 +177,18 @@ def _dtype(synchronizer: TensorflowSynchronizer, position: int) -> Any:
     return tf.as_dtype(str(synchronizer.parameters[position].dtype).removeprefix("torch."))
 
 
-def check_graph() -> None:
-    """Raise `InvalidInput` if the graph under construction cannot switch between plans."""
+def outermost_graph() -> Any:
+    """The outermost graph under construction; raises `InvalidInput` if it cannot switch plans."""
     graph: Any = tf.compat.v1.get_default_graph()
     if not hasattr(graph, "outer_graph"):
         raise InvalidInput(
             "Horovod scripts of TensorFlow 1 build one graph for all steps, but plans are switched "
             "between steps; put the step into a tf.function, or compute it eagerly"
         )
-    while graph is not None:
+    while True:
         if isinstance(graph, WhileBodyFuncGraph):
             raise InvalidInput(LOOP_REFUSAL)
-        graph = getattr(graph, "outer_graph", None)
+        outer = graph.outer_graph
+        if not hasattr(outer, "outer_graph"):
+            return graph
+        graph = outer

@@ -67,6 +67,15 @@ def emulation_refusal(synchronizer: GradientSynchronizer) -> str | None:
     return synchronizer.refusal_reason()
 
 
+def accelerator_of(
+    synchronizer: GradientSynchronizer, timetable: Timetable | None
+) -> EmulatedAccelerator:
+    """An accelerator for the synchronizer's model. Raises `InvalidInput` if there is none."""
+    build = synchronizer.accelerator_of or EmulatedAccelerator
+    accelerator: EmulatedAccelerator = build(synchronizer, timetable)
+    return accelerator
+
+
 class EmulatedAccelerator:
     """Plays the passes of the synchronizer's module; a `StepListener`. Without a timetable no
     waits.

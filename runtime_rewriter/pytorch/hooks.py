@@ -33,6 +33,7 @@ from autotune.errors import AutotuneError, InvalidStrategy, SynchronizationError
 from autotune.strategy_space.enactable import scaled_refusal_reason
 from autotune.strategy_space.plan import Plan
 from autotune.workload import Library
+from runtime_rewriter.emulation import Timetable
 from runtime_rewriter.pytorch.agreement import (
     agree,
     assumed_workload,
@@ -103,6 +104,10 @@ class GradientSynchronizer:
         self.listeners: list[StepListener] = []
         self.observers: list[BackwardObserver] = []
         self.library = Library.DDP
+        self.recording_refusal: str | None = None
+        """Why steps of this model cannot be recorded."""
+        self.accelerator_of: Callable[[Any, Timetable | None], Any] | None = None
+        """Builds an emulated accelerator of this model; None: that of a module of torch."""
         self.accelerator: Accelerator | None = None  # None: the module itself computes
         self.byte_scale = 1.0
         self._find_unused, self._static = find_unused_parameters, static_graph

@@ -28,7 +28,7 @@ from autotune.strategy_space.strategy import Compressor, Synchronizer
 from autotune.workload import Variable, Workload
 from runtime_rewriter.pytorch.agreement import assumed_workload, dtype_name
 from runtime_rewriter.pytorch.autograd import by_identity, variable_edges
-from runtime_rewriter.pytorch.emulation import EmulatedAccelerator
+from runtime_rewriter.pytorch.emulation import accelerator_of
 from runtime_rewriter.pytorch.exchange.device import Mark
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.observers import BackwardObserver
@@ -113,7 +113,7 @@ class WorkloadProfiler(BackwardObserver):
         plan: Plan | None = None,
     ) -> None:
         self._synchronizer, self._alone = synchronizer, alone
-        playing = EmulatedAccelerator(synchronizer, None) if alone else None
+        playing = accelerator_of(synchronizer, None) if alone else None
         self._stepped_down = False
         if playing is not None and synchronizer.ranks.rank > 0:
             synchronizer.emulate(playing)

@@ -16,7 +16,7 @@ from runtime_rewriter.protocol import (
     StartProfile,
     TrialAnswer,
 )
-from runtime_rewriter.pytorch.emulation import EmulatedAccelerator
+from runtime_rewriter.pytorch.emulation import accelerator_of
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.numerics import GradientGate
 from runtime_rewriter.pytorch.profile import WorkloadProfiler
@@ -176,7 +176,7 @@ class EmulationRun:
     """Emulate the accelerators from now on: the first step is recorded, the second one replayed."""
 
     def __init__(self, synchronizer: GradientSynchronizer, workload: Workload) -> None:
-        synchronizer.emulate(EmulatedAccelerator(synchronizer, timetable_of(workload)))
+        synchronizer.emulate(accelerator_of(synchronizer, timetable_of(workload)))
         self._steps = 0
 
     def step_finished(self, step_s: float, clean: bool) -> bool:

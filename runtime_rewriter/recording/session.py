@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from autotune.errors import AutotuneError, LaunchError
+from autotune.errors import AutotuneError, InvalidInput, LaunchError
 from runtime_rewriter.pytorch.exchange.ranks import Timeouts
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.recording.recorder import StepRecorder
@@ -61,6 +61,8 @@ class RecordingSession:
     def model_built(self, synchronizer: GradientSynchronizer) -> None:
         """Collective, like the building of the model. Further models are not recorded."""
         if self.recorder is None:
+            if synchronizer.recording_refusal is not None:
+                raise InvalidInput(synchronizer.recording_refusal)
             self._synchronizer = synchronizer
             self.recorder = StepRecorder(self.settings, synchronizer)
             synchronizer.listeners.append(self)

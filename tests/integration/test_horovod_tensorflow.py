@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +22,9 @@ from torch_plans import uniform
 from torch_world import run_world
 
 from autotune.errors import AutotuneError
+from runtime_rewriter.emulation import Timetable
 from runtime_rewriter.horovod.tensorflow_scripts import tensorflow_horovod_steered
+from runtime_rewriter.pytorch.emulation import accelerator_of
 from runtime_rewriter.pytorch.numerics import GradientGate
 from runtime_rewriter.pytorch.profile import WorkloadProfiler
 
@@ -51,6 +54,7 @@ def check_all(rank: int, port: int, timeline: str) -> dict[str, Any]:
         "sent": sent(rank, timeline),
         "fp16": compressed(rank),
         "profile": profiled(rank),
+        "emulated": emulated(rank),
         "one rank": on_one_rank(rank),
         "refusals": refusals(rank),
     }
@@ -197,6 +201,38 @@ def profiled(rank: int) -> dict[str, Any]:
     }
 
 
+def emulated(rank: int) -> dict[str, Any]:
+    """Steps of emulated accelerators under Horovod's own operations, and under a plan."""
+    session = PlanSession(lambda module: None, in_trial=False)
+    with launched(session) as hvd:
+        variables, train = step_of(hvd, rank)
+        train(0)
+        synchronizer = session.synchronizer
+        assert synchronizer is not None
+        due = [(name, 0.004 * n) for n, name in enumerate(reversed(synchronizer.names), 1)]
+        timetable = Timetable(0.02, (), tuple(due), 0.03, 0.01)
+        synchronizer.emulate(accelerator_of(synchronizer, timetable))
+        recorded = float(train(1))
+        before = [variable.numpy() for variable in variables]
+        played = [float(train(2)), float(train(3))]
+        synchronizer.load(uniform(synchronizer.module, 2))
+        gate = GradientGate(synchronizer)
+        gate.arm()
+        with synchronizer.world():
+            started_s = time.perf_counter()
+            played.append(float(train(4)))
+            step_s = time.perf_counter() - started_s
+        unchanged = all(map(np.array_equal, before, [variable.numpy() for variable in variables]))
+        synchronizer.emulate(None)
+        trained = float(train(5)) != recorded
+        synchronizer.close()
+    return {
+        "results": set(played) == {recorded} and unchanged and trained,
+        "waited": step_s >= timetable.forward_s + timetable.backward_s,
+        "error": gate.error().relative_error,
+    }
+
+
 def on_one_rank(rank: int) -> bool:
     """Whether a plan averages rows and values that only rank 0 has with zeros."""
     session = PlanSession(lambda module: uniform(module, 2), in_trial=False)
@@ -291,7 +327,7 @@ def refusals(rank: int) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     timeline = tmp_path_factory.mktemp("horovod") / "timeline.json"
-    return run_world(check_all, 2, free_port(), str(timeline), timeout_s=300.0)
+    return run_world(check_all, 2, free_port(), str(timeline), timeout_s=500.0)
 
 
 def test_every_script_sees_and_trains_what_its_own_horovod_gives(found) -> None:
@@ -318,6 +354,11 @@ def test_a_profile_times_every_gradient_and_the_gate_compares_them(found) -> Non
         assert len(profile["names"]) == 6
         assert all(0 <= time_s < 100 for time_s in profile["times"])
         assert profile["error"] == 0.0
+
+
+def test_a_played_step_waits_sends_recorded_gradients_and_trains_nothing(found) -> None:
+    for of_rank in found:
+        assert of_rank["emulated"] == {"results": True, "waited": True, "error": 0.0}
 
 
 def test_gradients_of_one_rank_are_averaged_with_zeros(found) -> None:
