@@ -14,44 +14,32 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch.distributed as dist
 
 from autotune.errors import InvalidInput
-from runtime_rewriter.horovod.connection import ELASTIC_REFUSAL, HorovodConnection
+from runtime_rewriter.horovod.connection import HorovodConnection
 from runtime_rewriter.horovod.importing import changed_on_import, replace_attribute
+from runtime_rewriter.horovod.tensorflow_refusals import (
+    check_tape,
+    check_threads,
+    refuse_elastic,
+    refuse_optimizer,
+    refuse_optimizers,
+)
 from runtime_rewriter.pytorch.ddp import ModelObserver
 from runtime_rewriter.pytorch.exchange.ranks import Timeouts
 
 if TYPE_CHECKING:
     from runtime_rewriter.horovod.tensorflow_synchronizer import (
+        Switches,
         TapeSettings,
         TensorflowSynchronizer,
     )
 
 _ADDRESS_BYTES = 256
-OPTIMIZER_REFUSAL = (
-    "{name} cannot be controlled, and Horovod 0.28.1 does not average the gradients of optimizers "
-    "of Keras 3; average them with a tape instead: tape = hvd.DistributedGradientTape(tape); "
-    "variables = [variable.value for variable in model.trainable_variables]; "
-    "optimizer.apply_gradients(zip(tape.gradient(loss, variables), model.trainable_variables))"
-)
-CALLBACKS = {
-    "BroadcastGlobalVariablesCallback": (
-        "call hvd.broadcast_variables([variable.value for variable in model.variables], "
-        "root_rank=0) before training"
-    ),
-    "MetricAverageCallback": "average the metrics by hvd.allreduce in a callback of your own",
-    "LearningRateScheduleCallback": "use keras.callbacks.LearningRateScheduler",
-    "LearningRateWarmupCallback": "use keras.callbacks.LearningRateScheduler",
-}
-"""Horovod's callback -> what does the same with Keras 3. It calls functions of Keras 2."""
-THREADS_REFUSAL = (
-    "TensorFlow needs at least 2 inter-op threads, since one waits for messages while another "
-    "sends them, but has 1; call tf.config.threading.set_inter_op_parallelism_threads(2)"
-)
 
 
 @contextmanager
@@ -65,34 +53,11 @@ def tensorflow_horovod_steered(
     """
     steering = _Steering(session, waits, tuned)
     optimizers = {
-        "horovod.tensorflow.keras": partial(_refuse_optimizers, "horovod.tensorflow.keras"),
-        "horovod.keras": partial(_refuse_optimizers, "horovod.keras"),
+        "horovod.tensorflow.keras": partial(refuse_optimizers, "horovod.tensorflow.keras"),
+        "horovod.keras": partial(refuse_optimizers, "horovod.keras"),
     }
     with changed_on_import({"horovod.tensorflow": steering.change, **optimizers}):
         yield
-
-
-def _refuse_optimizers(package: str, module: ModuleType, undo: ExitStack) -> None:
-    """Refuse what wraps optimizers in Horovod's Keras modules, and callbacks that fail."""
-    own: Any = module
-    for name in ("DistributedOptimizer", "PartialDistributedOptimizer", "load_model"):
-        if hasattr(own, name):
-            replace_attribute(own, name, partial(_refuse_optimizer, f"{package}.{name}"), undo)
-    for name, instead in CALLBACKS.items():
-        refuse = partial(_refuse_callback, f"{package}.callbacks.{name}", instead)
-        replace_attribute(own.callbacks, name, refuse, undo)
-
-
-def _refuse_optimizer(name: str, *args: object, **kwargs: object) -> NoReturn:
-    raise InvalidInput(OPTIMIZER_REFUSAL.format(name=name))
-
-
-def _refuse_callback(name: str, instead: str, *args: object, **kwargs: object) -> NoReturn:
-    raise InvalidInput(f"{name} of Horovod 0.28.1 fails with Keras 3; {instead}")
-
-
-def _refuse_elastic(*args: object, **kwargs: object) -> NoReturn:
-    raise InvalidInput(ELASTIC_REFUSAL)
 
 
 class _Steering:
@@ -101,6 +66,7 @@ class _Steering:
         self._horovod: Any = None
         self._connection: HorovodConnection
         self._synchronizer: TensorflowSynchronizer | None = None
+        self._switches: Switches | None = None
         self._positions: dict[Any, int] = {}
         self._steps: WeakSet[Any] = WeakSet()  # functions of TensorFlow that compute gradients
         self._called = threading.local()
@@ -114,7 +80,7 @@ class _Steering:
 
         own: Any = horovod
         self._horovod = own
-        self._connection = connection = HorovodConnection(
+        self._connection = HorovodConnection(
             own.init,
             own.shutdown,
             lambda: (own.rank(), own.size()),
@@ -125,22 +91,33 @@ class _Steering:
         tape = own.DistributedGradientTape
         function: Any = polymorphic_function.Function
         places: tuple[tuple[Any, str, Any], ...] = (
-            (own, "init", wraps(own.init)(partial(connection.start))),
-            (own.mpi_ops, "init", wraps(own.init)(partial(connection.start))),
+            (own, "init", self._initializing(own.init)),
+            (own.mpi_ops, "init", self._initializing(own.init)),
             (own, "add_process_set", self._adding(own.add_process_set)),
             (own.mpi_ops, "add_process_set", self._adding(own.add_process_set)),
             (own, "DistributedGradientTape", wraps(tape)(self._unconverted(self._tape, tape))),
             (
                 own,
                 "DistributedOptimizer",
-                partial(_refuse_optimizer, "horovod.tensorflow.DistributedOptimizer"),
+                partial(refuse_optimizer, "horovod.tensorflow.DistributedOptimizer"),
             ),
-            (own.elastic, "run", _refuse_elastic),
+            (own.elastic, "run", refuse_elastic),
             (function, "__call__", self._calling(function.__call__)),
             (tf.GradientTape, "__enter__", self._entering(tf.GradientTape.__enter__)),
         )
         for module, name, value in places:
             replace_attribute(module, name, value, undo)
+
+    def _initializing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def init(*args: Any, **kwargs: Any) -> None:
+            from runtime_rewriter.horovod.tensorflow_synchronizer import Switches
+
+            self._connection.start(*args, **kwargs)
+            if self._switches is None:
+                self._switches = Switches.created()
+
+        return init
 
     def _adding(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
@@ -363,8 +340,8 @@ class _Steering:
         from runtime_rewriter.horovod.tensorflow_synchronizer import TensorflowSynchronizer
         from runtime_rewriter.horovod.tensorflow_variables import TensorflowStep, unique_names
 
-        _check(self._horovod, settings)
-        _check_threads()
+        check_tape(self._horovod, settings)
+        check_threads()
         names = unique_names(variables)
         world = self._connection.world
         present = [(one is not None, isinstance(one, tf.IndexedSlices)) for one in gradients]
@@ -379,37 +356,21 @@ class _Steering:
         if not chosen:
             raise InvalidInput("tape.gradient() gave no gradient of any variable on any rank")
         self._positions = {one.ref(): position for position, (_, one, _) in enumerate(chosen)}
+        assert self._switches is not None, "hvd.init() has found the world"
         synchronizer = TensorflowSynchronizer(
-            TensorflowStep(chosen), settings, self._horovod, self._connection, self._waits
+            TensorflowStep(chosen),
+            settings,
+            self._horovod,
+            self._connection,
+            self._switches,
+            self._waits,
+        )
+        absent = {name for name, (has, _) in zip(names, present, strict=True) if not has}
+        synchronizer.missing = frozenset(
+            position for position, (name, _, _) in enumerate(chosen) if name in absent
         )
         self._session.model_built(synchronizer)
         return synchronizer
-
-
-def _check(horovod: Any, settings: TapeSettings) -> None:
-    """Raise `InvalidInput` for a tape that does not average gradients of all ranks."""
-    if settings.op == horovod.Adasum:
-        raise InvalidInput(
-            "hvd.DistributedGradientTape(op=hvd.Adasum) combines gradients as no plan describes; "
-            "use op=hvd.Average"
-        )
-    members = settings.process_set.ranks
-    if members is not None and len(members) != horovod.size():
-        raise InvalidInput(
-            "the tape must synchronize all ranks, but its process set has ranks "
-            f"{', '.join(map(str, members))} of {horovod.size()}; tune with only these ranks"
-        )
-
-
-def _check_threads() -> None:
-    """Raise `InvalidInput` if a wait for messages would block TensorFlow."""
-    import os
-
-    import tensorflow as tf
-
-    threads = tf.config.threading.get_inter_op_parallelism_threads()
-    if (threads or len(os.sched_getaffinity(0))) < 2:
-        raise InvalidInput(THREADS_REFUSAL)
 
 
 def _broadcast_text(horovod: Any, text: str) -> str:

@@ -49,10 +49,25 @@ class TapeSettings:
     grouped: bool
 
 
+@dataclass(frozen=True)
+class Switches:
+    """Variables that the graphs of steps read: whether a plan is loaded, and whether the local
+    gradients are recorded."""
+
+    planned: Any
+    recording: Any
+
+    @staticmethod
+    def created() -> Switches:
+        """Call it outside of a `tf.function`, which is traced once more if it creates variables."""
+        with tf.device("CPU:0"):
+            return Switches(*(tf.Variable(False, trainable=False) for _ in range(2)))
+
+
 class TensorflowSynchronizer(GradientSynchronizer):
     """The synchronizer of the variables of a step. `horovod` is the module `horovod.tensorflow`.
 
-    Building one is collective over all ranks. `planned` is a variable that is true under a plan.
+    Building one is collective over all ranks.
     """
 
     def __init__(
@@ -61,12 +76,13 @@ class TensorflowSynchronizer(GradientSynchronizer):
         settings: TapeSettings,
         horovod: Any,
         connection: HorovodConnection,
+        switches: Switches,
         waits: Timeouts,
     ) -> None:
         self._horovod, self._settings, self._connection = horovod, settings, connection
-        with tf.init_scope(), tf.device("CPU:0"):
-            self.planned = tf.Variable(False, trainable=False, name="autotune_planned")
-            self.recording = tf.Variable(False, trainable=False, name="autotune_recording")
+        self.planned, self.recording = switches.planned, switches.recording
+        self.missing: frozenset[int] = frozenset()
+        """Variables without a gradient on this rank in the first step."""
         self._recorded: dict[int, tuple[Any, ...]] = {}
         self.graphs: WeakSet[Any] = WeakSet()
         """The outermost graphs that compute the gradients."""
@@ -162,6 +178,20 @@ class TensorflowSynchronizer(GradientSynchronizer):
             for parameter in self.parameters:
                 parameter.grad = None
             return averages
+
+    def check_missing(self, missing: frozenset[int]) -> None:
+        """Raise `InvalidInput` under a plan if other gradients are None than in the first step.
+
+        Horovod leaves a variable alone whose gradients are None on all ranks. Under a plan no rank
+        knows whether they are.
+        """
+        if missing != self.missing:
+            names = ", ".join(self.names[position] for position in missing ^ self.missing)
+            with self._kept_failures():
+                raise InvalidInput(
+                    "under a plan the same gradients must be None in every step of a rank, but "
+                    f"those of {names} are not; compute each in every step, from zeros if need be"
+                )
 
     def step_ended(self) -> None:
         """Call when a step without a plan has ended."""

@@ -44,6 +44,7 @@ def averaged_eagerly(
     synchronizer: TensorflowSynchronizer, positions: Sequence[int], gradients: Sequence[Any]
 ) -> list[Any]:
     """The averages by the loaded plan. None stays None, unless another rank has a gradient."""
+    synchronizer.check_missing(_missing(positions, gradients))
     synchronizer.backward_starts()
     for position, gradient in zip(positions, gradients, strict=True):
         if isinstance(gradient, tf.IndexedSlices):
@@ -55,6 +56,11 @@ def averaged_eagerly(
         _like(gradient, averages[position])
         for position, gradient in zip(positions, gradients, strict=True)
     ]
+
+
+def _missing(positions: Sequence[int], gradients: Sequence[Any]) -> frozenset[int]:
+    pairs = zip(positions, gradients, strict=True)
+    return frozenset(position for position, gradient in pairs if gradient is None)
 
 
 def _like(gradient: Any, average: Any) -> Any:
@@ -148,7 +154,10 @@ def _planned(
         if isinstance(gradient, tf.IndexedSlices):
             kinds.append(tf.int64)
 
+    missing = _missing(positions, gradients)
+
     def finish(*tokens: object) -> list[Any]:
+        synchronizer.check_missing(missing)
         averages = synchronizer.finish()
         arrays: list[Any] = []
         for position, gradient in zip(positions, gradients, strict=True):

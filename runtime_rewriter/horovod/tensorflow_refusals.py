@@ -1,0 +1,84 @@
+"""What is refused in TensorFlow scripts of Horovod, each with what to type instead."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from autotune.errors import InvalidInput
+from runtime_rewriter.horovod.connection import ELASTIC_REFUSAL
+from runtime_rewriter.horovod.importing import replace_attribute
+
+if TYPE_CHECKING:
+    from runtime_rewriter.horovod.tensorflow_synchronizer import TapeSettings
+
+OPTIMIZER_REFUSAL = (
+    "{name} cannot be controlled, and Horovod 0.28.1 does not average the gradients of optimizers "
+    "of Keras 3; average them with a tape instead: tape = hvd.DistributedGradientTape(tape); "
+    "variables = [variable.value for variable in model.trainable_variables]; "
+    "optimizer.apply_gradients(zip(tape.gradient(loss, variables), model.trainable_variables))"
+)
+CALLBACKS = {
+    "BroadcastGlobalVariablesCallback": (
+        "call hvd.broadcast_variables([variable.value for variable in model.variables], "
+        "root_rank=0) before training"
+    ),
+    "MetricAverageCallback": "average the metrics by hvd.allreduce in a callback of your own",
+    "LearningRateScheduleCallback": "use keras.callbacks.LearningRateScheduler",
+    "LearningRateWarmupCallback": "use keras.callbacks.LearningRateScheduler",
+}
+"""Horovod's callback -> what does the same with Keras 3. It calls functions of Keras 2."""
+THREADS_REFUSAL = (
+    "TensorFlow needs at least 2 inter-op threads, since one waits for messages while another "
+    "sends them, but has 1; call tf.config.threading.set_inter_op_parallelism_threads(2)"
+)
+
+
+def refuse_optimizers(package: str, module: ModuleType, undo: ExitStack) -> None:
+    """Refuse what wraps optimizers in Horovod's Keras modules, and callbacks that fail."""
+    own: Any = module
+    for name in ("DistributedOptimizer", "PartialDistributedOptimizer", "load_model"):
+        if hasattr(own, name):
+            replace_attribute(own, name, partial(refuse_optimizer, f"{package}.{name}"), undo)
+    for name, instead in CALLBACKS.items():
+        refuse = partial(_refuse_callback, f"{package}.callbacks.{name}", instead)
+        replace_attribute(own.callbacks, name, refuse, undo)
+
+
+def refuse_optimizer(name: str, *args: object, **kwargs: object) -> NoReturn:
+    raise InvalidInput(OPTIMIZER_REFUSAL.format(name=name))
+
+
+def _refuse_callback(name: str, instead: str, *args: object, **kwargs: object) -> NoReturn:
+    raise InvalidInput(f"{name} of Horovod 0.28.1 fails with Keras 3; {instead}")
+
+
+def refuse_elastic(*args: object, **kwargs: object) -> NoReturn:
+    raise InvalidInput(ELASTIC_REFUSAL)
+
+
+def check_tape(horovod: Any, settings: TapeSettings) -> None:
+    """Raise `InvalidInput` for a tape that does not average gradients of all ranks."""
+    if settings.op == horovod.Adasum:
+        raise InvalidInput(
+            "hvd.DistributedGradientTape(op=hvd.Adasum) combines gradients as no plan describes; "
+            "use op=hvd.Average"
+        )
+    members = settings.process_set.ranks
+    if members is not None and len(members) != horovod.size():
+        raise InvalidInput(
+            "the tape must synchronize all ranks, but its process set has ranks "
+            f"{', '.join(map(str, members))} of {horovod.size()}; tune with only these ranks"
+        )
+
+
+def check_threads() -> None:
+    """Raise `InvalidInput` if a wait for messages would block TensorFlow."""
+    import tensorflow as tf
+
+    threads = tf.config.threading.get_inter_op_parallelism_threads()
+    if (threads or len(os.sched_getaffinity(0))) < 2:
+        raise InvalidInput(THREADS_REFUSAL)
