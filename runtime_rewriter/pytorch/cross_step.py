@@ -109,6 +109,8 @@ class CrossStepUpdates:
         """Called with pending variables before a wait for their messages."""
         self.waited_s = 0.0
         """Seconds that all reads have waited for messages so far."""
+        self.forbidden: str | None = None
+        """Why updates can never cross the step here."""
         # The number of updates of single variables that are due, of each optimizer.
         self._due: Counter[Optimizer] = Counter()
         self._stepping: Optimizer | None = None  # the optimizer whose step() runs
@@ -125,6 +127,8 @@ class CrossStepUpdates:
 
     def refusal_reason(self) -> str | None:
         """Why this script's updates cannot cross the step, judged by its steps so far."""
+        if self.forbidden is not None:
+            return self.forbidden
         return self._script.refusal_reason() if COUNTS_ALIASES else NO_COUNT
 
     @property

@@ -128,7 +128,9 @@ class WorkloadProfiler(BackwardObserver):
         )
         synchronizer.load(plan, deferred=True)
         self._script_reads = ScriptReads(synchronizer.parameters, self._on_script_read)
-        synchronizer.cross_step.script_reads = self._script_reads
+        # Only a plan that crosses the step would delay these reads.
+        self._finds_reads = synchronizer.cross_step.forbidden is None
+        synchronizer.cross_step.script_reads = self._script_reads if self._finds_reads else None
         synchronizer.observers.append(self)
         synchronizer.listeners.insert(0, self)  # before listeners that read `done`
         self._marks = _Marks(synchronizer.device.mark())
@@ -174,7 +176,8 @@ class WorkloadProfiler(BackwardObserver):
         self._marks.computed = self._synchronizer.device.mark()
 
     def on_backward_end(self) -> None:
-        self._script_reads.begin()
+        if self._finds_reads:
+            self._script_reads.begin()
         self._marks.backward_end = self._synchronizer.device.mark()
 
     def on_boundary(self, now_s: float, clean: bool) -> None:
