@@ -1,9 +1,8 @@
 """One rank: `python -m benchmarks.horovod_ranks.rank JOB.json`, with the variables of `start`.
 
 It takes the cases of the job one after the other, each in a fork with Horovod's environment of its
-own, since Horovod 0.28.1 with gloo does not survive a second `init` in one process. It writes
-`case<i>.rank<r>.json` into the job's folder, and runs round-robin if that is permitted, as the
-ranks of an emulated accelerator do.
+own. It writes `case<i>.rank<r>.json` into the job's folder, and runs round-robin if that is
+permitted, as the ranks of an emulated accelerator do.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -27,6 +26,7 @@ import torch
 
 from autotune.workload import Workload
 from benchmarks.horovod_ranks.timed_model import TimedModel, TimedUpdate
+from runtime_rewriter.horovod.hostname import call_on_interface
 from runtime_rewriter.horovod.recording import HorovodLog
 from runtime_rewriter.scheduling import take_round_robin
 
@@ -64,7 +64,7 @@ def connected(number: int, environment: Mapping[str, str]) -> Iterator[Any]:
 
         threading.Thread(target=server._httpd.serve_forever, daemon=True).start()
     _wait_for_server(address, port)
-    hvd.init()
+    call_on_interface(os.environ["HOROVOD_GLOO_IFACE"], hvd.init)
     try:
         hvd.barrier()
         if server is not None:

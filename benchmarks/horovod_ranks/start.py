@@ -140,9 +140,7 @@ def run_cases(
 def start(bed: Testbed, command: Sequence[str]) -> list[subprocess.Popen[str]]:
     """Start a command as every rank, with the places that `horovodrun` would give.
 
-    Horovod 0.28.1 forgets `HOROVOD_GLOO_IFACE` for its process sets (`GlooContext` initializes the
-    interface for the world only), which send by the address of the host's name. So the name is the
-    address, in a UTS namespace of the rank.
+    The command must call `hvd.init` by `runtime_rewriter.horovod.hostname.call_on_interface`.
     """
     places = [
         (number, local) for number, host in enumerate(bed.hosts) for local in range(host.devices)
@@ -168,8 +166,7 @@ def start(bed: Testbed, command: Sequence[str]) -> list[subprocess.Popen[str]]:
             "HOROVOD_CROSS_RANK": str(sum(devices > local for devices in _devices(bed, number))),
             "HOROVOD_CROSS_SIZE": str(sum(devices > local for devices in _devices(bed, None))),
         }
-        named = ["unshare", "--uts", "sh", "-c", f'hostname {host.address} && exec "$@"', "rank"]
-        processes.append(inside(bed, number, [*named, *command], **shared, **mine))
+        processes.append(inside(bed, number, command, **shared, **mine))
     return processes
 
 

@@ -25,7 +25,7 @@ from runtime_rewriter.horovod.rendezvous import rendezvous_server
 from runtime_rewriter.horovod.stalls import StallWatch, set_stall_limit, stall_limit_s
 
 GROUPS_ALONE = "HOROVOD_DISABLE_GROUP_FUSION"
-_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
+_ADDRESS, _PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
 _TORCH_INTERFACE, _INTERFACE = "GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"
 
 
@@ -54,6 +54,7 @@ class HorovodConnection:
         self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._world: OwnWorld | None = None
         self._store: Any = None
+        self._address = ""  # rank 0's; empty on the others
         self._connections = 0
         self._own_setting: str | None = None  # the user's, of GROUPS_ALONE
         self.stalls = StallWatch(stop or shutdown)
@@ -88,8 +89,8 @@ class HorovodConnection:
             self._initialize()
             rank, size = self._ranks()
             check_size(size, os.environ)
-            address = self._own_address() if rank == 0 else ""
-            self._world = OwnWorld(rank, size, address, self._broadcast, self._timeout_s)
+            self._address = self._own_address() if rank == 0 else ""
+            self._world = OwnWorld(rank, size, self._address, self._broadcast, self._timeout_s)
             self._world.barrier()  # all ranks have found each other
 
     def adopt(self, process_sets: int) -> None:
@@ -104,8 +105,8 @@ class HorovodConnection:
             )
         self._share_interface()
         rank, size = self._ranks()
-        address = self._own_address() if rank == 0 else ""
-        self._world = OwnWorld(rank, size, address, self._broadcast, self._timeout_s)
+        self._address = self._own_address() if rank == 0 else ""
+        self._world = OwnWorld(rank, size, self._address, self._broadcast, self._timeout_s)
         self.execute_groups_alone(True)
 
     def _initialize(self) -> None:
@@ -137,15 +138,16 @@ class HorovodConnection:
 
     @contextmanager
     def connecting(self) -> Iterator[None]:
-        """Let ranks find each other inside, once more. Collective."""
-        if self._place is None:  # horovodrun's server runs until the job ends
-            yield
-            return
+        """Let ranks find each other inside, once more. Collective.
+
+        They use a new server. That of horovodrun keeps the addresses of the last time, and gloo
+        aborts the process of a rank that reads one (`connect: Connection refused`).
+        """
         self._connections += 1
-        world, rank = self.world, self._place.rank
-        serving = rendezvous_server(self._place.address) if rank == 0 else nullcontext(0)
-        with serving as port:
-            os.environ[_PORT] = world.agree_on(f"rendezvous/{self._connections}", str(port))
+        world = self.world
+        with rendezvous_server(self._address) if self._address else nullcontext(0) as port:
+            place = world.agree_on(f"rendezvous/{self._connections}", f"{self._address} {port}")
+            os.environ[_ADDRESS], os.environ[_PORT] = place.split()
             yield
             world.barrier()
 
