@@ -36,7 +36,7 @@ from autotune.jobs.campaign.retries import persevere
 from autotune.jobs.campaign.setups import Setup
 from autotune.tuning.statistics import CONFIDENCE, fewest_values
 from benchmarks.outcome.horovod import measure_horovod
-from benchmarks.outcome.horovod_sides import horovod_keys, horovod_ratios
+from benchmarks.outcome.horovod_sides import horovod_keys, horovod_ratios, horovod_rounds
 from benchmarks.outcome.kept import OutcomeSettings
 from benchmarks.outcome.measure import DOMAINS, measure
 from benchmarks.outcome.report import section
@@ -89,6 +89,16 @@ def measured(setup: Setup, folder: Path, settings: OutcomeSettings, quick: bool)
         setup.name,
         lambda: measure(setup, folder, settings, console.log, quick),
         lambda: trials_in(folder),
+        console.log,
+    )
+
+
+def with_horovod(setup: Setup, folder: Path, settings: OutcomeSettings, quick: bool) -> bool:
+    """Measure Horovod in a domain and return whether it has all its rounds."""
+    return persevere(
+        setup.name,
+        lambda: measure_horovod(setup, folder, settings.rounds, console.log, quick),
+        lambda: horovod_rounds(folder),
         console.log,
     )
 
@@ -159,15 +169,12 @@ def main() -> int:
             if not measured(DOMAINS[name], options.folder / name, settings, options.quick)
         ]
         if options.horovod:
-            for name in options.domain:
-                if name not in left:
-                    measure_horovod(
-                        DOMAINS[name],
-                        options.folder / name,
-                        settings.rounds,
-                        console.log,
-                        options.quick,
-                    )
+            left += [
+                name
+                for name in options.domain
+                if name not in left
+                and not with_horovod(DOMAINS[name], options.folder / name, settings, options.quick)
+            ]
         if options.tensorflow:
             for name in options.domain:
                 if name not in left:

@@ -101,6 +101,12 @@ def read_rivals(folder: Path) -> HorovodRivals | None:
     return parse(HorovodRivals, read_json(file), str(file)) if file.exists() else None
 
 
+def horovod_rounds(folder: Path) -> int:
+    """Return the number of rounds that a domain's folder holds."""
+    rivals = read_rivals(folder)
+    return 0 if rivals is None else rivals.rounds
+
+
 def write_rivals(folder: Path, rivals: HorovodRivals) -> None:
     write_whole(folder / FILE, canonical_json(rivals), "the measurements of Horovod")
 

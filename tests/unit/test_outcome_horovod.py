@@ -29,6 +29,7 @@ from benchmarks.outcome.horovod_sides import (
     HorovodSide,
     horovod_keys,
     horovod_ratios,
+    horovod_rounds,
     least_within_s,
     ratios_of,
     read_rivals,
@@ -111,7 +112,7 @@ def test_rounds_are_kept_and_too_few_give_no_ratio(tmp_path: Path) -> None:
     assert read_rivals(tmp_path) is None and horovod_ratios(tmp_path) is None
     few = rivals("vgg.x", 0.2, rounds=2)
     write_rivals(tmp_path, few)
-    assert read_rivals(tmp_path) == few
+    assert read_rivals(tmp_path) == few and horovod_rounds(tmp_path) == 2
     assert horovod_ratios(tmp_path) is None
     write_rivals(tmp_path, rivals("vgg.x", 0.2))
     assert horovod_ratios(tmp_path) is not None
