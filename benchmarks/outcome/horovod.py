@@ -7,7 +7,8 @@ searches a plan through Horovod, in a Horovod script whose messages are Horovod'
 with as many trials as our own search had. That is less than autotune's budget.
 
 A round measures each side once, in an order of its own: ours, ours through Horovod, and Horovod's
-defaults, best of the sweep and best samples. Every round is kept when it ends, so a run that was
+defaults, best of the sweep and best samples. The ranks of each start for their turn and end with it:
+even idle, the negotiation cycles of Horovod's ranks take most of a core. Every round is kept when it ends, so a run that was
 cut off resumes. Autotune's response cache stays on even where the best sample had it off, which
 favors Horovod. Sparse gradients are sent by Horovod's gathers or dense (`sparse_as_dense`),
 whichever is faster by its defaults.
@@ -18,7 +19,6 @@ from __future__ import annotations
 import csv
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -28,7 +28,7 @@ from autotune.cluster_file import read_cluster
 from autotune.dataset.folder import read_domain
 from autotune.errors import InvalidInput
 from autotune.files import write_whole
-from autotune.jobs.campaign.session import TrialSession, trial_session
+from autotune.jobs.campaign.session import trial_session
 from autotune.jobs.campaign.setups import Setup
 from autotune.lowering.negotiation import HorovodSettings
 from autotune.rng import generator
@@ -89,22 +89,42 @@ def measure_horovod(setup: Setup, folder: Path, rounds: int, say: Say, quick: bo
     if rivals.rounds >= rounds:
         say(f"{setup.name}: Horovod measured")
         return
-    with ExitStack() as stack:
-        # First, since a session moves this process into the network of its first host.
-        through = stack.enter_context(through_horovod(setup, folder, frozen.settings, quick))
-        rivals = _with_search(rivals, through)
+    blocks = _Blocks(setup, folder, frozen, say, quick)
+    if rivals.through_trials == 0:
+        with through_horovod(setup, folder, frozen.settings, quick) as through:
+            rivals = _with_search(rivals, through)
         write_rivals(folder, rivals)
-        ours = stack.enter_context(trial_session(folder, setup, LENGTHS, say))
-        began_s, done = time.monotonic(), rivals.rounds
-        while rivals.rounds < rounds:
-            rivals = _with_round(rivals, ranks, ours, through, frozen.settings.seed)
-            write_rivals(folder, rivals)
-            round_s = (time.monotonic() - began_s) / (rivals.rounds - done)
-            left_s = round_s * (rounds - rivals.rounds)
-            say(
-                f"{setup.name}: Horovod, round {rivals.rounds} of {rounds}, "
-                f"about {format_seconds(left_s)} left"
-            )
+    began_s, done = time.monotonic(), rivals.rounds
+    while rivals.rounds < rounds:
+        rivals = _with_round(rivals, ranks, blocks)
+        write_rivals(folder, rivals)
+        round_s = (time.monotonic() - began_s) / (rivals.rounds - done)
+        left_s = round_s * (rounds - rivals.rounds)
+        say(
+            f"{setup.name}: Horovod, round {rivals.rounds} of {rounds}, "
+            f"about {format_seconds(left_s)} left"
+        )
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Measures blocks of ours, each with ranks that start for it and end with it."""
+
+    setup: Setup
+    folder: Path
+    frozen: Frozen
+    say: Say
+    quick: bool
+
+    def ours(self, number: int, strategy: Strategy | None) -> tuple[float, ...]:
+        with trial_session(self.folder, self.setup, LENGTHS, self.say) as session:
+            return block_of(session, f"beside-horovod:{number}:{OURS_BESIDE}", strategy)
+
+    def through(self, number: int, rivals: HorovodRivals) -> tuple[float, ...]:
+        settings = self.frozen.settings
+        with through_horovod(self.setup, self.folder, settings, self.quick) as through:
+            _with_search(rivals, through)  # it must be the same plan
+            return through.block(number)
 
 
 class _HorovodRanks:
@@ -219,16 +239,10 @@ def _with_search(rivals: HorovodRivals, through: ThroughHorovod) -> HorovodRival
     return replace(rivals, sides=tuple(sides), through_trials=max(found.trials, 1))
 
 
-def _with_round(
-    rivals: HorovodRivals,
-    ranks: _HorovodRanks,
-    ours: TrialSession,
-    through: ThroughHorovod,
-    seed: int,
-) -> HorovodRivals:
+def _with_round(rivals: HorovodRivals, ranks: _HorovodRanks, blocks: _Blocks) -> HorovodRivals:
     """Measure each side once: Horovod's together, before, between or after ours."""
     number = rivals.rounds
-    rng = generator(seed, "horovod", number)
+    rng = generator(blocks.frozen.settings.seed, "horovod", number)
     of_horovod = [side for side in rivals.sides if side.settings is not None]
     of_horovod = [of_horovod[place] for place in rng.permutation(len(of_horovod)).tolist()]
     strategy = next(side.strategy for side in rivals.sides if side.name == OURS_BESIDE)
@@ -236,9 +250,9 @@ def _with_round(
     turns = (DEFAULT, OURS_BESIDE, THROUGH)
     for turn in [turns[place] for place in rng.permutation(len(turns)).tolist()]:
         if turn == OURS_BESIDE:
-            times_s[turn] = block_of(ours, f"beside-horovod:{number}:{turn}", strategy)
+            times_s[turn] = blocks.ours(number, strategy)
         elif turn == THROUGH:
-            times_s[turn] = through.block(number)
+            times_s[turn] = blocks.through(number, rivals)
         else:
             names = [side.name for side in of_horovod]
             times_s |= zip(names, ranks.steps_s(of_horovod), strict=True)

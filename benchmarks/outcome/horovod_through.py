@@ -3,8 +3,7 @@
 `python -m benchmarks.outcome.horovod_through FOLDER MODEL.CLUSTER TRIALS SEED [quick]` starts a
 Horovod script of the domain in FOLDER, whose plans are enacted by operations of Horovod only. Its
 first line on stdout is the best strategy of a search of TRIALS trials; then it answers each line on
-stdin, the number of a round, by the seconds of the block's steps. Ray connects a process to one
-cluster, and our own ranks run on another one meanwhile.
+stdin, the number of a round, by the seconds of the block's steps.
 """
 
 from __future__ import annotations
