@@ -7,8 +7,8 @@ searches a plan through Horovod, in a Horovod script whose messages are Horovod'
 with as many trials as our own search had. That is less than autotune's budget.
 
 A round measures each side once, in an order of its own: ours, ours through Horovod, and Horovod's
-defaults, best of the sweep and best samples. Ranks start for their side's turn and end with it: even
-idle, the negotiation cycles of Horovod's ranks take most of a core. Every round is kept when it
+defaults, best of the sweep and best samples. Ranks start for their side's turn and end with it:
+even idle, the negotiation cycles of Horovod's ranks take most of a core. Each round is kept when it
 ends, so a run that was cut off resumes. Autotune's response cache stays on even where the best
 sample had it off, which favors Horovod. Sparse gradients are sent by Horovod's gathers or dense
 (`sparse_as_dense`), whichever is faster by its defaults.
