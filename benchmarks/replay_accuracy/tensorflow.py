@@ -1,8 +1,9 @@
 """Predicted and measured steps of TensorFlow graphs on settings that were never profiled.
 
 One recording of a model on a cluster gives its workload: when each gradient is ready, without
-communication. A recording of separate messages gives the costs of collectives. From both the steps
-under other groups and other bandwidths are predicted, and compared with what the client measured.
+communication. A recording of separate messages gives the costs of all-reduces, and the probe of
+`autotune tune` those of other exchanges. From these the steps under other groups, under other
+bandwidths and on servers are predicted, and compared with what the client measured.
 """
 
 from __future__ import annotations
@@ -28,12 +29,20 @@ from autotune.profiling.fits.probe_fits import collective_fits
 from autotune.profiling.graph.traced_workload import workload_of
 from autotune.profiling.traces.job import TraceJob, read_job
 from autotune.recordings.probe import ProbePoint, ProbeSeries
-from autotune.strategy_space.builders import collectives
+from autotune.strategy_space.builders import collectives, servers
 from autotune.strategy_space.plan import Plan, plan
+from autotune.strategy_space.strategy import Synchronizer
 from autotune.workload import Variable, Workload
 from benchmarks.repository import cluster_file
 from benchmarks.tensorflow_ranks.layers import TimedLayer, layers_of
-from benchmarks.tensorflow_ranks.start import RESULTS, Case, CaseResult, read_results, run_cases
+from benchmarks.tensorflow_ranks.start import (
+    RESULTS,
+    Case,
+    CaseResult,
+    read_probe,
+    read_results,
+    run_cases,
+)
 
 MODELS = ("vgg16", "resnet50", "bert-base")
 CLUSTERS = ("four_hosts", "four_hosts_uneven", "two_hosts_two_devices")
@@ -45,8 +54,11 @@ PROBE_PAUSE_S = 1.0
 """Time between two messages of the probe; the slowest takes less on the slowest cluster."""
 PROFILED, GROUPS = 1, (2, 4, 12)
 """Variables per message of the profile, and of the plans that are predicted."""
+SERVED_BYTES = 2 * 2**20
 APART_S = 0.005
 """How far the clock of each rank is set from that of the rank before it: NTP's order."""
+PROBE_S = 25.0
+"""Time for the probe of TensorFlow's exchanges, whose costs the plans with servers need."""
 OTHER_RATE = 0.5
 """Share of the profiled bandwidth of the second testbed."""
 _RECORDED = "the recording contains it: in the passes, or between a message's start and its end"
@@ -106,6 +118,20 @@ def chunked(model: str, layers: Sequence[TimedLayer], variables: int, ranks: int
     return plan(collectives.all_reduce_chunks(workload, variables), workload, ranks)
 
 
+def served(model: str, layers: Sequence[TimedLayer], cluster: Cluster) -> dict[str, Plan]:
+    """Plans by name in which servers or owners sum: whole variables, cut ones, and buckets."""
+    workload = workload_of_layers(model, layers)
+    owners = Synchronizer.REDUCE_SCATTER_ALL_GATHER
+    strategies = {
+        "servers": servers.ps_load_balanced(workload, cluster),
+        "one server": servers.parameter_server(workload, cluster),
+        "cut servers": servers.partitioned_ps(workload, cluster),
+        "buckets on servers": servers.served_in_buckets(workload, cluster, SERVED_BYTES),
+        "reduce-scatter": collectives.single_bucket(workload, owners),
+    }
+    return {name: plan(one, workload, cluster.world_size) for name, one in strategies.items()}
+
+
 def slowed(cluster: Cluster, share: float) -> Cluster:
     """The cluster with this share of each host's bandwidth."""
     hosts = tuple(
@@ -126,9 +152,17 @@ def collect(folder: Path, name: str) -> None:
     layers = probe_layers()
     probed = chunked(PROBE, layers, 1, cluster.world_size)
     probe = Case(PROBE, PROBE, probed, steps=4, warmup=1)
-    for on, all_cases in ((cluster, [probe, *cases]), (slow, cases)):
+    on_servers = [
+        Case(f"{model}.{kind}", model, wanted)
+        for model, of_model in models.items()
+        for kind, wanted in served(model, of_model, cluster).items()
+    ]
+    for on, all_cases, probe_s in (
+        (cluster, [probe, *cases, *on_servers], PROBE_S),
+        (slow, cases, 0.0),
+    ):
         if not (folder / on.name / RESULTS).exists():
-            run_cases(on, models | {PROBE: layers}, all_cases, folder / on.name)
+            run_cases(on, models | {PROBE: layers}, all_cases, folder / on.name, probe_s)
 
 
 def collected(folder: Path, name: str) -> list[TensorFlowStep]:
@@ -140,7 +174,11 @@ def collected(folder: Path, name: str) -> list[TensorFlowStep]:
     probe = read_job(near[PROBE].folder)
     apart = replace(probe, shift_s=probe.shift_s + APART_S * np.arange(len(probe.ranks)))
     aligned = replace(apart, shift_s=apart.shift_s + align(apart).offset_s)
-    fits = [with_fits(cluster, job) for job in (probe, aligned, apart)]
+    exchanges = collective_fits(
+        one for one in read_probe(folder / cluster.name) if one.primitive != "all_reduce"
+    )
+    all_reduces = [with_fits(cluster, job) for job in (probe, aligned, apart)]
+    fits = [replace(one, fits=(*one.fits, *exchanges)) for one in all_reduces]
     steps = []
     for model in MODELS:
         layers = layers_of(model, LAYERS, GRAD_BYTES, COMPUTE_S)
@@ -153,6 +191,11 @@ def collected(folder: Path, name: str) -> list[TensorFlowStep]:
                 result = results[f"{model}.{variables}"]
                 setting = f"{variables} variables a message"
                 steps.append(_step(on.name, model, setting, lowerings, wanted, result))
+        lowerings = [Lowering(workload, one, COSTS) for one in fits]
+        for kind, wanted in served(model, layers, cluster).items():
+            served_result = near.get(f"{model}.{kind}")
+            if served_result is not None:  # recordings of earlier versions have none
+                steps.append(_step(cluster.name, model, kind, lowerings, wanted, served_result))
     return steps
 
 
@@ -234,9 +277,13 @@ def summary(steps: Sequence[TensorFlowStep]) -> dict[str, float]:
         return float(np.mean([abs(predicted / measured - 1) for predicted, measured in pairs]))
 
     errors = [step.error for step in steps]
+    apart: dict[str, list[float]] = defaultdict(list)
+    for step in steps:
+        apart["all_reduce" if step.setting.endswith("a message") else "servers"].append(step.error)
     return {
         "settings_tensorflow": len(steps),
         "error_mean_tensorflow": float(np.mean(errors)),
+        **{f"error_mean_tensorflow_{kind}": float(np.mean(of)) for kind, of in apart.items()},
         "error_p90_tensorflow": float(np.quantile(errors, 0.9)),
         "error_forward_tensorflow": error(step.forward_s for step in steps),
         "error_backward_tensorflow": error(step.backward_s for step in steps),

@@ -11,7 +11,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +21,18 @@ os.environ.update(CUDA_VISIBLE_DEVICES="", TF_CPP_MIN_LOG_LEVEL="3", no_proxy="*
 
 import tensorflow as tf
 
+from autotune.canonical import to_data
 from autotune.strategy_space.plan import Plan
 from benchmarks.tensorflow_ranks.layers import TimedLayer
-from benchmarks.tensorflow_ranks.start import RESULTS
+from benchmarks.tensorflow_ranks.start import PROBED, RESULTS
 from benchmarks.tensorflow_ranks.timed_model import timed_training
+from runtime_rewriter.probe.tensorflow_collectives import probe_tensorflow
 from runtime_rewriter.scheduling import take_round_robin
 from runtime_rewriter.tensorflow.checkpoints import scatter
 from runtime_rewriter.tensorflow.distribute import distribute
 from runtime_rewriter.tensorflow.recording.recorder import record_steps
 from runtime_rewriter.tensorflow.recording.replicas import replicated, trained_variables
+from runtime_rewriter.tensorflow.running import RunningGraph
 from runtime_rewriter.tensorflow.training_graph import TrainingGraph
 
 v1 = tf.compat.v1
@@ -51,8 +56,7 @@ def run_case(
     training: TrainingGraph, case: Mapping[str, Any], job: Mapping[str, Any], key: int, target: str
 ) -> tuple[dict[str, Any], int]:
     """Run and record one plan; return its times and the next free collective key."""
-    addresses: Sequence[str] = job["addresses"]
-    devices = [f"/job:worker/replica:0/task:{rank}/device:CPU:0" for rank in range(len(addresses))]
+    devices = devices_of(job)
     graph = distribute(training, Plan.from_json(case["plan"]), devices, key)
     with tf.Graph().as_default() as built:
         tf.graph_util.import_graph_def(graph.graph_def, name="")
@@ -68,6 +72,33 @@ def run_case(
     trained = replicated(training, len(devices))
     records.write(folder, trained, trained_variables(training), hosts)
     return {"plain_s": records.plain_s, "recorded_s": records.recorded_s}, graph.next_key
+
+
+@dataclass(frozen=True)
+class Servers:
+    """What a `RunningGraph` connects to."""
+
+    target: str
+    devices: tuple[str, ...]
+
+    @property
+    def config(self) -> Any:
+        return config()
+
+
+def probe(training: TrainingGraph, job: Mapping[str, Any], key: int, target: str) -> None:
+    """Time the exchanges of the plans, as `autotune tune` does before its first trial."""
+    servers = Servers(target, devices_of(job))
+    running = RunningGraph(training, servers, STEP_TIMEOUT_MS / 1e3, first_key=key)
+    per_host = tuple(Counter(job["hosts"]).values())
+    largest = sum(4 * one.size for one in training.initial.values())
+    series = probe_tensorflow(running, job["probe_s"], per_host, largest)
+    (Path(job["folder"]) / PROBED).write_text(json.dumps(to_data(series)))
+
+
+def devices_of(job: Mapping[str, Any]) -> tuple[str, ...]:
+    ranks = range(len(job["addresses"]))
+    return tuple(f"/job:worker/replica:0/task:{rank}/device:CPU:0" for rank in ranks)
 
 
 def main() -> int:
@@ -89,6 +120,9 @@ def main() -> int:
         results[case["name"]], key = run_case(
             trainings[case["model"]], case, job, key, server.target
         )
+    if job["probe_s"]:
+        training = next(iter(trainings.values()))
+        probe(training, job, key, server.target)
     partial = done.with_suffix(".partial")
     partial.write_text(json.dumps(results))
     partial.replace(done)

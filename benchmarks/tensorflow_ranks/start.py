@@ -12,13 +12,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from autotune.cluster import Cluster
+from autotune.parsing import parse, read_json
+from autotune.recordings.probe import ProbeSeries
 from autotune.strategy_space.plan import Plan
 from autotune.testbed.bed import running
 from benchmarks.tensorflow_ranks.layers import TimedLayer
 from benchmarks.testbed_fidelity.processes import inside
 
 PORT = 23400
-JOB, RESULTS = "job.json.input", "results.json"
+JOB, RESULTS, PROBED = "job.json.input", "results.json", "probed.json"
 START_S, CASE_S = 180.0, 90.0
 """Longest time until all ranks run, and of one case."""
 
@@ -48,8 +50,12 @@ def run_cases(
     models: Mapping[str, Sequence[TimedLayer]],
     cases: Sequence[Case],
     folder: Path,
+    probe_s: float = 0.0,
 ) -> dict[str, CaseResult]:
-    """Run the cases in one start of the ranks, on a testbed of the cluster; needs root."""
+    """Run the cases in one start of the ranks, on a testbed of the cluster; needs root.
+
+    `probe_s`: time for a probe of TensorFlow's exchanges behind them, for `read_probe`.
+    """
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     results = folder / RESULTS
@@ -64,6 +70,7 @@ def run_cases(
             "models": {name: [asdict(one) for one in layers] for name, layers in models.items()},
             "cases": [asdict(case) | {"plan": case.plan.to_json()} for case in cases],
             "folder": str(folder),
+            "probe_s": probe_s,
         }
         (folder / JOB).write_text(json.dumps(job))
         command = [sys.executable, "-m", "benchmarks.tensorflow_ranks.rank"]
@@ -72,7 +79,7 @@ def run_cases(
             for rank, (index, _) in enumerate(places)
         ]
         try:
-            _await(processes, results, START_S + CASE_S * len(cases))
+            _await(processes, results, START_S + CASE_S * len(cases) + 2 * probe_s)
         finally:
             for process in processes:
                 process.kill()
@@ -87,6 +94,14 @@ def read_results(folder: Path) -> dict[str, CaseResult]:
         name: CaseResult(folder / name, tuple(of["plain_s"]), tuple(of["recorded_s"]))
         for name, of in times.items()
     }
+
+
+def read_probe(folder: Path) -> tuple[ProbeSeries, ...]:
+    """The probe that `run_cases` wrote into `folder`; () without one."""
+    path = folder / PROBED
+    if not path.exists():
+        return ()
+    return tuple(parse(ProbeSeries, one, str(path)) for one in read_json(path))
 
 
 def _await(processes: Sequence[subprocess.Popen[str]], results: Path, most_s: float) -> None:

@@ -54,7 +54,8 @@ class RunningGraph:
     """A training graph on servers under a plan. Only rank 0 has one: it is the only client.
 
     A step fails after `step_timeout_s`. `combine`: makes a fetch, given its name, of those of all
-    replicas; None: the first replica's counts.
+    replicas; None: the first replica's counts. `first_key`: the first collective key that the
+    servers have not seen.
     """
 
     def __init__(
@@ -63,11 +64,12 @@ class RunningGraph:
         servers: Target,
         step_timeout_s: float,
         combine: Combine | None = None,
+        first_key: int = 1,
     ) -> None:
         self.combine = combine
         self.training, self.servers = training, servers
         self._options = v1.RunOptions(timeout_in_ms=int(step_timeout_s * 1e3))
-        self._next_key = 1
+        self._next_key = first_key
         self._values: Mapping[str, np.ndarray] = training.initial
         self._kept = _nothing_kept(training)
         self._drained: frozenset[str] = frozenset()

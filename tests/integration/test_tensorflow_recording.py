@@ -234,3 +234,14 @@ def test_the_peak_counts_what_nodes_had_allocated_at_once() -> None:
             allocator.allocation_records.add(alloc_micros=at_us, alloc_bytes=size)
     assert step_events(stats).allocated_peak(device) == 180
     assert step_events(stats).allocated_peak("another") == 0
+
+
+def test_the_forward_pass_is_found_where_layers_wait_for_their_variables() -> None:
+    from benchmarks.tensorflow_ranks.layers import TimedLayer
+    from benchmarks.tensorflow_ranks.timed_model import timed_training
+    from runtime_rewriter.tensorflow.recording.replicas import forward_nodes
+
+    training = timed_training([TimedLayer("only", 4, 0.001, 0.002)])
+    waits = {node.name for node in training.graph_def.node if node.op == "SleepDataset"}
+    assert len(waits) == 2
+    assert len(waits & forward_nodes(training)) == 1

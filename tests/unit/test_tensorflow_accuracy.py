@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 
 from autotune.cluster import Bend, Cluster, CollectiveFit, Host
-from benchmarks.replay_accuracy.tensorflow import COSTS, at_rate, chunked, slowed
+from benchmarks.replay_accuracy.tensorflow import (
+    COSTS,
+    TensorFlowStep,
+    at_rate,
+    chunked,
+    served,
+    slowed,
+    summary,
+)
 from benchmarks.tensorflow_ranks.layers import layers_of
 
 HOSTS = tuple(Host(name, 1, 1e8, 1e-5, 1e9, 1e-6) for name in "abcd")
@@ -41,3 +49,32 @@ def test_groups_hold_neighbours_in_the_order_of_the_backward_pass() -> None:
     assert [len(message.slices) for message in wanted.messages] == [4, 4, 4]
     assert wanted.messages[0].slices[0].variable == "layer_11"
     assert replace(wanted, world_size=4).id != wanted.id
+
+
+def test_served_plans_sum_at_owners_and_cut_variables() -> None:
+    layers = layers_of("vgg16", 12, SIZE, 0.12)
+    plans = served("vgg16", layers, fitted())
+    for wanted in plans.values():
+        elements = sum(part.elements for message in wanted.messages for part in message.slices)
+        assert elements == sum(layer.elements for layer in layers)
+    assert {message.owner for message in plans["one server"].messages} == {0}
+    assert {message.owner for message in plans["servers"].messages} == {0, 1, 2, 3}
+    assert len(plans["cut servers"].messages) > len(layers)
+    assert {len(message.slices) for message in plans["reduce-scatter"].messages} == {12}
+
+
+def test_errors_are_reported_apart_and_together() -> None:
+    one = TensorFlowStep(
+        *("even", "vgg16", "4 variables a message"),
+        measured_s=1.0,
+        predicted_s=1.1,
+        aligned_s=1.0,
+        unaligned_s=1.2,
+        forward_s=(1.0, 1.0),
+        backward_s=(1.0, 1.0),
+        overhead=0.02,
+    )
+    keys = summary([one, replace(one, setting="servers", predicted_s=0.7)])
+    assert keys["error_mean_tensorflow"] == pytest.approx(0.2)
+    assert keys["error_mean_tensorflow_all_reduce"] == pytest.approx(0.1)
+    assert keys["error_mean_tensorflow_servers"] == pytest.approx(0.3)

@@ -6,6 +6,8 @@ from autotune.workload import Variable
 from runtime_rewriter.tensorflow.recording.graph_nodes import TrainedVariables
 from runtime_rewriter.tensorflow.training_graph import TrainingGraph
 
+_PASSED_ON = ("VarHandleOp", "ReadVariableOp", "Identity", "Const", "NoOp")
+
 
 def replicated(training: TrainingGraph, replicas: int) -> TrainedVariables:
     """The nodes of all replicas, whose names `distribute` prefixes."""
@@ -37,7 +39,7 @@ def trained_variables(training: TrainingGraph) -> list[Variable]:
 def forward_nodes(training: TrainingGraph) -> frozenset[str]:
     """The nodes that lead to a value that a step returns and that no gradient leads to.
 
-    Empty if they read no variable with a gradient: then the step does not return its loss.
+    Empty if they only pass on variables and constants: then the step does not return its loss.
     """
     gradients = {one.values.node for one in training.gradients}
     found: set[str] = set()
@@ -45,4 +47,5 @@ def forward_nodes(training: TrainingGraph) -> frozenset[str]:
         before = training.view.upstream([fetch.node], control=False)
         if not before & gradients:
             found |= before
-    return frozenset(found if found & set(training.gradient_of) else ())
+    computes = any(training.view.nodes[name].op not in _PASSED_ON for name in found)
+    return frozenset(found if computes else ())
