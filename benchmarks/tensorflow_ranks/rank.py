@@ -80,6 +80,7 @@ class Servers:
 
     target: str
     devices: tuple[str, ...]
+    hosts: tuple[tuple[int, ...], ...] = ()
 
     @property
     def config(self) -> Any:
