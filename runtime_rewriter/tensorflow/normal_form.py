@@ -254,7 +254,8 @@ def _applied(graph_def: GraphDef, known: set[str]) -> list[Gradient]:
         inputs = dict(zip(_input_names(node.op), data_inputs(node), strict=False))
         variable = inputs["var"].node
         if variable in known:
-            found.append(Gradient(variable, inputs["grad"], inputs.get("indices")))
+            values = inputs["delta" if "delta" in inputs else "grad"]  # of plain gradient descent
+            found.append(Gradient(variable, values, inputs.get("indices")))
     return found
 
 

@@ -19,9 +19,17 @@ from autotune.strategy_space.plan import plan
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train_tensorflow.py"
 RANKS = 2
 REQUEST = TrialRequest(0, "strategy-under-test", Role.CANDIDATE, warmup_steps=1, timed_steps=3)
+LONG = TrialRequest(0, "s", Role.CANDIDATE, warmup_steps=1, timed_steps=5000)
 
 
-def test_trials_change_plans_in_one_run_and_an_ended_server_costs_one_restart(
+def plant(path: Path, fault: str) -> None:
+    """Let rank 1 fail; the file is complete when it appears."""
+    written = path.with_suffix(".written")
+    written.write_text(fault)
+    written.rename(path)
+
+
+def test_trials_change_plans_in_one_run_and_failed_servers_cost_a_restart_each(
     make_world, tmp_path
 ) -> None:
     planted = tmp_path / "planted"
@@ -45,9 +53,15 @@ def test_trials_change_plans_in_one_run_and_an_ended_server_costs_one_restart(
     assert "a step ends with its updates" in refused.message
     assert world.restarts == 0
 
-    planted.touch()
-    failed = world.run_trial(TrialRequest(0, "s", Role.CANDIDATE, 1, 5000), served)
+    plant(planted, "exit")
+    failed = world.run_trial(LONG, served)
     assert isinstance(failed, Failed) and failed.kind is FailureKind.CRASH
     assert failed.rank == 1 and "exit code 7" in failed.message
     assert isinstance(world.run_trial(REQUEST, served), Measured)
     assert world.restarts == 1
+
+    plant(planted, "stop")  # the servers stay alive, but the collective of the step is aborted
+    failed = world.run_trial(LONG, None)
+    assert isinstance(failed, Failed) and failed.kind is FailureKind.HANG
+    assert isinstance(world.run_trial(REQUEST, None), Measured)
+    assert world.restarts == 2

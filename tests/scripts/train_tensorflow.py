@@ -1,11 +1,12 @@
 """A single-device TensorFlow program with the one line; a fault can be planted in rank 1.
 
-Words: steps, and a file whose appearance ends rank 1.
+Words: steps, and a file whose appearance stops rank 1 for a while ("stop" in it) or ends it.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -20,17 +21,23 @@ import tensorflow as tf
 import autotune
 
 STEPS, PLANTED = int(sys.argv[1]), Path(sys.argv[2])
+STOPPED_S = 60.0
+"""Longer than a step may take, and the script is started again before."""
 
 
-def end_when_planted() -> None:
+def fail_when_planted() -> None:
     while not PLANTED.exists():
         time.sleep(0.05)
+    fault = PLANTED.read_text()
     PLANTED.unlink()
-    os._exit(7)
+    if fault != "stop":
+        os._exit(7)
+    own = os.getpid()  # a stopped process cannot resume itself
+    subprocess.Popen(["sh", "-c", f"kill -STOP {own}; sleep {STOPPED_S}; kill -CONT {own}"])
 
 
 if os.environ.get("RANK") == "1":
-    threading.Thread(target=end_when_planted, daemon=True).start()
+    threading.Thread(target=fail_when_planted, daemon=True).start()
 
 keras.utils.set_random_seed(0)
 model = keras.Sequential([keras.layers.Dense(32, activation="relu"), keras.layers.Dense(4)])
