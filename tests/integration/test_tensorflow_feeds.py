@@ -25,7 +25,7 @@ v1 = tf.compat.v1
 RANKS = 2
 ROWS = np.arange(12, dtype="float32").reshape(4, 3)
 SCALES = np.array([1.0, 2.0, 3.0], "float32")
-RATE = np.float32(0.5)
+RATE = np.array(0.5, "float32")
 
 
 def graph_of_v1() -> TrainingGraph:
