@@ -44,7 +44,7 @@ def two_devices() -> Any:
     config = session_config()
     config.device_count["CPU"] = RANKS
     devices = tuple(f"/device:CPU:{rank}" for rank in range(RANKS))
-    return SimpleNamespace(target="", devices=devices, config=config)
+    return SimpleNamespace(target="", devices=devices, config=config, hosts=())
 
 
 def cutting_plan(workload: Workload) -> Plan:

@@ -29,7 +29,7 @@ def started() -> tuple[RunningGraph, Any]:
     """A model that trains on two servers of this process, and a batch."""
     devices = tuple(f"/job:{JOB}/replica:0/task:{rank}/device:CPU:0" for rank in range(2))
     target: Any = SimpleNamespace(
-        target=two_servers()[0].target, devices=devices, config=session_config()
+        target=two_servers()[0].target, devices=devices, config=session_config(), hosts=()
     )
     program = two_layers(SGD(0.1))
     running = RunningGraph(program.capture(), target, STEP_TIMEOUT_S)

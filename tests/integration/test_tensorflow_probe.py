@@ -38,7 +38,7 @@ def probe_between_steps() -> tuple[tuple[ProbeSeries, ...], list[str], float]:
     servers = two_servers()
     devices = tuple(f"/job:{JOB}/replica:0/task:{rank}/device:CPU:0" for rank in range(2))
     target: Any = SimpleNamespace(
-        target=servers[0].target, devices=devices, config=session_config()
+        target=servers[0].target, devices=devices, config=session_config(), hosts=()
     )
     program = two_layers(SGD(0.0))  # steps change nothing, so both give the same loss
     running = RunningGraph(program.capture(), target, 60.0)
