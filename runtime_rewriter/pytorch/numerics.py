@@ -35,57 +35,25 @@ O(u^2)). Tolerances:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from autotune.errors import SynchronizationError
-from autotune.strategy_space.plan import Plan
-from autotune.strategy_space.strategy import Compressor, SparseHandling
+from autotune.strategy_space.strategy import SparseHandling
 from runtime_rewriter.pytorch.exchange.rows import rows_of
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.observers import BackwardObserver
-
-NOISE_ROUNDOFFS = 64
-"""Gradients below this many roundoffs of the model's largest are noise: sums over a batch round
-several times."""
-
-_FEEDBACK_MARGIN = 16
-_WAITING_ROUNDOFFS = 4
-
-
-@dataclass(frozen=True)
-class GateResult:
-    """The outcome for all variables.
-
-    `relative_error`: the largest; 0.0 for equal bits, infinite if ranks differ or a finite
-    reference became non-finite. `worst_variable`: the one with the largest share of its own
-    tolerance, which is `tolerance`. `ok`: whether every variable is within its tolerance.
-    """
-
-    relative_error: float
-    tolerance: float
-    worst_variable: str
-    ok: bool
-
-
-def tolerance_of(dtype: str, compressor: Compressor, world_size: int) -> float:
-    """The bound derived at the top of this file."""
-    roundoff = torch.finfo(getattr(torch, dtype)).eps / 2
-    if compressor.error_feedback:
-        return _FEEDBACK_MARGIN * (world_size + 4) * roundoff
-    wire_roundoff = _wire_roundoff(compressor)
-    if wire_roundoff > 0:
-        return (world_size + 1) * wire_roundoff + 2 * world_size * roundoff
-    return 0.0 if world_size <= 2 else 2 * world_size * roundoff
-
-
-def _wire_roundoff(compressor: Compressor) -> float:
-    """u_wire of a cast; 0 for other compressors."""
-    wire_dtype = compressor.description.wire_dtype
-    return 0.0 if wire_dtype is None else torch.finfo(getattr(torch, wire_dtype)).eps / 2
+from runtime_rewriter.tolerances import (
+    NOISE_ROUNDOFFS,
+    WAITING_ROUNDOFFS,
+    GateResult,
+    coarsest_compressors,
+    judge,
+    tolerance_of,
+    wire_roundoff,
+)
 
 
 class GradientGate(BackwardObserver):
@@ -151,13 +119,13 @@ class GradientGate(BackwardObserver):
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=ranks.control)
         finite = largest[torch.isfinite(largest)]
         of_model = float(finite.max()) if len(finite) else 0.0
-        choices = _compressors(synchronizer.plan, synchronizer.names)
+        choices = coarsest_compressors(synchronizer.plan, synchronizer.names)
         self._subtract_what_stayed(compared)
         errors = torch.zeros_like(largest)
         for dtype in dict.fromkeys(self._local[position].dtype for position in compared):
             positions = [position for position in compared if self._local[position].dtype == dtype]
             noise = NOISE_ROUNDOFFS * torch.finfo(dtype).eps / 2 * of_model
-            excused = [largest[i] <= noise and _wire_roundoff(choices[i]) > 0 for i in positions]
+            excused = [largest[i] <= noise and wire_roundoff(choices[i]) > 0 for i in positions]
             scales = [
                 of_model if out else float(largest[i])
                 for i, out in zip(positions, excused, strict=True)
@@ -174,8 +142,8 @@ class GradientGate(BackwardObserver):
         ]
         if ranks.size > 2 and synchronizer.residuals.in_use:
             for position, parameter in enumerate(synchronizer.parameters):
-                tolerances[position] += _WAITING_ROUNDOFFS * torch.finfo(parameter.dtype).eps / 2
-        self._result = _judge(errors.tolist(), tolerances, synchronizer.names)
+                tolerances[position] += WAITING_ROUNDOFFS * torch.finfo(parameter.dtype).eps / 2
+        self._result = judge(errors.tolist(), tolerances, synchronizer.names)
 
     def _subtract_what_stayed(self, positions: list[int]) -> None:
         for position in positions:
@@ -257,30 +225,3 @@ def _bits(tensor: Tensor) -> Tensor:
 def _largest(tensor: Tensor) -> float:
     largest = float(tensor.abs().amax()) if tensor.numel() else 0.0
     return largest if math.isfinite(largest) else math.inf  # a maximum over ranks may drop NaN
-
-
-def _compressors(plan: Plan, names: tuple[str, ...]) -> list[Compressor]:
-    """The compressor of each variable's coarsest message."""
-
-    def coarseness(compressor: Compressor) -> tuple[float, bool]:
-        return _wire_roundoff(compressor), compressor.error_feedback
-
-    chosen = dict.fromkeys(names, Compressor.NONE)
-    for message in plan.messages:
-        for part in message.slices:
-            chosen[part.variable] = max(chosen[part.variable], message.compressor, key=coarseness)
-    return [chosen[name] for name in names]
-
-
-def _judge(errors: list[float], tolerances: list[float], names: tuple[str, ...]) -> GateResult:
-    def share(position: int) -> float:
-        error, tolerance = errors[position], tolerances[position]
-        return 0.0 if error == 0.0 else error / tolerance if tolerance > 0 else math.inf
-
-    worst = max(range(len(names)), key=share)
-    return GateResult(
-        max(errors),
-        tolerances[worst],
-        names[worst],
-        all(e <= t for e, t in zip(errors, tolerances, strict=True)),
-    )

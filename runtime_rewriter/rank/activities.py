@@ -18,11 +18,11 @@ from runtime_rewriter.protocol import (
 )
 from runtime_rewriter.pytorch.emulation import accelerator_of
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
-from runtime_rewriter.pytorch.numerics import GradientGate
 from runtime_rewriter.pytorch.profile import WorkloadProfiler
 from runtime_rewriter.pytorch.update_gate import UpdateGate
 from runtime_rewriter.scheduling import usable_cores
 from runtime_rewriter.software import software_versions
+from runtime_rewriter.tolerances import GateResult
 
 RECORDED_STEPS = 1
 """Real steps before emulated ones. Batches of other shapes are recorded when they come."""
@@ -44,6 +44,14 @@ class NumericsFailure(AutotuneError):
     deferred updates from updates within the step."""
 
 
+class Gate(Protocol):
+    """Compares the averaged gradients of a step with a reference, from `arm` on."""
+
+    def arm(self) -> None: ...
+
+    def error(self) -> GateResult: ...
+
+
 class TrialRun:
     """Warm-up steps, then timed steps.
 
@@ -54,7 +62,7 @@ class TrialRun:
 
     def __init__(
         self,
-        gate: GradientGate | None,
+        gate: Gate | None,
         warmup_steps: int,
         timed_steps: int,
         accelerator: Accelerator | None = None,
@@ -91,7 +99,7 @@ class TrialRun:
                 self._overrun.append(self._accelerator.overrun)
         return len(self._step_s) == self._timed_steps
 
-    def _check(self, gate: GradientGate) -> None:
+    def _check(self, gate: Gate) -> None:
         result = gate.error()
         self._gradient_error = result.relative_error
         if not result.ok:

@@ -37,6 +37,7 @@ from runtime_rewriter.rank.activities import FurtherTraining, TrialRun
 from runtime_rewriter.rank.tuned_model import Activity
 from runtime_rewriter.scheduling import usable_cores
 from runtime_rewriter.tensorflow.emulation import LATE, emulated, recorded_tensors
+from runtime_rewriter.tensorflow.gate_tensors import GraphGate
 from runtime_rewriter.tensorflow.graph_workload import workload_of
 from runtime_rewriter.tensorflow.measured import (
     ReplicaTimes,
@@ -71,6 +72,7 @@ class TensorflowModel:
         self._compute_s: float | None = None  # of emulated accelerators
         self._profile: ProfileRun | None = None
         self.recorder: ScriptRecorder | None = None
+        self._gate: GraphGate | None = None
         self._results: dict[str, np.ndarray] = {}
         self._batch: Batch = {}
         running.load(self.current_plan)
@@ -104,6 +106,9 @@ class TensorflowModel:
             values = self._profile.step(batch)
         elif self.recorder is not None:
             values = self.recorder.step(batch)
+        elif self._gate is not None and self._gate.armed:
+            values, compared = self.running.observed_step(batch, None, self._gate.fetches)
+            self._gate.take(compared)
         else:
             values = self.running.step(batch)
         results = dict(zip(names, values, strict=True))
@@ -114,7 +119,7 @@ class TensorflowModel:
         return results
 
     def start(self, instruction: RankInstruction) -> Activity:
-        self._profile = None
+        self._profile = self._gate = None
         if isinstance(instruction, StartProfile):
             self._profile = ProfileRun(self, instruction)
             return self._profile
@@ -129,8 +134,9 @@ class TensorflowModel:
             # one trial's residuals must not reach the next one
             self.running.forget_residuals()
             self._load(instruction.plan)
+            self._gate = self.running.gate()
         accelerator = None if self._compute_s is None else self
-        return TrialRun(None, instruction.warmup_steps, instruction.timed_steps, accelerator)
+        return TrialRun(self._gate, instruction.warmup_steps, instruction.timed_steps, accelerator)
 
     def _load(self, plan: Plan | None) -> None:
         plan = plan or self.current_plan

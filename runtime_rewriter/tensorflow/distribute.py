@@ -21,6 +21,7 @@ from runtime_rewriter.tensorflow.distributed_graph import (
     PlacedVariable,
     ReplicatedFeed,
 )
+from runtime_rewriter.tensorflow.gradient_gate import GateWriter
 from runtime_rewriter.tensorflow.kept_writing import KeptWriter
 from runtime_rewriter.tensorflow.node_writing import GraphWriter
 from runtime_rewriter.tensorflow.op_fusion import set_scopes
@@ -42,14 +43,16 @@ def distribute(
     devices: Sequence[str],
     first_key: int = 1,
     circumstances: Circumstances = ALONE,
+    gated: bool = False,
 ) -> DistributedGraph:
     """Return the graph that enacts `plan` on `devices`, one per rank.
 
     `first_key`: the first collective key that the servers have not seen, which is `next_key` of
-    the graph that they ran before. Raises `InvalidInput` for what cannot be enacted.
+    the graph that they ran before. `gated`: with a numerics gate. Raises `InvalidInput` for what
+    cannot be enacted.
     """
     refuse(training, plan, devices, circumstances.hosts)
-    return _Rewriting(training, plan, tuple(devices), first_key, circumstances).result()
+    return _Rewriting(training, plan, tuple(devices), first_key, circumstances).result(gated)
 
 
 class _Rewriting:
@@ -76,7 +79,7 @@ class _Rewriting:
         self.circumstances = circumstances
         self.seeds = seed_variables(training)
 
-    def result(self) -> DistributedGraph:
+    def result(self, gated: bool) -> DistributedGraph:
         synchronization = Synchronization(
             self.training,
             self.plan,
@@ -91,6 +94,9 @@ class _Rewriting:
         self.copies.averaged = synchronization.averaged()
         refreshes = Refreshes(self.plan, self.copies)
         targets = self._copy_all(refreshes)
+        gate = None
+        if gated:
+            gate = GateWriter(synchronization, self.writer, self.devices).tensors(self.keys)
         set_scopes(self.writer.graph_def, self.plan.op_fusion, self.devices)
         return DistributedGraph(
             self.writer.graph_def,
@@ -104,6 +110,7 @@ class _Rewriting:
             self.keys.next_key,
             tuple(self.notes),
             tuple(self.kept.kept),
+            gate,
         )
 
     def _copy_all(self, refreshes: Refreshes) -> list[str]:

@@ -10,6 +10,7 @@ from tensorflow.core.framework.graph_pb2 import GraphDef
 
 from autotune.errors import InvalidInput
 from autotune.strategy_space.plan import Plan
+from runtime_rewriter.tensorflow.gate_tensors import GateTensors
 from runtime_rewriter.tensorflow.kept_state import KeptTensor
 
 
@@ -61,7 +62,8 @@ class DistributedGraph:
     `devices`: one per rank. A step runs the nodes `targets` with the `feeds` and may fetch the
     tensors `fetches`, which are those of the first replica. `notes`: decisions of the plan that are
     enacted in another way, in one sentence each. `kept`: what ranks keep from step to step beside
-    the variables; a session must set it before the first step (see `checkpoints`). A process may
+    the variables; a session must set it before the first step (see `checkpoints`). `gate`: what a
+    step may fetch to check the averaged gradients, if the graph has a numerics gate. A process may
     run another graph on the same servers if its collective keys start at `next_key`.
     """
 
@@ -76,6 +78,7 @@ class DistributedGraph:
     next_key: int
     notes: tuple[str, ...] = ()
     kept: tuple[KeptTensor, ...] = ()
+    gate: GateTensors | None = field(default=None, repr=False)
 
     def feed_dict(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Give each placeholder its part of the global batch, or a copy of the value."""

@@ -20,6 +20,7 @@ from runtime_rewriter.tensorflow.checkpoints import gather, gather_kept, scatter
 from runtime_rewriter.tensorflow.collectives import Keys
 from runtime_rewriter.tensorflow.distribute import distribute
 from runtime_rewriter.tensorflow.distributed_graph import DistributedGraph
+from runtime_rewriter.tensorflow.gate_tensors import GraphGate
 from runtime_rewriter.tensorflow.kept_state import KeptState
 from runtime_rewriter.tensorflow.synchronization import Circumstances
 from runtime_rewriter.tensorflow.training_graph import TrainingGraph
@@ -90,6 +91,7 @@ class RunningGraph:
                 self.servers.devices,
                 self._next_key,
                 Circumstances(self.servers.hosts, waiting),
+                gated=True,
             )
         except InvalidInput as error:
             if isinstance(error, InvalidStrategy):
@@ -203,6 +205,12 @@ class RunningGraph:
         if self._session is not None:
             with translated_errors():
                 scatter_kept(self._session, self._loaded, self._kept)
+
+    def gate(self) -> GraphGate:
+        """A numerics gate of the loaded graph."""
+        tensors = self._loaded.gate
+        assert tensors is not None
+        return GraphGate(tensors, self._loaded.plan)
 
     def _waiting(self) -> frozenset[str]:
         """The variables of which a rank has not sent everything."""

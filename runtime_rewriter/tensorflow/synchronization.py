@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import tensorflow as tf
@@ -62,6 +62,17 @@ class Circumstances:
     waiting: frozenset[str] = frozenset()
 
 
+@dataclass
+class Fed:
+    """The residuals of a message, flat, before and after it, of the ranks that have them.
+
+    None: zeros.
+    """
+
+    before: dict[int, str] = field(default_factory=dict)
+    after: dict[int, str] = field(default_factory=dict)
+
+
 class Synchronization:
     """Writes all messages of a plan."""
 
@@ -79,6 +90,8 @@ class Synchronization:
     ) -> None:
         self.plan, self.kept = plan, kept
         self.hosts, self.waiting = circumstances.hosts, circumstances.waiting
+        self.fed: dict[int, Fed] = {}
+        """By the number of the message."""
         self.training, self.writer, self.devices, self.keys = training, writer, devices, keys
         self.local, self.served = local, served
         self._issued: list[list[str]] = [[] for _ in devices]
@@ -98,6 +111,34 @@ class Synchronization:
         joined = {name: self._joined(name) for name in self._pieces}
         joined |= {name: self._on_servers(name) for name in self._at_server}
         return joined | {name: self._joined_rows(name) for name in self._rows}
+
+    @property
+    def variables_in_rows(self) -> tuple[str, ...]:
+        """The variables whose gradients travel as rows."""
+        return tuple(self._rows)
+
+    def residual_of(self, variable: str, rank: int, after: bool) -> str | None:
+        """A rank's residual of a whole variable before or after the step; None if it has none."""
+        dtype = tf.as_dtype(self.training.by_name[variable].dtype)
+        pieces: list[tuple[int, str]] = []
+        axis, found = None, False
+        for number, message in enumerate(self.plan.messages):
+            parts = [part for part in message.slices if part.variable == variable]
+            if not parts:
+                continue
+            fed = self.fed.get(number, Fed())
+            whole = (fed.after if after else fed.before).get(rank)
+            found |= whole is not None
+            tensors = self._split(message, whole, dtype) if whole is not None else None
+            for place, part in enumerate(message.slices):
+                if part.variable == variable:
+                    axis = part.axis
+                    shape = self._shape(part)
+                    value = tensors[place] if tensors else self.writer.zeros(shape, dtype)
+                    pieces.append((part.start, value))
+        if not found:
+            return None
+        return self.writer.concat([one for _, one in sorted(pieces)], axis or 0, dtype)
 
     def _write(self, number: int, message: Message) -> None:
         scope = f"{SCOPE}/message_{number}"
@@ -219,6 +260,9 @@ class Synchronization:
     ) -> None:
         """Replace the residuals of a message by what it has not sent, which is nothing else."""
         assert unsent.keys() <= residuals.keys()
+        if not residuals:
+            return
+        self.fed[number] = Fed({rank: kept.value for rank, kept in residuals.items()}, dict(unsent))
         for rank, kept in residuals.items():
             device = self.devices[rank]
             if rank in unsent:
@@ -247,7 +291,7 @@ class Synchronization:
         )
 
     def _flat(self, part: TensorSlice, rank: int, dtype: tf.DType) -> str:
-        tensor = self._dense(self.training.gradient_of[part.variable], rank, dtype)
+        tensor = self.dense(self.training.gradient_of[part.variable], rank, dtype)
         if part.axis is not None:
             extent = self._shape(part)
             start = [0] * len(extent)
@@ -255,16 +299,16 @@ class Synchronization:
             tensor = self.writer.cut(tensor, start, extent, dtype)
         return self.writer.reshape(tensor, [-1], dtype)
 
-    def _dense(self, gradient: Gradient, rank: int, dtype: tf.DType) -> str:
+    def dense(self, gradient: Gradient, rank: int, dtype: tf.DType) -> str:
         """Return a gradient as one tensor of the variable's shape; rows are added up."""
         values = self.local(str(gradient.values), rank)
         if gradient.indices is None:
             return values
         indices = self.local(str(gradient.indices), rank)
         rows = self.training.by_name[gradient.variable].shape[0]
-        return add_rows(self.writer, values, indices, rows, dtype, self._index_dtype(gradient))
+        return add_rows(self.writer, values, indices, rows, dtype, self.index_dtype(gradient))
 
-    def _index_dtype(self, gradient: Gradient) -> tf.DType:
+    def index_dtype(self, gradient: Gradient) -> tf.DType:
         assert gradient.indices is not None
         return tf.as_dtype(self.training.view.nodes[gradient.indices.node].attr["T"].type)
 
@@ -275,7 +319,7 @@ class Synchronization:
         """
         (part,) = message.slices
         gradient = self.training.gradient_of[part.variable]
-        dtype, index_dtype = tf.as_dtype(message.dtype), self._index_dtype(gradient)
+        dtype, index_dtype = tf.as_dtype(message.dtype), self.index_dtype(gradient)
         wire = tf.as_dtype(message.compressor.description.wire_dtype or message.dtype)
         scope = f"{SCOPE}/message_{number}"
         values, indices = [], []
@@ -340,7 +384,7 @@ class Synchronization:
     def _joined_rows(self, variable: str) -> Averaged:
         gradient = self.training.gradient_of[variable]
         dtype = tf.as_dtype(self.training.by_name[variable].dtype)
-        index_dtype = self._index_dtype(gradient)
+        index_dtype = self.index_dtype(gradient)
         values, indices = [], []
         for rank, device in enumerate(self.devices):
             with self.writer.at(device, f"{SCOPE}/averaged/rank_{rank}"):
@@ -419,7 +463,7 @@ class Synchronization:
         for rank, device in enumerate(self.devices):
             with self.writer.at(device, f"{SCOPE}/averaged/rank_{rank}"):
                 rows = self.training.by_name[variable].shape[0]
-                indices.append(every_row(self.writer, rows, self._index_dtype(gradient)))
+                indices.append(every_row(self.writer, rows, self.index_dtype(gradient)))
         return tuple(indices)
 
     def _joined(self, variable: str) -> Averaged:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from typing import Any
 
 import tensorflow as tf
 
@@ -147,3 +148,10 @@ def graph_of(workload: Workload) -> TrainingGraph:
     return normal_form(
         graph_def, every, named, [], ["loss"], dict.fromkeys((one.name for one in every), None)
     )
+
+
+def edited_input(graph_def: Any, node: str, place: int, scope: str) -> None:
+    """Let a node read what the node of the same name below `scope` reads."""
+    by_name = {one.name: one for one in graph_def.node}
+    other = f"{scope}/{node.rpartition('/')[2]}"
+    by_name[node].input[place] = by_name[other].input[place]

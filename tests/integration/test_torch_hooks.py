@@ -21,7 +21,7 @@ from runtime_rewriter.pytorch.attached import attach
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.pytorch.exchange.transfer import BATCHED_BYTES
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
-from runtime_rewriter.pytorch.numerics import tolerance_of
+from runtime_rewriter.tolerances import tolerance_of
 
 EXACT_OR_CAST = (Compressor.NONE, Compressor.FP16, Compressor.BF16)
 

@@ -43,8 +43,9 @@ from runtime_rewriter.pytorch.attached import attach
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel, adopted
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.native_buckets import BucketReducer
-from runtime_rewriter.pytorch.numerics import GateResult, GradientGate
+from runtime_rewriter.pytorch.numerics import GradientGate
 from runtime_rewriter.pytorch.observers import BackwardObserver
+from runtime_rewriter.tolerances import GateResult
 
 
 def random_buckets(module: nn.Module, seed: int) -> Plan:

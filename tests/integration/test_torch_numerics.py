@@ -11,8 +11,9 @@ from torch_world import on_ranks, run_world
 
 from autotune.strategy_space.strategy import Compressor, Synchronizer
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
-from runtime_rewriter.pytorch.numerics import GateResult, GradientGate, tolerance_of
+from runtime_rewriter.pytorch.numerics import GradientGate
 from runtime_rewriter.pytorch.observers import BackwardObserver
+from runtime_rewriter.tolerances import GateResult, tolerance_of
 
 
 class Steep(nn.Module):
