@@ -12,8 +12,8 @@ NO_DDP_FIX = (
     "autotune.apply(model, optimizer)"
 )
 NO_STEP_FIX = (
-    f"{NO_DDP_FIX}. A TensorFlow script trains by model.fit on one device, by "
-    "train_step = autotune.distribute(train_step), or under MultiWorkerMirroredStrategy"
+    f"{NO_DDP_FIX}; in TensorFlow train by model.fit on one device, by "
+    "train_step = autotune.distribute(train_step) or under MultiWorkerMirroredStrategy"
 )
 _OUT_OF_MEMORY_TEXT = (
     "out of memory",

@@ -285,7 +285,7 @@ class RunningScript:
             self._stop()
             raise LaunchError(
                 "the script made no training step under DistributedDataParallel within "
-                f"{self._start_timeout_s:.0f} s; {NO_STEP_FIX}, or raise --start-timeout",
+                f"{self._start_timeout_s:.0f} s; {NO_STEP_FIX}; or raise --start-timeout",
                 anchor="no-ddp",
             ) from None
 
