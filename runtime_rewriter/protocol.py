@@ -14,6 +14,7 @@ from autotune.errors import InvalidInput
 from autotune.parsing import parse, parse_json
 from autotune.recordings.probe import ProbedLinks, ProbeSeries
 from autotune.records import FailureKind
+from autotune.strategy_space.op_fusion import OpFusionChoice
 from autotune.strategy_space.plan import Plan
 from autotune.workload import Workload
 
@@ -119,7 +120,8 @@ class ProfileAnswer(_Message):
 
     `cores`: usable CPU cores of the host. `cross_step_refused`: why the script cannot synchronize
     across steps; empty if it can. `current_buckets`: variables of each bucket of the current setup,
-    in its order; empty: not known.
+    in its order; empty: not known. `op_fusions`: choices of sets of ops that the model can enact;
+    `op_fusion_report`: what was measured of them, for people.
     """
 
     workload: Workload | None
@@ -128,6 +130,8 @@ class ProfileAnswer(_Message):
     cores: int
     cross_step_refused: str
     current_buckets: tuple[tuple[str, ...], ...] = ()
+    op_fusions: tuple[OpFusionChoice, ...] = ()
+    op_fusion_report: str = ""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ from autotune.features.compute_cost import message_cpu_s, overlap_step_s, paper_
 from autotune.features.flat import flatten
 from autotune.features.raw import RAW_FEATURES, shard_rows
 from autotune.records import Accelerators
+from autotune.strategy_space.op_fusion import OpFusionChoice
 from autotune.strategy_space.plan import Plan, PlannedStrategy
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
@@ -86,12 +88,20 @@ class StrategyFeatures:
 
 
 class Extractor:
-    """Computes features of strategies for one workload and cluster. `costs`: as in `Lowering`."""
+    """Computes features of strategies for one workload and cluster. `costs`: as in `Lowering`.
+
+    `op_fusions`: measured sets of ops; strategies with one of them compute as measured.
+    """
 
     def __init__(
-        self, workload: Workload, cluster: Cluster, costs: RuntimeCosts | None = None
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        costs: RuntimeCosts | None = None,
+        op_fusions: Sequence[OpFusionChoice] = (),
     ) -> None:
         self.workload, self.cluster, self.costs = workload, cluster, costs
+        self.fused = {choice.sets: choice.workload(workload) for choice in op_fusions}
         count = len(workload.variables)
         chain = [(position, position + 1) for position in range(count - 1)]
         self.edges = np.array(workload.edges or chain, dtype=np.int64).reshape(-1, 2)
@@ -103,8 +113,8 @@ class Extractor:
 
         `with_shards`: also a row of 4 F bytes for each shard.
         """
-        workload, cluster = self.workload, self.cluster
         strategy, plan = planned.strategy, planned.plan
+        workload, cluster = self.fused.get(plan.op_fusion, self.workload), self.cluster
         flat = flatten(plan, workload)
         rates = self.rates if plan.ring_order is None else None
         costs = message_costs(plan, cluster, workload, rates)
@@ -134,7 +144,11 @@ class Extractor:
         from autotune.lowering.replayed import LoweredSteps  # compiled code loads on first use
 
         return LoweredSteps(
-            self.workload, self.cluster, taken_share=self.taken_share, costs=self.costs
+            self.workload,
+            self.cluster,
+            taken_share=self.taken_share,
+            costs=self.costs,
+            fused=self.fused,
         )
 
     def replayed(self, features: StrategyFeatures, plan: Plan) -> StrategyFeatures:
@@ -142,12 +156,17 @@ class Extractor:
         return replace(features, replayed_step_s=self.steps.step_s(plan))
 
 
-def job_extractor(workload: Workload, cluster: Cluster, accelerators: Accelerators) -> Extractor:
+def job_extractor(
+    workload: Workload,
+    cluster: Cluster,
+    accelerators: Accelerators,
+    op_fusions: Sequence[OpFusionChoice] = (),
+) -> Extractor:
     """The extractor that predicts the trials of a job."""
     from autotune.lowering.costs import EMULATED_COSTS
 
     emulated = accelerators is Accelerators.EMULATED
-    return Extractor(workload, cluster, EMULATED_COSTS if emulated else None)
+    return Extractor(workload, cluster, EMULATED_COSTS if emulated else None, op_fusions)
 
 
 def extract(planned: PlannedStrategy, workload: Workload, cluster: Cluster) -> StrategyFeatures:

@@ -158,6 +158,8 @@ def _execute(
             profile.software,
             profile.cross_step_refused,
             profile.current_buckets,
+            profile.op_fusions,
+            profile.op_fusion_report,
         )
     if isinstance(instruction, Propose):
         return proposer.propose(history, instruction.round, instruction.count)

@@ -5,7 +5,7 @@ Steps are remembered by plan, so the search and the scorer share their replays.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ from autotune.lowering.network import MessageOps
 from autotune.lowering.plan_memory import PlanMemory
 from autotune.lowering.steady import SteadySteps, steady_steps
 from autotune.strategy_space.plan import Message, Plan
+from autotune.strategy_space.strategy import OpFusionSets
 from autotune.workload import Workload
 
 REMEMBERED = 500
@@ -43,6 +44,7 @@ class Observed:
 class LoweredSteps:
     """Lowers and replays plans; `symmetric`, `taken_share`, `costs` as in `Lowering`.
 
+    `fused`: the workloads of plans with these sets of fused ops; other sets change no time.
     `replayed`: replayed steps, without remembered ones. `ops`: ops of the graph that was used last,
     replayed or remembered.
     """
@@ -54,14 +56,17 @@ class LoweredSteps:
         symmetric: bool = True,
         taken_share: float = 0.0,
         costs: RuntimeCosts | None = None,
+        fused: Mapping[OpFusionSets, Workload] = {},
     ) -> None:
         self.workload = workload
+        self.fused = fused
         self.cluster = cluster
         self.taken_share = taken_share
         self.costs = costs
         self.replayed = self.ops = 0
         self._symmetric = symmetric
         self._lowering = Lowering(workload, cluster, costs, taken_share)
+        self._lowerings: dict[OpFusionSets, Lowering] = {}
         self._remembered: PlanMemory[tuple[float, int]] = PlanMemory(REMEMBERED)
 
     def step_s(self, plan: Plan) -> float:
@@ -74,14 +79,15 @@ class LoweredSteps:
 
     def steady(self, plan: Plan, count: int) -> SteadySteps:
         """`count` steps in the steady state, for people."""
-        return steady_steps(self._lowering, plan, count)
+        return steady_steps(self._lowering_of(plan), plan, count)
 
     def timeline(self, plan: Plan) -> Timeline:
         self.replayed += 1
-        return self._replay(self._lowering.period(plan, self._symmetric))
+        return self._replay(self._lowering_of(plan).period(plan, self._symmetric))
 
     def observe(self, plan: Plan) -> Observed:
-        dfg, message_ops = self._lowering.period_with_messages(plan, self._symmetric)
+        lowering = self._lowering_of(plan)
+        dfg, message_ops = lowering.period_with_messages(plan, self._symmetric)
         timeline = self._replay(dfg)
         self.replayed += 1
         self._remember(plan, timeline)
@@ -98,6 +104,16 @@ class LoweredSteps:
         """Partial replay: these messages alone, all issued at once; `limit` as in `Plan`."""
         return self._replay(self._lowering.message_graph(messages, limit=limit)).makespan_s
 
+    def _lowering_of(self, plan: Plan) -> Lowering:
+        workload = self.fused.get(plan.op_fusion) if plan.op_fusion else None
+        if workload is None:
+            return self._lowering
+        if plan.op_fusion not in self._lowerings:
+            self._lowerings[plan.op_fusion] = Lowering(
+                workload, self.cluster, self.costs, self.taken_share
+            )
+        return self._lowerings[plan.op_fusion]
+
     def _remember(self, plan: Plan, timeline: Timeline) -> tuple[float, int]:
         result = timeline.makespan_s, timeline.dfg.ops
         self._remembered.put(_key(plan), plan, result)
@@ -110,7 +126,7 @@ class LoweredSteps:
 
 def _key(plan: Plan) -> object:
     """The parts of a plan that decide its step; hashing its id would take longer than a replay."""
-    return plan.messages, plan.limit, plan.ring_order
+    return plan.messages, plan.limit, plan.ring_order, plan.op_fusion
 
 
 def message_of_op(dfg: Dfg, message_ops: MessageOps) -> IntArray:

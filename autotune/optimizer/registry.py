@@ -9,7 +9,7 @@ from autotune.errors import InvalidInput
 from autotune.optimizer.coarsen import coarse_fusion
 from autotune.optimizer.passes.compression import ErrorFeedback, MixedPrecision
 from autotune.optimizer.passes.issue_order import CrossStep, IssueOrder
-from autotune.optimizer.passes.op_fusion import FuseOps
+from autotune.optimizer.passes.op_fusion import ChooseOpFusion, FuseOps
 from autotune.optimizer.passes.partition import Partition
 from autotune.optimizer.passes.synchronizers import Synchronizers
 from autotune.optimizer.passes.tensor_fusion import TensorFusion, TensorSplit
@@ -25,6 +25,7 @@ need the rest; without a limit, thousands of variables leave them none."""
 PASSES: Registry[Callable[[], Pass]] = Registry("autotune.passes", "pass")
 """Functions without arguments, such as classes, that create a pass; in the order of their use."""
 PASSES.register("op_fusion", FuseOps)
+PASSES.register("measured_op_fusion", ChooseOpFusion)
 PASSES.register("tensor_fusion", TensorFusion)
 PASSES.register("tensor_split", TensorSplit)
 PASSES.register("tensor_partition", Partition)

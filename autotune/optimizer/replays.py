@@ -86,7 +86,7 @@ class Replays:
         )
 
     def _lowered(self, state: State) -> tuple[Workload, LoweredSteps]:
-        key = (state.fusion, state.compute_factor)
+        key = (state.fusion, state.compute_factor, state.strategy.op_fusion)
         if key not in self._lowerings:
             workload = self.problem.workload_of(state)
             symmetric = self.problem.speedups.symmetry

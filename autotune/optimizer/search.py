@@ -136,12 +136,14 @@ class Search:
         if self._spent():
             return None
         plan = self.replays.plan_of(state)
-        key = (plan.messages, plan.limit, plan.ring_order, state.fusion, state.compute_factor)
+        own = (state.fusion, state.compute_factor)
+        key = (plan.messages, plan.limit, plan.ring_order, plan.op_fusion, *own)
         step_s = self._step_s.get(key)
         if step_s is None:
             problem = self.problem
             outside = problem.space.violation(state.strategy, problem.workload, problem.cluster)
-            if outside is not None or refusal_reason(plan) is not None or not self.allowed(plan):
+            refused = refusal_reason(plan, rewrites_graph=bool(problem.space.op_fusions))
+            if outside is not None or refused is not None or not self.allowed(plan):
                 self.result.dropped += 1
                 return None
             step_s = self.replays.step_s(state, plan)

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
@@ -21,7 +21,7 @@ from autotune.profiling.op_graph import FusedTime, OpFusion, OpGraph, summed
 from autotune.strategy_space.moves.draft import Draft
 from autotune.strategy_space.plan import Message, Plan, plan
 from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import Strategy
+from autotune.strategy_space.strategy import OpFusionSets, Strategy
 from autotune.workload import Workload
 
 
@@ -44,6 +44,7 @@ class Speedups:
 class Problem:
     """The input of a search. With an op graph, `workload` is the graph's own without fusion.
 
+    `op_fusions`: the workloads of measured sets of ops, which TensorFlow can enact.
     `deadline`: when the search must end, for all that works on the problem.
     """
 
@@ -52,6 +53,7 @@ class Problem:
     space: SearchSpace
     graph: OpGraph | None = None
     fused_s: FusedTime = summed
+    op_fusions: Mapping[OpFusionSets, Workload] = field(default_factory=dict)
     speedups: Speedups = field(default_factory=Speedups)
     deadline: Deadline = field(default=NO_DEADLINE, compare=False, repr=False)
 
@@ -75,7 +77,7 @@ class Problem:
 
     def workload_of(self, state: State) -> Workload:
         """The workload with the times of the state's kernels."""
-        workload = self.workload
+        workload = self.op_fusions.get(state.strategy.op_fusion, self.workload)
         if self.graph is not None and (state.fusion.forward or state.fusion.backward):
             fused = self.graph.workload(state.fusion, self.fused_s)
             workload = replace(fused, update_s=self.workload.update_s)

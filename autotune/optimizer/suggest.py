@@ -73,7 +73,7 @@ def suggestions(
     """
 
     def lower(workload: Workload, cluster: Cluster, symmetric: bool) -> LoweredSteps:
-        if workload is steps.workload:
+        if workload is steps.workload or any(workload is one for one in steps.fused.values()):
             return steps
         return LoweredSteps(workload, cluster, symmetric, steps.taken_share, steps.costs)
 
@@ -118,7 +118,9 @@ def _searches(
         inside = [one for one in begin if bounded.contains(one, workload, cluster)]
         starts = [(f"given {number}", State(one)) for number, one in enumerate(inside)]
         if starts or not begin:
-            searches.append((name, Problem(workload, cluster, bounded), starts))
+            searches.append(
+                (name, Problem(workload, cluster, bounded, op_fusions=steps.fused), starts)
+            )
     return searches
 
 

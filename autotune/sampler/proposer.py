@@ -28,7 +28,7 @@ from autotune.strategy_space.enactable import refusal_reason, scaled_refusal_rea
 from autotune.strategy_space.moves.neighbours import mutate
 from autotune.strategy_space.plan import Plan, PlannedStrategy
 from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import Strategy
+from autotune.strategy_space.strategy import OpFusionSets, Strategy
 from autotune.tuning.events import Proposal, Proposed
 from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec, Search, Similarity
@@ -211,10 +211,11 @@ class Proposer:
             allowed=allowed,
             clock=self._clock,
         )
-        return [
+        found = [
             (f"optimizer: {suggestion.name}", suggestion.strategy)
             for suggestion in (*suggested.best, *suggested.others)
-        ], suggested.cut_short
+        ]
+        return [*found, *_other_fusions(found, history)], suggested.cut_short
 
     def _add(
         self,
@@ -246,9 +247,10 @@ class Proposer:
                 break
 
     def _refusal_reason(self, wanted: Plan) -> str | None:
-        return refusal_reason(wanted) or scaled_refusal_reason(
-            wanted, self._spec.conditions.byte_scale
-        )
+        # only scripts whose graph is rewritten have choices of op fusion
+        return refusal_reason(
+            wanted, rewrites_graph=bool(wanted.op_fusion)
+        ) or scaled_refusal_reason(wanted, self._spec.conditions.byte_scale)
 
     def _space(self, history: History) -> SearchSpace:
         """The strategies that the job, its conditions and its script allow."""
@@ -256,6 +258,8 @@ class Proposer:
         space = scaled_space(
             SearchSpace.default(lossy=self._spec.lossy), self._spec.conditions.byte_scale
         )
+        fusions = tuple(choice.sets for choice in history.profiled.op_fusions)
+        space = replace(space, op_fusions=fusions)
         refused = history.profiled.cross_step_refused
         return self._narrow(space.without_cross_step(refused) if refused else space)
 
@@ -361,6 +365,22 @@ class Proposer:
         if self._spec.search is Search.FUSION:
             return FusionScalars(workload)
         return SpaceChoices(workload, cluster, self._space(history), self._spec.seed)
+
+
+def _other_fusions(
+    found: Sequence[tuple[str, Strategy]], history: History
+) -> Iterator[tuple[str, Strategy]]:
+    """The fastest found strategy with each other choice of op fusion, and with none.
+
+    The times of the choices were measured set by set, so trials compare whole steps.
+    """
+    assert history.profiled is not None
+    choices: list[tuple[OpFusionSets, str]] = [((), "no op fusion")]
+    choices += [(choice.sets, choice.name) for choice in history.profiled.op_fusions]
+    for origin, strategy in found[:1] if len(choices) > 1 else ():
+        for sets, name in choices:
+            if sets != strategy.op_fusion:
+                yield f"{origin}, {name}", replace(strategy, op_fusion=sets)
 
 
 def _proposal(candidate: Candidate, history: History, predicted_s: float | None = None) -> Proposal:

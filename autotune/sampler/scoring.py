@@ -197,7 +197,9 @@ class Scorer:
         workload, cluster = profiled.workload, profiled.cluster
         extractor = self._kept
         if extractor is None or (extractor.workload, extractor.cluster) != (workload, cluster):
-            extractor = job_extractor(workload, cluster, self._spec.conditions.accelerators)
+            extractor = job_extractor(
+                workload, cluster, self._spec.conditions.accelerators, profiled.op_fusions
+            )
         self._kept = extractor
         return extractor
 

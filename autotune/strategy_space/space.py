@@ -22,6 +22,7 @@ from autotune.strategy_space.strategy import (
     MOST_IN_FLIGHT,
     SPARSE_SYNCHRONIZERS,
     Compressor,
+    OpFusionSets,
     Shard,
     SparseHandling,
     Strategy,
@@ -51,7 +52,7 @@ class SearchSpace:
     strategy may have more, as DDP's buckets of a large model do. `top_k_ratios` (shares of the
     elements) and `power_sgd_ranks` (PowerSGD, NeurIPS 2019, sec. 5) are compressor parameters.
     `most_in_flight` bounds `Strategy.in_flight`. `cross_step_refused`: why the script cannot
-    synchronize across steps.
+    synchronize across steps. `op_fusions`: sets of ops of which a strategy may have one choice.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -70,6 +71,7 @@ class SearchSpace:
     power_sgd_ranks: tuple[int, ...] = (1, 2, 4, 8)
     cross_step_refused: str = ""
     most_in_flight: int = MOST_IN_FLIGHT
+    op_fusions: tuple[OpFusionSets, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.synchronizers:
@@ -189,6 +191,11 @@ class SearchSpace:
             )
         if strategy.ring_order is not None and not self.ring_orders:
             return "the space keeps ranks in order along a ring, but the strategy reorders them"
+        if strategy.op_fusion and strategy.op_fusion not in self.op_fusions:
+            return (
+                f"the space has {len(self.op_fusions)} choices of op_fusion, but the strategy "
+                f"fuses other sets, such as {', '.join(strategy.op_fusion[0][:3])}"
+            )
         for choice in strategy.variables:
             variable = workload.variables[workload.index[choice.variable]]
             problem = self._choice_violation(choice, variable, cluster)

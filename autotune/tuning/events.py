@@ -26,6 +26,7 @@ from autotune.records import (
     TrialRequest,
 )
 from autotune.strategy_space.describe import plan_text
+from autotune.strategy_space.op_fusion import OpFusionChoice
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Strategy
 from autotune.tuning.statistics import Interval, changed_within, trial_interval
@@ -49,7 +50,8 @@ class Profiled:
 
     `cross_step_refused`: why this script cannot synchronize across steps; empty if it can.
     `current_buckets`: variables of each bucket of the current setup, in its order; empty: not
-    known.
+    known. `op_fusions`: choices of sets of ops that the script's model can enact;
+    `op_fusion_report`: what was measured of them, for people.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -60,6 +62,8 @@ class Profiled:
     software: dict[str, str]
     cross_step_refused: str = ""
     current_buckets: tuple[tuple[str, ...], ...] = ()
+    op_fusions: tuple[OpFusionChoice, ...] = field(default=(), metadata=LATER)
+    op_fusion_report: str = field(default="", metadata=LATER)
 
     def in_words(self, plan: Plan) -> str:
         """The effect of a plan compared with the current setup."""

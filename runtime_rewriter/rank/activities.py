@@ -123,7 +123,7 @@ class TrialRun:
         if self._steps == self._warmup_steps:
             cross_step.gate = self._crossing = None
 
-    def answer(self) -> TrialAnswer:
+    def answer(self) -> RankEvent:
         return TrialAnswer(
             tuple(self._step_s),
             tuple(self._clean),

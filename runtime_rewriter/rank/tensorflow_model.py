@@ -11,9 +11,10 @@ from statistics import median
 import numpy as np
 import tensorflow as tf
 
-from autotune.errors import InvalidInput
+from autotune.errors import InvalidInput, InvalidStrategy
 from autotune.export import Export, check_model
 from autotune.recordings.probe import ProbedLinks, ProbeSeries
+from autotune.records import FailureKind
 from autotune.strategy_space.builders.collectives import single_bucket
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.plan import plan as planned
@@ -26,6 +27,7 @@ from runtime_rewriter.protocol import (
     ProbeAnswer,
     ProfileAnswer,
     RankEvent,
+    RankFailed,
     RankInstruction,
     StartEmulation,
     StartProbe,
@@ -37,6 +39,7 @@ from runtime_rewriter.rank.activities import FurtherTraining, TrialRun
 from runtime_rewriter.rank.tuned_model import Activity
 from runtime_rewriter.scheduling import usable_cores
 from runtime_rewriter.tensorflow.emulation import LATE, emulated, recorded_tensors
+from runtime_rewriter.tensorflow.fusion_choices import FusionProposal, propose_fusions
 from runtime_rewriter.tensorflow.gate_tensors import GraphGate
 from runtime_rewriter.tensorflow.graph_workload import workload_of
 from runtime_rewriter.tensorflow.measured import (
@@ -45,6 +48,7 @@ from runtime_rewriter.tensorflow.measured import (
     replica_times,
     workload_of_steps,
 )
+from runtime_rewriter.tensorflow.op_fusion import compilation_error, seen_options
 from runtime_rewriter.tensorflow.recording.recorder import StepRecording
 from runtime_rewriter.tensorflow.recording.step_events import step_events
 from runtime_rewriter.tensorflow.running import RunningGraph
@@ -73,6 +77,8 @@ class TensorflowModel:
         self._profile: ProfileRun | None = None
         self.recorder: ScriptRecorder | None = None
         self._gate: GraphGate | None = None
+        self._unseen_sets = False
+        self._trial: TensorflowTrial | None = None
         self._results: dict[str, np.ndarray] = {}
         self._batch: Batch = {}
         running.load(self.current_plan)
@@ -109,6 +115,8 @@ class TensorflowModel:
         elif self._gate is not None and self._gate.armed:
             values, compared = self.running.observed_step(batch, None, self._gate.fetches)
             self._gate.take(compared)
+        elif self._unseen_sets:
+            values = self._fused_step(batch)
         else:
             values = self.running.step(batch)
         results = dict(zip(names, values, strict=True))
@@ -118,8 +126,24 @@ class TensorflowModel:
         self._results = results
         return results
 
+    def _fused_step(self, batch: Batch) -> list[np.ndarray]:
+        """Check that exactly the plan's sets of ops are kernels.
+
+        The numerics gate's step comes before: it runs other tensors, for which XLA compiles anew.
+        """
+        metadata = tf.compat.v1.RunMetadata()
+        values, _ = self.running.observed_step(batch, metadata, options=seen_options())
+        assert self.running.graph is not None
+        error = compilation_error(self.running.graph.graph_def, metadata)
+        self._unseen_sets = error is not None  # a refused plan is checked again
+        if error is not None:
+            if self._trial is None:
+                raise InvalidStrategy(error)
+            self._trial.refusal = error
+        return values
+
     def start(self, instruction: RankInstruction) -> Activity:
-        self._profile = self._gate = None
+        self._profile = self._gate = self._trial = None
         if isinstance(instruction, StartProfile):
             self._profile = ProfileRun(self, instruction)
             return self._profile
@@ -136,13 +160,18 @@ class TensorflowModel:
             self._load(instruction.plan)
             self._gate = self.running.gate()
         accelerator = None if self._compute_s is None else self
-        return TrialRun(self._gate, instruction.warmup_steps, instruction.timed_steps, accelerator)
+        warmup_steps = instruction.warmup_steps + self._unseen_sets  # to check sets takes a step
+        self._trial = TensorflowTrial(
+            self._gate, warmup_steps, instruction.timed_steps, accelerator
+        )
+        return self._trial
 
     def _load(self, plan: Plan | None) -> None:
         plan = plan or self.current_plan
         loaded = self.running.graph
         if loaded is None or loaded.plan.id != plan.id:
             self.running.load(plan)
+            self._unseen_sets = bool(plan.op_fusion)
 
     def _emulate(self, workload: Workload) -> None:
         """Raises `InvalidInput` for a workload without the times of a profile."""
@@ -168,6 +197,23 @@ class TensorflowModel:
             self.running, request.budget_s, request.devices, self.workload.grad_bytes, report
         )
         return ProbeAnswer(series, ProbedLinks(), software(), usable_cores())
+
+
+class TensorflowTrial(TrialRun):
+    """A trial that ends early if the kernels of a step are not those of the plan.
+
+    `refusal`: how they differ.
+    """
+
+    refusal: str | None = None
+
+    def step_finished(self, step_s: float, clean: bool) -> bool:
+        return super().step_finished(step_s, clean) or self.refusal is not None
+
+    def answer(self) -> RankEvent:
+        if self.refusal is not None:
+            return RankFailed(FailureKind.REFUSED, self.refusal)
+        return super().answer()
 
 
 class _Emulated:
@@ -228,8 +274,18 @@ class ProfileRun:
         model = self._model
         workload = None if self._recording is None else self._workload(self._recording)
         model._profile = None
+        fusions = FusionProposal((), "")
+        if workload is not None and not self._request.alone:  # emulated accelerators run no ops
+            fusions = propose_fusions(model.running, model._batch, workload)
         return ProfileAnswer(
-            workload, self._series, software(), usable_cores(), CROSSING_REFUSED, ()
+            workload,
+            self._series,
+            software(),
+            usable_cores(),
+            CROSSING_REFUSED,
+            (),
+            fusions.choices,
+            fusions.report,
         )
 
     def _workload(self, recording: StepRecording) -> Workload:

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import tensorflow as tf
 from tensorflow.core.framework.graph_pb2 import GraphDef
 from tensorflow.core.framework.node_def_pb2 import NodeDef
 from tensorflow.python.util.pywrap_xla_ops import get_cpu_kernel_names, get_gpu_kernel_names
@@ -19,6 +20,8 @@ from tensorflow.python.util.pywrap_xla_ops import get_cpu_kernel_names, get_gpu_
 from autotune.errors import InvalidInput
 from autotune.strategy_space.strategy import OpFusionSets
 from runtime_rewriter.tensorflow.graph_view import GraphView, control_inputs, data_inputs
+
+v1 = tf.compat.v1
 
 COMPILE, SCOPE = "_XlaCompile", "_XlaScope"
 _CLUSTER_RUNS = "_XlaRun"
@@ -28,10 +31,15 @@ _MOVES_DATA = ("Collective", "_Send", "_Recv")
 """XLA knows collectives of its own accelerators, not those between servers."""
 
 
+def compilable_ops(device: str) -> frozenset[str]:
+    """Types of the ops that XLA compiles for `device`, without messages."""
+    known = get_gpu_kernel_names() if "GPU" in device.upper() else get_cpu_kernel_names()
+    return frozenset(op for op in known if not op.startswith(_MOVES_DATA))
+
+
 def refuse_fusion(view: GraphView, op_fusion: OpFusionSets, device: str) -> None:
     """Raise `InvalidInput`, naming the op, for a set that XLA cannot compile."""
-    known = get_gpu_kernel_names() if "GPU" in device.upper() else get_cpu_kernel_names()
-    compilable = frozenset(known)
+    compilable = compilable_ops(device)
     for names in op_fusion:
         for name in names:
             node = view.nodes.get(name)
@@ -39,7 +47,7 @@ def refuse_fusion(view: GraphView, op_fusion: OpFusionSets, device: str) -> None
                 raise InvalidInput(
                     f"op_fusion must name ops of the graph, but the graph lacks {name!r}"
                 )
-            if node.op not in compilable or node.op.startswith(_MOVES_DATA):
+            if node.op not in compilable:
                 raise InvalidInput(
                     f"op_fusion needs ops that XLA compiles for {device}, but {name!r} is of type "
                     f"{node.op}; leave it out"
@@ -101,6 +109,17 @@ def _refuse_cycles(graph_def: GraphDef) -> None:
         )
 
 
+def can_be_kernels(view: GraphView, op_fusion: Sequence[tuple[str, ...]]) -> bool:
+    """Whether no set, nor two of them, would have to wait for itself in the training graph."""
+    inside = {name: f"set {number}" for number, names in enumerate(op_fusion) for name in names}
+    reads: dict[str, set[str]] = defaultdict(set)
+    for name, node in view.nodes.items():
+        place = inside.get(name, name)
+        sources = [tensor.node for tensor in view.inputs[name]] + control_inputs(node)
+        reads[place] |= {inside.get(one, one) for one in sources} - {place}
+    return not _on_cycles(reads)
+
+
 def _on_cycles(reads: Mapping[str, set[str]]) -> set[str]:
     """Nodes on a cycle or between two of them."""
     left = _without_ends(set(reads), reads)
@@ -128,6 +147,35 @@ def _without_ends(names: set[str], reads: Mapping[str, set[str]]) -> set[str]:
             if missing[reader] == 0:
                 ended.append(reader)
     return left
+
+
+def ran_compiled(metadata: Any) -> bool:
+    """Whether all clusters of a traced step ran as kernels of XLA, and there are some.
+
+    A cluster that XLA cannot compile falls back to a call of its ops, without any error.
+    """
+    labels = [
+        node.timeline_label
+        for device in metadata.step_stats.dev_stats
+        for node in device.node_stats
+    ]
+    compiled = sum(f"= {_CLUSTER_RUNS}(" in label for label in labels)
+    return 0 < compiled == sum(f"= {COMPILE}(" in label for label in labels)
+
+
+def seen_options() -> Any:
+    """RunOptions of a step for `compilation_error`."""
+    return v1.RunOptions(trace_level=v1.RunOptions.FULL_TRACE, output_partition_graphs=True)
+
+
+def compilation_error(graph_def: GraphDef, metadata: Any) -> str | None:
+    """The rule that a traced step broke if its kernels were not exactly the graph's sets."""
+    error = fusion_error(graph_def, metadata.partition_graphs)
+    if error is None and not ran_compiled(metadata):
+        error = "XLA could not compile a set, whose ops ran one by one instead"
+    if error is None:
+        return None
+    return f"each set of op_fusion must run as one kernel, but {error}; leave these ops out"
 
 
 def fusion_error(graph_def: GraphDef, partitions: Iterable[Any]) -> str | None:

@@ -7,7 +7,7 @@ collectives, because servers remember those that they have seen.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -167,6 +167,17 @@ class RunningGraph:
             self._session.run(
                 targets, self._loaded.feed_dict(values), options=options, run_metadata=metadata
             )
+
+    def values_of(
+        self, tensors: Sequence[str], values: Mapping[str, np.ndarray]
+    ) -> list[np.ndarray]:
+        """The first replica's values of tensors of the training graph, which change no variable."""
+        names = [f"replica_0/{tensor}" for tensor in tensors]
+        with translated_errors():
+            fetched: list[np.ndarray] = self._session.run(
+                names, self._loaded.feed_dict(values), options=self._options
+            )
+        return fetched
 
     @property
     def _loaded(self) -> DistributedGraph:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autotune.recordings.probe import ProbedLinks, ProbeSeries
+from autotune.strategy_space.op_fusion import OpFusionChoice
 from autotune.workload import Workload
 
 
@@ -15,7 +16,7 @@ class Profile:
     `cores`: CPU cores of rank 0's host. `hosts`: name and number of ranks of every host, in rank
     order. `cross_step_refused`: why the script cannot synchronize across steps, as far as its steps
     show; empty if it can. `current_buckets`: variables of each bucket of the current setup, in its
-    order; empty: not known.
+    order; empty: not known. `op_fusions`, `op_fusion_report`: see `ProfileAnswer`.
     """
 
     workload: Workload
@@ -25,6 +26,8 @@ class Profile:
     cross_step_refused: str
     hosts: tuple[tuple[str, int], ...]
     current_buckets: tuple[tuple[str, ...], ...] = ()
+    op_fusions: tuple[OpFusionChoice, ...] = ()
+    op_fusion_report: str = ""
 
 
 @dataclass(frozen=True)

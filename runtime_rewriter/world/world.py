@@ -153,6 +153,8 @@ class World:
             next(filter(None, (answer.cross_step_refused for answer in answers)), ""),
             self._script.hosts,
             first.current_buckets,
+            first.op_fusions,
+            first.op_fusion_report,
         )
         if self._emulated:
             self.emulate(workload)

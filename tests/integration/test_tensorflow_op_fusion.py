@@ -12,21 +12,61 @@ import pytest
 os.environ.update(CUDA_VISIBLE_DEVICES="", TF_CPP_MIN_LOG_LEVEL="3")
 pytest.importorskip("tensorflow", reason="the extra tensorflow is not installed")
 
+from collections.abc import Mapping, Sequence
+
+import keras
 import tensorflow as tf
+from isolated_servers import WAIT_S, isolated
+from keras import layers
+from tensorflow_programs import two_servers
 
 from autotune.errors import InvalidInput, InvalidStrategy
+from autotune.records import FailureKind
 from autotune.strategy_space.builders import collectives
 from autotune.strategy_space.enactable import refusal_reason
 from autotune.strategy_space.plan import Plan, plan
+from autotune.workload import Workload
+from runtime_rewriter.protocol import RankFailed, StartTrial, TrialAnswer
+from runtime_rewriter.rank.tensorflow_model import TensorflowModel
 from runtime_rewriter.tensorflow.capture import capture_function
 from runtime_rewriter.tensorflow.checkpoints import gather, scatter
 from runtime_rewriter.tensorflow.distribute import distribute
+from runtime_rewriter.tensorflow.fusible_sets import (
+    FusibleSet,
+    Phase,
+    concrete_types,
+    fed_from,
+    fusible_sets,
+    phase_of_ops,
+)
+from runtime_rewriter.tensorflow.fusion_choices import propose_fusions
 from runtime_rewriter.tensorflow.graph_workload import workload_of
-from runtime_rewriter.tensorflow.op_fusion import fusion_error
+from runtime_rewriter.tensorflow.op_fusion import (
+    can_be_kernels,
+    compilable_ops,
+    compilation_error,
+    fusion_error,
+    ran_compiled,
+    seen_options,
+)
+from runtime_rewriter.tensorflow.running import RunningGraph
+from runtime_rewriter.tensorflow.servers import JOB, session_config
 from runtime_rewriter.tensorflow.training_graph import TrainingGraph
 
 v1 = tf.compat.v1
 RANKS, WIDTH, BATCH = 2, 1 << 10, 32
+LENGTH = 16
+COMPILABLE = compilable_ops("CPU")
+TOLERANCE = 1e-5
+"""Largest difference of a gradient, relative to the largest of its variable."""
+MOST_SETS = 16
+"""Sets that are compiled; the largest are of all phases."""
+RATE, WEIGHT_TOLERANCE = 1e-2, 0.01
+"""Largest difference of weights after three steps, relative to the rate, which is Adam's step.
+
+Adam divides a gradient by its size, so it makes the rounding of small gradients larger. Weights of
+unfused training that starts 1e-7 (relative) away differ as much: by 7e-4 of the rate.
+"""
 DEVICES = [f"/job:localhost/replica:0/task:0/device:CPU:{rank}" for rank in range(RANKS)]
 
 
@@ -144,3 +184,173 @@ def test_a_set_needs_two_ops_of_its_own(training) -> None:
         planned(training, (one, two), (two, "other"))
     with pytest.raises(InvalidStrategy, match="at least 2"):
         planned(training, (one,))
+
+
+def transformer() -> TrainingGraph:
+    """Many elementwise ops: GELU, layer norm, and Adam with clipping."""
+    keras.utils.set_random_seed(1)
+    ids = keras.Input((LENGTH,), dtype="int32")
+    value = layers.Embedding(50, 128)(ids)
+    value = layers.Add()([value, layers.MultiHeadAttention(2, 16)(value, value)])
+    hidden = layers.Dense(256, activation="gelu")(layers.LayerNormalization()(value))
+    value = layers.LayerNormalization()(layers.Add()([value, layers.Dense(128)(hidden)]))
+    model = keras.Model(ids, layers.Dense(50)(value))
+    optimizer = keras.optimizers.Adam(RATE, global_clipnorm=1.0)
+    optimizer.build(model.trainable_variables)
+
+    def step(texts, following):
+        with tf.GradientTape() as tape:
+            logits = model(texts, training=True)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(following, logits)
+            loss = tf.reduce_mean(losses)
+        variables = model.trainable_variables
+        optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+    return capture_function(step, [tf.TensorSpec([None, LENGTH], tf.int32)] * 2)
+
+
+class InProcess:
+    """Servers of this process in place of those of ranks."""
+
+    def __init__(self) -> None:
+        self._servers = two_servers()
+        self.target, self.config = self._servers[0].target, session_config()
+        self.devices = tuple(
+            f"/job:{JOB}/replica:0/task:{rank}/device:CPU:0" for rank in range(RANKS)
+        )
+        self.hosts = (tuple(range(RANKS)),)
+
+
+def fused_and_unfused_training() -> None:
+    training = transformer()
+    workload = workload_of(training, "transformer")
+    strategy = collectives.all_reduce_chunks(workload, 4)
+    running = RunningGraph(training, InProcess(), 200)
+    random = np.random.default_rng(0)
+    batches = [
+        {
+            feed.name: random.integers(0, 50, (RANKS * 16, LENGTH), "int32")
+            for feed in training.feeds
+        }
+        for _ in range(3)
+    ]
+    running.load(plan(strategy, workload, RANKS))
+    before = running.values()
+    found = propose_fusions(running, batches[0], workload)
+    assert "of ops" in found.report
+    for name, value in running.values().items():  # to measure sets changes no variable
+        np.testing.assert_array_equal(value, before[name])
+    types = concrete_types(training, dict.fromkeys(batches[0], (16, LENGTH)))
+    chosen = disjoint(training, fusible_sets(training, types, "CPU"))[:MOST_SETS]
+    assert {one.phase for one in chosen} == set(Phase)
+    strategies = {
+        name: plan(replace(strategy, op_fusion=sets), workload, RANKS)
+        for name, sets in {
+            "apart": (),
+            "fused": tuple(one.ops for one in chosen),
+            "split": (ops_of_different_feeds(training),),
+        }.items()
+    }
+    firsts, lasts = [], []
+    for name in ("apart", "fused"):
+        running.load(strategies[name])
+        running.send(before)
+        metadata = v1.RunMetadata()
+        running.observed_step(batches[0], metadata, options=seen_options())
+        firsts.append(running.values())
+        assert running.graph is not None
+        if name == "fused":
+            assert compilation_error(running.graph.graph_def, metadata) is None
+        for batch in batches[1:]:
+            running.step(batch)
+        lasts.append(running.values())
+    assert_equal_gradients(*firsts)
+    for name in workload_variables(workload):
+        np.testing.assert_allclose(
+            lasts[1][name], lasts[0][name], rtol=0, atol=WEIGHT_TOLERANCE * RATE
+        )
+    assert_wrong_kernels_are_refused(running, strategies, batches[0])
+
+
+def workload_variables(workload: Workload) -> list[str]:
+    return [variable.name for variable in workload.variables]
+
+
+def assert_equal_gradients(apart: Mapping[str, Any], fused: Mapping[str, Any]) -> None:
+    """Adam's momenta after one step are a tenth of the gradients.
+
+    That of the key's bias is zero in exact arithmetic, since a softmax over keys ignores it.
+    """
+    momenta = [name for name in apart if name.endswith("_momentum")]
+    assert len(momenta) > 10
+    whole = max(np.abs(apart[name]).max() for name in momenta)
+    for name in momenta:
+        if "key_bias" in name:
+            assert max(np.abs(apart[name]).max(), np.abs(fused[name]).max()) < 1e-7 * whole
+            continue
+        largest = np.abs(apart[name]).max()
+        np.testing.assert_allclose(fused[name], apart[name], rtol=0, atol=TOLERANCE * largest)
+
+
+def assert_wrong_kernels_are_refused(
+    running: RunningGraph, plans: Mapping[str, Plan], batch: Mapping[str, np.ndarray]
+) -> None:
+    """The script survives: the trial ends once its gradients and kernels were checked."""
+    model = TensorflowModel(running, "transformer")
+    for name in ("split", "split", "fused"):
+        trial = model.start(StartTrial(plans[name], warmup_steps=1, timed_steps=2))
+        steps = 0
+        ended = False
+        while not ended:
+            model.step(batch)
+            steps += 1
+            ended = trial.step_finished(0.1, clean=True)
+        answer = trial.answer()
+        if name == "split":
+            assert steps == 2
+            assert isinstance(answer, RankFailed) and answer.kind is FailureKind.REFUSED
+            assert "must run as one kernel" in answer.message
+        else:
+            assert steps == 4 and isinstance(answer, TrialAnswer)
+
+
+def ops_of_different_feeds(training: TrainingGraph) -> tuple[str, str]:
+    """Neighbours that XLA can compile, of which only one depends on a second feed."""
+    view = training.view
+    phases = phase_of_ops(training)
+    fed = fed_from(training, phases)
+    return next(
+        (tensor.node, reader)
+        for reader in view.topological
+        if phases.get(reader) is Phase.FORWARD and view.nodes[reader].op in COMPILABLE
+        for tensor in view.inputs[reader]
+        if view.nodes[tensor.node].op in COMPILABLE - {"Const"}
+        and 0 < fed[tensor.node] != fed[reader]
+    )
+
+
+def disjoint(training: TrainingGraph, sets: Sequence[FusibleSet]) -> list[FusibleSet]:
+    chosen: list[FusibleSet] = []
+    for one in sets:
+        taken = {op for other in chosen for op in other.ops}
+        if taken.isdisjoint(one.ops):
+            chosen.append(one)
+    assert can_be_kernels(training.view, [one.ops for one in chosen])
+    return chosen
+
+
+@pytest.mark.timeout(600)
+def test_proposed_sets_are_kernels_on_servers_and_train_the_same() -> None:
+    isolated().submit(fused_and_unfused_training).result(4 * WAIT_S)
+
+
+def test_a_set_that_falls_back_to_its_ops_is_noticed() -> None:
+    """TensorFlow then runs the cluster's function in place of _XlaRun, and reports no error."""
+    metadata = v1.RunMetadata()
+    device = metadata.step_stats.dev_stats.add()
+    for number, ran in enumerate(("_XlaRun", "StatefulPartitionedCall")):
+        for op in ("_XlaCompile", ran):
+            label = f"cluster_{number}/{op.lower()} = {op}(x)"
+            device.node_stats.add(node_name=label.split()[0], timeline_label=label)
+        assert ran_compiled(metadata) is (ran == "_XlaRun")

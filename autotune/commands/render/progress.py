@@ -138,8 +138,8 @@ class ConsoleProgress:
             f"backward {format_seconds(workload.backward_s)}, "
             f"rest {format_seconds(workload.update_s)}"
         )
-        if event.limits:
-            self._print(f"  {escape(event.limits)}")
+        for text in filter(None, (event.limits, event.op_fusion_report)):
+            self._print(f"  {escape(text)}")
         for fit in event.cluster.fits:
             if fit.group_size == self._spec.workers and not fit.loaded and fit.beta_s_per_byte > 0:
                 pieces = f" in {len(fit.bends) + 1} pieces" if fit.bends else ""

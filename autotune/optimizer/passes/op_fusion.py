@@ -78,6 +78,23 @@ class FuseOps:
         return fused, tensors
 
 
+class ChooseOpFusion:
+    """Fuse the ops of another of the measured choices of sets, or none, and keep the messages.
+
+    The passes for messages follow, so op fusion and tensor fusion are searched together (DisCo,
+    sec. 4.5).
+    """
+
+    name = "op fusion of the graph"
+
+    def propose(self, state: State, path: CriticalPath) -> Iterable[State]:
+        present = state.strategy.op_fusion
+        choices = path.problem.space.op_fusions
+        for sets in ((), *choices) if choices else ():
+            if sets != present:
+                yield state.with_strategy(replace(state.strategy, op_fusion=sets))
+
+
 def messages_of_ops(graph: OpGraph, path: CriticalPath) -> dict[int, list[int]]:
     """Number of an op -> the messages whose last gradient it computes."""
     by_op: dict[int, list[int]] = {}

@@ -40,8 +40,9 @@ def mutate(
     `InvalidStrategy` if it cannot be planned.
     """
     draft = Draft(strategy, workload, cluster, space, rng)
-    for kind in rng.permutation(len(MOVES)):
-        if MOVES[kind](draft):
+    moves = (*MOVES, _switch_op_fusion) if space.op_fusions else MOVES
+    for kind in rng.permutation(len(moves)):
+        if moves[kind](draft):
             neighbour = draft.written()
             if neighbour != strategy:
                 return neighbour
@@ -256,6 +257,15 @@ def _switch_in_flight(draft: Draft) -> bool:
     counts = range(1, draft.space.most_in_flight + 1)
     others = [count for count in counts if count != draft.in_flight]
     draft.in_flight = others[draft.pick(len(others))]
+    return True
+
+
+def _switch_op_fusion(draft: Draft) -> bool:
+    """Fuse the ops of another choice of sets, or none."""
+    others = [sets for sets in ((), *draft.space.op_fusions) if sets != draft.op_fusion]
+    if not others:
+        return False
+    draft.op_fusion = others[draft.pick(len(others))]
     return True
 
 

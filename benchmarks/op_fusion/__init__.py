@@ -1,0 +1,1 @@
+"""Benchmark of sets of ops as one kernel, and a program with many of them."""
