@@ -115,6 +115,7 @@ PLANNED = [name for name, build in BUILDERS.items() if not build(zoo("vgg16"), P
 """Builders of plans within the step, which TensorFlow can enact."""
 
 
+# `python -m benchmarks.tensorflow_pairs` does this for all models, with their forward passes.
 @pytest.mark.parametrize("model", ["ncf-sparse", "vgg16", "bert-3l"])
 def test_every_builder_synchronizes_each_gradient_once(model):
     training = graph_of(zoo(model))
