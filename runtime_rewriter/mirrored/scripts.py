@@ -22,6 +22,9 @@ TF_CONFIG = "TF_CONFIG"
 _JOB = "worker"
 START_S = 300.0
 """Time until all ranks have come to the strategy: each of them may load its data before."""
+HEARTBEAT_S = 120.0
+"""Silence after which TensorFlow gives up a worker; by default 10 s, which a worker on a busy
+machine exceeds. Whoever started the ranks notices one that ends at once."""
 
 Steered = Callable[[ExitStack], None]
 
@@ -47,6 +50,7 @@ class _Steering:
     def change(self, tensorflow: ModuleType, undo: ExitStack) -> None:
         """Let the strategy's class find our workers."""
         from tensorflow.python.distribute import collective_all_reduce_strategy as strategies
+        from tensorflow.python.eager import context
 
         from runtime_rewriter.tensorflow.servers import RankPlace
 
@@ -84,7 +88,15 @@ class _Steering:
                 )
             self._steered(self._until_end)
 
+        own_service = context.Context.configure_coordination_service
+
+        @wraps(own_service)
+        def patient_service(here: Any, service_type: str, *values: Any, **settings: Any) -> None:
+            settings.setdefault("heartbeat_timeout_in_ms", int(HEARTBEAT_S * 1e3))
+            own_service(here, service_type, *values, **settings)
+
         replace_attribute(extended, "__init__", start, undo)
+        replace_attribute(context.Context, "configure_coordination_service", patient_service, undo)
 
 
 def _set_config(addresses: Sequence[str], rank: int) -> None:

@@ -23,6 +23,7 @@ from autotune.strategy_space.builders.collectives import per_variable
 from autotune.strategy_space.builders.rows import with_rows
 from autotune.strategy_space.builders.servers import ps_load_balanced
 from autotune.strategy_space.plan import plan
+from runtime_rewriter.mirrored.scripts import HEARTBEAT_S
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 SCRIPT, PAIR = SCRIPTS / "train_mirrored.py", SCRIPTS / "mirrored_pair.py"
@@ -98,6 +99,12 @@ def test_plans_that_change_every_step_train_what_the_script_trains_itself(traine
             np.testing.assert_array_equal(own, planned)  # two workers: sums in any order are equal
     for first, second in zip(trained["own_0"], trained["own_1"], strict=True):
         np.testing.assert_array_equal(first, second)
+
+
+def test_a_worker_on_a_busy_machine_is_not_given_up(pair) -> None:
+    for rank in range(RANKS):
+        noted = json.loads((pair / f"noted_{rank}.json").read_text())
+        assert noted["heartbeat_ms"] == HEARTBEAT_S * 1000
 
 
 def test_messages_of_fp16_train_almost_the_same(trained) -> None:

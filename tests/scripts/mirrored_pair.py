@@ -99,6 +99,14 @@ def refusal(run: Callable[[], Any]) -> str:
     return ""
 
 
+def heartbeat_ms() -> int:
+    """The silence after which TensorFlow gives up a worker."""
+    from tensorflow.python.eager import context
+
+    config = context.context().config.experimental.coordination_config
+    return int(config.heartbeat_timeout_in_ms)
+
+
 def refused_steps() -> dict[str, str]:
     """Refusals of steps that sum twice, in a loop, and without a tf.function."""
     import tensorflow as tf
@@ -147,6 +155,6 @@ with mirrored_steered(lambda undo: steered.enter_context(observer.steps.steered(
     model.predict(np.zeros((2, 5), "int32"), verbose=0)
     script["train_step"](next(iter(distributed)))
     steered.close()
-    noted = {"clean": observer.clean, **refused_steps()}
+    noted = {"clean": observer.clean, "heartbeat_ms": heartbeat_ms(), **refused_steps()}
 (RESULTS / f"noted_{os.environ['RANK']}.json").write_text(json.dumps(noted))
 os._exit(0)  # the other worker's server may still wait for this one's
