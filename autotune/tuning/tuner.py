@@ -364,16 +364,15 @@ def _decide(
 
 
 def _why_search_ended(spec: JobSpec, history: History) -> str:
-    """Why the search ended before its budget; empty if it did not."""
-    searched = history.first(
-        next(
-            position
-            for position, event in enumerate(history.events)
-            if isinstance(event, TrialFinished)
-            and (event.request.role is Role.AB or _is_second_look(history, event))
-        )
+    """Why the search ended before its budget; empty if it did not, or if there was none."""
+    closing = (
+        position
+        for position, event in enumerate(history.events)
+        if isinstance(event, TrialFinished)
+        and (event.request.role is Role.AB or _is_second_look(history, event))
     )
-    if _budget_spent(spec, searched):
+    begin = next(closing, None)
+    if begin is None or _budget_spent(spec, searched := history.first(begin)):
         return ""
     left = spec.max_trials - _trials_spent(searched)
     why = nothing_to_prove(spec, searched, left)
