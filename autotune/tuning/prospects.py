@@ -26,13 +26,12 @@ among these with the confidence, as the fronts of tried strategies say nothing a
 
 @dataclass(frozen=True)
 class Prospects:
-    """What the search can be expected to win from here on, with the confidence of the job.
+    """The gain that further trials can be expected to find, with the job's confidence.
 
     `bound`: lower bound of g of the fastest of all strategies, tried or among `further` ones.
     """
 
     g: tuple[float, ...]
-    noise: float
     further: int
     bound: float
 
@@ -61,7 +60,7 @@ def prospects(spec: JobSpec, history: History, most_trials: int) -> Prospects:
     further = min(most_trials, int((spec.max_seconds - history.elapsed_s) / trial_s))
     g = tuple(math.log(step_s / history.reference_s) for _, step_s in history.ranking())
     bound = best_expected(g, history.noise, len(history.references), further, spec.confidence)
-    return Prospects(g, history.noise, further, bound)
+    return Prospects(g, further, bound)
 
 
 def nothing_to_win(spec: JobSpec, history: History, most_trials: int) -> str:
