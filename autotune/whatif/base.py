@@ -22,7 +22,7 @@ import numpy as np
 
 from autotune.arrays import BoolArray, FloatArray, Int32Array, IntArray
 from autotune.dfg.build import DfgBuilder
-from autotune.dfg.graph import Dfg
+from autotune.dfg.graph import Dfg, Discipline
 from autotune.dfg.replay import Timeline, replay
 
 FEWEST_COPIES = 3
@@ -54,6 +54,8 @@ class Base:
     - `parent`, `child`, `delay_s` (E,): a child begins at least the delay after the parent's end.
     - `later` (E,): by how many steps the child's step is later.
     - `unknown_gap_s` (N,), `unknown_delay_s` (E,): the part of a gap or delay without known cause.
+    - `priority` (N,): on queues of `by_priority` (Q,) the lowest goes first. Other queues take what
+      is ready first; edges state the order of a recorded one.
     - `last`: the op whose executions the step time lies between.
     - `measured_s`: that distance in the trace, independent of the graph.
     """
@@ -73,6 +75,8 @@ class Base:
     later: IntArray
     unknown_gap_s: FloatArray
     unknown_delay_s: FloatArray
+    priority: Int32Array
+    by_priority: BoolArray
     names: BaseNames
     last: int
     measured_s: float
@@ -120,7 +124,8 @@ class Base:
         """
         graph = DfgBuilder()
         for number, name in enumerate(self.names.queues):
-            graph.queue(name, key=number)
+            discipline = Discipline.PRIORITY if self.by_priority[number] else Discipline.FIFO
+            graph.queue(name, discipline, key=number)
         for name in self.names.layers:
             graph.layer(name)
         names, count = self.names.ops, self.ops
@@ -133,6 +138,7 @@ class Base:
             queue=np.tile(self.queue, copies),
             kind=np.tile(self.kind, copies),
             layer=np.tile(self.layer, copies),
+            priority=np.tile(self.priority, copies),
         )
         self._add_edges(graph, copies, self.parent, self.child, self.later, self.delay_s)
         parent, child, later = self.launch_limits

@@ -10,8 +10,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from autotune.arrays import BoolArray, FloatArray, IntArray
+from autotune.arrays import BoolArray, FloatArray, Int32Array, IntArray
 from autotune.dfg.graph import NONE, Kind
 from autotune.errors import InvalidInput
 from autotune.whatif.base import Base, BaseNames
@@ -134,12 +135,127 @@ def insert(
         delay_s=np.concatenate([grown.delay_s, np.full(count, latency_s)]),
         unknown_delay_s=np.concatenate([grown.unknown_delay_s, np.zeros(count)]),
         later=np.concatenate([grown.later, np.zeros(count, dtype=np.int64)]),
+        priority=np.concatenate([base.priority, np.zeros(2 * count, dtype=np.int32)]),
         names=BaseNames(
             (*base.names.ops, *names, *(f"launch {name}" for name in names)),
             base.names.queues,
             base.names.layers,
         ),
     )
+
+
+def add(
+    base: Base,
+    queue: str,
+    duration_s: FloatArray,
+    names: Sequence[str],
+    kind: Kind,
+    *,
+    size_bytes: FloatArray | None = None,
+    on_device: bool = False,
+) -> tuple[Base, IntArray]:
+    """Add ops to the queue of this name, such as a link; their numbers, shape (K,).
+
+    Ops of the queue "" are virtual: they take no queue. Without edges (`connect`) ops begin with the
+    step. A new queue takes what is ready first. Ops that a recorded queue does in order need edges
+    to and from their neighbours as well.
+    """
+    count = len(duration_s)
+    known = not queue or queue in base.names.queues
+    queues = base.names.queues if known else (*base.names.queues, queue)
+    number = queues.index(queue) if queue else NONE
+
+    def more(old: IntArray | Int32Array, value: int) -> Int32Array:
+        return np.concatenate([old, np.full(count, value)]).astype(np.int32)
+
+    zeros = np.zeros(count)
+    grown = replace(
+        base,
+        duration_s=np.concatenate([base.duration_s, duration_s]),
+        gap_s=np.concatenate([base.gap_s, zeros]),
+        unknown_gap_s=np.concatenate([base.unknown_gap_s, zeros]),
+        size_bytes=np.concatenate([base.size_bytes, zeros if size_bytes is None else size_bytes]),
+        queue=more(base.queue, number),
+        kind=more(base.kind, kind),
+        layer=more(base.layer, NONE),
+        launch=more(base.launch, NONE),
+        priority=more(base.priority, 0),
+        on_device=np.concatenate([base.on_device, np.full(count, on_device)]),
+        by_priority=base.by_priority if known else np.append(base.by_priority, False),
+        names=BaseNames((*base.names.ops, *names), queues, base.names.layers),
+    )
+    return grown, base.ops + np.arange(count)
+
+
+def connect(
+    base: Base, parents: ArrayLike, children: ArrayLike, *, later: int = 0, delay_s: float = 0.0
+) -> Base:
+    """Let each child wait for its parent, and for `delay_s` after its end; one side may be one op.
+
+    `later`: by how many steps the child's step is later. Raises `InvalidInput` for a negative
+    number of steps or delay. A cycle is found by the replay.
+    """
+    if later < 0 or not 0 <= delay_s < np.inf:
+        raise InvalidInput(
+            "an edge needs a delay of at least 0 and leads to the same step or a later one, but "
+            f"it has a delay of {delay_s} s and leads {later} steps on"
+        )
+    parent, child = (
+        side.ravel()
+        for side in np.broadcast_arrays(
+            np.asarray(parents, dtype=np.int64), np.asarray(children, dtype=np.int64)
+        )
+    )
+    return replace(
+        base,
+        parent=np.concatenate([base.parent, parent]),
+        child=np.concatenate([base.child, child]),
+        delay_s=np.concatenate([base.delay_s, np.full(len(parent), delay_s)]),
+        unknown_delay_s=np.concatenate([base.unknown_delay_s, np.zeros(len(parent))]),
+        later=np.concatenate([base.later, np.full(len(parent), later, dtype=np.int64)]),
+    )
+
+
+def disconnect(base: Base, edges: BoolArray) -> Base:
+    """Remove the edges of a mask, shape (E,)."""
+    kept = ~edges
+    return replace(
+        base,
+        parent=base.parent[kept],
+        child=base.child[kept],
+        delay_s=base.delay_s[kept],
+        unknown_delay_s=base.unknown_delay_s[kept],
+        later=base.later[kept],
+    )
+
+
+def schedule(base: Base, ops: BoolArray, priority: ArrayLike) -> Base:
+    """Override the schedule of every queue that `ops` are on (Daydream, sec. 4.3).
+
+    `priority`: one for each of `ops`, or one for all. Such a queue takes the ready op of lowest
+    priority; other ops of it have 0. The order that the trace shows on it no longer holds within
+    a step, but its steps still follow each other.
+    Raises `InvalidInput` if no op is on a queue.
+    """
+    queues = np.unique(base.queue[ops])
+    queues = queues[queues != NONE]
+    if not len(queues):
+        raise InvalidInput("a schedule is of ops that a queue executes, but none is selected")
+    priorities, by_priority = base.priority.copy(), base.by_priority.copy()
+    priorities[ops] = priority
+    by_priority[queues] = True
+    same = base.queue[base.parent] == base.queue[base.child]
+    order = same & np.isin(base.queue[base.parent], queues)
+    free = replace(disconnect(base, order), priority=priorities, by_priority=by_priority)
+    for queue in np.unique(base.queue[base.parent[order]]):
+        free = _step_after_step(free, np.flatnonzero(base.queue == queue))
+    return free
+
+
+def _step_after_step(base: Base, ops: IntArray) -> Base:
+    """Let `ops` of a step begin after all of them in the step before, by way of a virtual op."""
+    grown, (end,) = add(base, "", np.zeros(1), ["end of the step"], Kind.VIRTUAL)
+    return connect(connect(grown, ops, end), end, ops, later=1)
 
 
 def usual_launch(base: Base) -> tuple[float, float]:

@@ -157,6 +157,8 @@ class _BaseBuild:
             later=later,
             unknown_gap_s=np.minimum(unknown_gap_s, gap_s),
             unknown_delay_s=np.minimum(unknown_delay_s, delay_s),
+            priority=np.zeros(len(ops), dtype=np.int32),
+            by_priority=np.zeros(len(queues), dtype=np.bool_),
             names=BaseNames(
                 tuple(op.name for op in ops),
                 tuple(cut.trace.lanes[lane].name for lane in queues),

@@ -9,7 +9,7 @@ from periodic_training import training
 from autotune.dfg.graph import Kind
 from autotune.errors import InvalidInput
 from autotune.whatif.base import Base, steady
-from autotune.whatif.primitives import insert, remove, scale, select
+from autotune.whatif.primitives import add, connect, insert, remove, scale, schedule, select
 from autotune.whatif.recorded import recorded_base
 
 
@@ -94,3 +94,45 @@ def test_an_op_is_inserted_behind_one_that_is_launched() -> None:
     twice = np.repeat(np.flatnonzero(base.on_device)[:1], 2)
     with pytest.raises(InvalidInput, match="one is named twice"):
         insert(base, twice, np.full(2, 1e-6), ["a", "b"], Kind.COPY)
+
+
+def test_added_ops_take_their_own_queue() -> None:
+    """Messages of 300 us behind each of three kernels of 100 us fill a link: 900 us in a step."""
+    base = base_of(50, 100)
+    kernels = np.flatnonzero(base.on_device)
+    linked, messages = add(base, "link", np.full(3, 300e-6), ["m0", "m1", "m2"], Kind.COLLECTIVE)
+    linked = connect(linked, kernels, messages)
+    assert step_us(linked) == pytest.approx(step_us(base), rel=0.01)  # nothing waits for them
+    bound = connect(linked, messages, base.launch[kernels], later=1)
+    assert step_us(bound) == pytest.approx(900, rel=0.01)
+    last = connect(linked, messages[2], kernels[0], later=1, delay_s=50e-6)
+    assert step_us(last) == pytest.approx(100 + 900 + 50, rel=0.01)
+    with pytest.raises(InvalidInput, match="leads to the same step or a later one"):
+        connect(base, 0, 1, later=-1)
+    with pytest.raises(InvalidInput, match="a delay of at least 0"):
+        connect(base, 0, 1, delay_s=float("nan"))
+
+
+def test_a_schedule_lets_the_urgent_message_overtake() -> None:
+    """Ready together, the message that the next step reads last goes last (as in P3)."""
+    base = base_of(50, 100)
+    kernels = np.flatnonzero(base.on_device)
+    linked, messages = add(base, "link", np.full(3, 80e-6), ["m0", "m1", "m2"], Kind.COLLECTIVE)
+    linked = connect(linked, kernels[-1], messages)
+    linked = connect(linked, messages[2], kernels[0], later=1)  # the last one is read first
+    linked = connect(linked, messages[0], kernels[2], later=1)
+    urgent = schedule(linked, np.isin(np.arange(linked.ops), messages), [2, 1, 0])
+    assert step_us(linked) == pytest.approx(300 + 240, rel=0.01)
+    assert step_us(urgent) == pytest.approx(300 + 80, rel=0.01)
+    with pytest.raises(InvalidInput, match="ops that a queue executes"):
+        schedule(base, np.zeros(base.ops, dtype=np.bool_), 0)
+
+
+def test_a_schedule_of_a_recorded_queue_drops_its_order() -> None:
+    base = base_of(5, 100)
+    kernels = base.on_device
+    freed = schedule(base, kernels, [2, 1, 0])
+    assert freed.by_priority[base.queue[kernels]].all()
+    same = freed.queue[freed.parent] == freed.queue[freed.child]
+    assert not np.any(same & (freed.queue[freed.parent] == base.queue[kernels][0]))
+    assert step_us(freed) == pytest.approx(step_us(base), rel=0.01)

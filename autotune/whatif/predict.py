@@ -1,0 +1,55 @@
+"""Predicts the step time under what-ifs, with an interval."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autotune.whatif.base import Base, Steady, steady
+from autotune.whatif.question import Question, Reading
+from autotune.whatif.registry import WhatIf
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """Step times in seconds.
+
+    - `before_s`, `after_s`: with all waits as recorded and the expected amounts.
+    - `speedup_low`, `speedup_high`: of all extreme readings: waits without a known cause stay or
+      vanish, and uncertain amounts are pessimistic or optimistic.
+    - `base`, `timeline`: of the changed training.
+    """
+
+    before_s: float
+    after_s: float
+    speedup_low: float
+    speedup_high: float
+    base: Base
+    timeline: Steady
+
+    @property
+    def speedup(self) -> float:
+        return self.before_s / self.after_s
+
+
+def changed(base: Base, what_ifs: Sequence[WhatIf], question: Question) -> Base:
+    """The base after all what-ifs, in order. Raises `InvalidInput` where one does not apply."""
+    for one in what_ifs:
+        base = one.change(base, question)
+    return base
+
+
+def predict(base: Base, what_ifs: Sequence[WhatIf], question: Question) -> Prediction:
+    """Replay the base before and after. Raises `InvalidInput` where a what-if does not apply."""
+    readings = [base]
+    if base.unknown_s:
+        readings.append(base.without_unknown_waits())
+    before_s = [steady(reading).step_s for reading in readings]
+    expected = changed(base, what_ifs, question)
+    after = steady(expected)
+    speedups = [before_s[0] / after.step_s]
+    for reading, from_s in zip(readings, before_s, strict=True):
+        for amounts in (Reading.OPTIMISTIC, Reading.PESSIMISTIC):
+            asked = replace(question, reading=amounts)
+            speedups.append(from_s / steady(changed(reading, what_ifs, asked)).step_s)
+    return Prediction(before_s[0], after.step_s, min(speedups), max(speedups), expected, after)

@@ -1,0 +1,95 @@
+"""What a user asks: the situation in which a change is predicted, and how sure its amounts are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from autotune.cluster import Cluster
+from autotune.errors import InvalidInput
+
+
+class Reading(Enum):
+    """Which end of every uncertain amount a prediction takes."""
+
+    OPTIMISTIC = "optimistic"
+    EXPECTED = "expected"
+    PESSIMISTIC = "pessimistic"
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A factor on durations with the range that its source supports; a smaller one is faster.
+
+    Raises `InvalidInput` unless 0 <= optimistic <= expected <= pessimistic.
+    """
+
+    expected: float
+    optimistic: float
+    pessimistic: float
+    source: str
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.optimistic <= self.expected <= self.pessimistic < float("inf"):
+            raise InvalidInput(
+                "a factor needs 0 <= optimistic <= expected <= pessimistic, but it is "
+                f"{self.optimistic}, {self.expected}, {self.pessimistic}"
+            )
+
+    def at(self, reading: Reading) -> float:
+        return {
+            Reading.OPTIMISTIC: self.optimistic,
+            Reading.EXPECTED: self.expected,
+            Reading.PESSIMISTIC: self.pessimistic,
+        }[reading]
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A parameter's gradient. Ops are numbers of the base; what-ifs keep the numbers of ops.
+
+    - `ready`: the op that completes it in the backward pass; `update`: the first op of the
+      optimizer that reads it, NONE if it is unknown; `read`: the first op of the next forward pass
+      that reads the parameter, NONE if it is unknown.
+    """
+
+    name: str
+    size_bytes: float
+    layer: str
+    ready: int
+    update: int
+    read: int
+
+
+@dataclass(frozen=True)
+class Question:
+    """The situation that what-ifs are asked for.
+
+    - `cluster`, `workers`: where training would be distributed to; None if it would not be.
+    - `gradients`: in the order of the backward pass; None if the trace does not state their sizes.
+    - `amounts`: an amount for each what-if that takes one, such as {"faster_network": 2.0}.
+    - `files`: the file for each what-if that takes one, such as {"metaflow": "policy.yaml"}.
+    """
+
+    reading: Reading = Reading.EXPECTED
+    cluster: Cluster | None = None
+    workers: int | None = None
+    gradients: tuple[Gradient, ...] | None = None
+    amounts: Mapping[str, float] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    def known_cluster(self) -> Cluster:
+        """The cluster. Raises `InvalidInput` without one."""
+        if self.cluster is None:
+            raise InvalidInput("a distributed what-if needs a cluster; name one with --cluster")
+        return self.cluster
+
+    def known_gradients(self) -> tuple[Gradient, ...]:
+        """The gradients. Raises `InvalidInput` if their sizes are unknown."""
+        if self.gradients is None:
+            raise InvalidInput(
+                "a distributed what-if needs the sizes of the gradients, but the trace does not "
+                "state them; record with shapes (record_shapes=True), or pass --parameters FILE"
+            )
+        return self.gradients

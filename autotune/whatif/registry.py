@@ -1,0 +1,66 @@
+"""What-ifs by name. Users register their own with the same decorator."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from autotune.errors import InvalidInput
+from autotune.plugins import Registry
+from autotune.whatif.base import Base
+from autotune.whatif.question import Question
+
+Change = Callable[[Base, Question], Base]
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """A change of the training, as a transformation of its base.
+
+    - `title`: one line for tables. `enact`: the line of code that makes the change in a script.
+    - `source`: where the method is from. `assumptions`: what the prediction takes for granted; the
+      docstring of `change`.
+    - `change`: returns the changed base. It raises `InvalidInput` with the reason where the change
+      does not apply to this training, or where something is unknown.
+    """
+
+    name: str
+    title: str
+    source: str
+    enact: str
+    change: Change
+
+    @property
+    def assumptions(self) -> str:
+        return inspect.getdoc(self.change) or ""
+
+
+WHAT_IFS: Registry[WhatIf] = Registry("autotune.what_ifs", "what-if")
+
+
+def what_if(name: str, *, title: str, source: str, enact: str) -> Callable[[Change], Change]:
+    """Register a function as the what-if of this name.
+
+        @what_if("no_copies", title="no copies to the device", source="ours", enact="...")
+        def no_copies(base: Base, question: Question) -> Base:
+            \"\"\"Every copy between host and device takes no time.\"\"\"
+            return scale(base, select(base, kinds=[Kind.COPY]), 0.0)
+
+    Raises `InvalidInput` for a taken name, one with `+`, and a function without a docstring.
+    """
+
+    def register(change: Change) -> Change:
+        if "+" in name or not name:
+            raise InvalidInput(f"a what-if needs a name without '+', but it is {name!r}")
+        if not inspect.getdoc(change):
+            raise InvalidInput(f"what-if {name!r} needs a docstring that states its assumptions")
+        WHAT_IFS.register(name, WhatIf(name, title, source, enact, change))
+        return change
+
+    return register
+
+
+def combined(names: str, what_ifs: Mapping[str, WhatIf] = WHAT_IFS) -> tuple[WhatIf, ...]:
+    """The what-ifs of "amp+fused_adam", in this order. Raises `UnknownName`."""
+    return tuple(what_ifs[name] for name in names.split("+"))
