@@ -1,0 +1,1 @@
+"""The what-ifs that come with autotune, one module per topic."""

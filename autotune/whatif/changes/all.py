@@ -1,0 +1,1 @@
+"""Importing this module registers all what-ifs."""
