@@ -156,9 +156,9 @@ def add(
 ) -> tuple[Base, IntArray]:
     """Add ops to the queue of this name, such as a link; their numbers, shape (K,).
 
-    Ops of the queue "" are virtual: they take no queue. Without edges (`connect`) ops begin with the
-    step. A new queue takes what is ready first. Ops that a recorded queue does in order need edges
-    to and from their neighbours as well.
+    Ops of the queue "" are virtual: they take no queue. Without edges (`connect`) ops begin with
+    the step. A new queue takes what is ready first. Ops that a recorded queue does in order need
+    edges to and from their neighbours as well.
     """
     count = len(duration_s)
     known = not queue or queue in base.names.queues
