@@ -6,10 +6,11 @@ are random. For every model it writes:
 | what | where |
 |---|---|
 | step times and peak memory of the model and its variants | `times.json` |
-| a recording of the plain model and under autocast, one rank | `MODEL.fp32/`, `MODEL.amp_bf16/` |
-| the same of two ranks that share the GPU (`--pairs`) | `MODEL.two_ranks/` |
+| recordings of the plain model and of some variants, one rank | `MODEL.VARIANT/` |
+| a recording of two ranks that share the GPU (`--pairs`) | `MODEL.two_ranks/` |
 
-Folders of other models stay. Ranks use DDP over NCCL; those of a pair send through the loopback.
+It measures what the folder lacks; `--again` measures everything. `--list` shows what is missing and
+needs no GPU. Ranks use DDP over NCCL; those of a pair send through the loopback.
 
 CUDA events between a variant's steps time them, without waiting for each. The plain model is
 measured again at the end, which shows a changed clock. Two ranks on one GPU take turns: their
@@ -30,9 +31,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -40,9 +41,18 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
+from gpu_models import MODELS, TimedModel
+from gpu_variants import (
+    PLAIN,
+    ModelTraits,
+    Variant,
+    Work,
+    missing_work,
+    pair_folder,
+    recording_folder,
+)
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import autotune
@@ -54,114 +64,6 @@ TRACED_STEPS = 2
 PAIR_TIMEOUT_S = 300.0
 
 console = Console(stderr=True, highlight=False, markup=False)
-
-
-@dataclass(frozen=True)
-class TimedModel:
-    """`build` returns the module, `draw` a batch; `loss` takes the module and the batch."""
-
-    build: Callable[[], nn.Module]
-    draw: Callable[[int], tuple[Tensor, ...]]
-    loss: Callable[[Any, tuple[Tensor, ...]], Tensor]
-    batch: int
-    adam: bool
-    images: bool
-
-
-def _images(batch: int) -> tuple[Tensor, ...]:
-    return torch.randn(batch, 3, 224, 224, device="cuda"), torch.randint(
-        1000, (batch,), device="cuda"
-    )
-
-
-def _loss_of_images(model: Any, drawn: tuple[Tensor, ...]) -> Tensor:
-    return F.cross_entropy(model(drawn[0]), drawn[1])
-
-
-def _loss_of_text(model: Any, drawn: tuple[Tensor, ...]) -> Tensor:
-    loss: Tensor = model(input_ids=drawn[0], labels=drawn[0]).loss
-    return loss
-
-
-def _vision(name: str, batch: int) -> TimedModel:
-    def build() -> nn.Module:
-        import torchvision
-
-        model: nn.Module = getattr(torchvision.models, name)()
-        return model
-
-    return TimedModel(build, _images, _loss_of_images, batch, adam=False, images=True)
-
-
-def _bert() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    model: nn.Module = BertForMaskedLM(BertConfig())
-    return model
-
-
-def _gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model: nn.Module = GPT2LMHeadModel(GPT2Config(use_cache=False))
-    return model
-
-
-def _text(build: Callable[[], nn.Module], words: int, batch: int, length: int) -> TimedModel:
-    def draw(count: int) -> tuple[Tensor, ...]:
-        return (torch.randint(words, (count, length), device="cuda"),)
-
-    return TimedModel(build, draw, _loss_of_text, batch, adam=True, images=False)
-
-
-MODELS = {
-    "resnet50": _vision("resnet50", 64),
-    "vgg19": _vision("vgg19", 64),
-    "densenet121": _vision("densenet121", 64),
-    "bert_base": _text(_bert, 30522, 32, 128),
-    "gpt2": _text(_gpt2, 50257, 8, 512),
-}
-
-
-@dataclass(frozen=True)
-class Variant:
-    """How a model is trained.
-
-    `optimizer`: how torch updates the parameters (a kernel for many, one for each, or one for all).
-    `precision`: `fp32` (no TF32), `tf32`, or the dtype of autocast. `parts`: micro-batches of an
-    update, which together are the same batch.
-    """
-
-    name: str
-    precision: str = "fp32"
-    optimizer: str = "foreach"
-    channels_last: bool = False
-    recompute: bool = False
-    parts: int = 1
-    batch_factor: float = 1.0
-    compiled: bool = False
-
-    def fits(self, model: TimedModel) -> bool:
-        return not (self.channels_last and not model.images) and not (
-            self.recompute and model.images
-        )
-
-
-PLAIN = Variant("fp32")
-TRACED = (PLAIN, Variant("amp_bf16", "bf16"))
-VARIANTS = (
-    PLAIN,
-    Variant("tf32", "tf32"),
-    Variant("amp_bf16", "bf16"),
-    Variant("amp_fp16", "fp16"),
-    Variant("amp_bf16_channels_last", "bf16", channels_last=True),
-    Variant("optimizer_for_each", optimizer="for_each"),
-    Variant("optimizer_fused", optimizer="fused"),
-    Variant("recompute", recompute=True),
-    Variant("accumulate_2", parts=2),
-    Variant("half_batch", batch_factor=0.5),
-)
-COMPILED = (Variant("compiled", compiled=True), Variant("amp_bf16_compiled", "bf16", compiled=True))
 
 
 class Training:
@@ -238,26 +140,39 @@ def timed(training: Training) -> dict[str, Any]:
 
 
 def measure(name: str, variants: Sequence[Variant]) -> list[dict[str, Any]]:
-    """Measure every variant of a model, and the plain one again at the end."""
+    """Measure every variant of a model, and the plain one before (if missing) and at the end."""
     model, rows = MODELS[name], []
-    for variant in (*(variant for variant in variants if variant.fits(model)), PLAIN):
+    for variant in (*variants, PLAIN):
         before_bytes = torch.cuda.memory_allocated()
         training = Training(model, variant)
         about = {
             "model": name,
             "variant": asdict(variant),
             "date": _today(),
-            "torch": torch.__version__,
+            **_versions(),
             "before_bytes": before_bytes,
         }
-        rows.append(about | timed(training))
-        del training
-        _drop()
+        try:
+            rows.append(about | timed(training))
+        except RuntimeError as error:  # out of memory, or no compiler
+            console.log(f"{name} {variant.name} is left out: {error}")
+            continue
+        finally:
+            del training
+            _drop()
         console.log(
             f"{name} {variant.name}: {rows[-1]['step_ms']:.2f} ms, "
             f"issued in {rows[-1]['issue_ms']:.2f} ms"
         )
     return rows
+
+
+def _versions() -> dict[str, str]:
+    return {"torch": torch.__version__}
+
+
+def _of_now(row: Mapping[str, Any]) -> bool:
+    return all(row.get(key) == value for key, value in _versions().items())
 
 
 def _today() -> str:
@@ -393,15 +308,19 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument(
-        "--compile", action="store_true", help="the variants under torch.compile, too"
-    )
     parser.add_argument("--pairs", action="store_true", help="two ranks on the GPU, too")
+    parser.add_argument("--again", action="store_true", help="measure what is there, too")
+    parser.add_argument("--list", action="store_true", help="show what is missing and end")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    traits = {name: MODELS[name].traits for name in options.models}
+    works = work_of(options.out, traits, pairs=options.pairs, again=options.again)
+    if options.list:
+        console.print("\n".join(map(described, works)) or "nothing is missing", soft_wrap=True)
+        return 0
     if not torch.cuda.is_available():
-        parser.error("a CUDA GPU is needed, but torch sees none")
+        parser.error("a CUDA GPU is needed, but torch sees none; --list needs none")
     if options.rank is not None:
         _join(options.rank, 2, options.port)
         record(options.models[0], PLAIN, options.out)
@@ -409,24 +328,58 @@ def main() -> int:
         return 0
     _join(0, 1, _free_port())
     options.out.mkdir(parents=True, exist_ok=True)
-    times = options.out / "times.json"
-    earlier = json.loads(times.read_text(encoding="utf-8")) if times.exists() else []
-    rows: list[dict[str, Any]] = [row for row in earlier if row["model"] not in options.models]
-    for name in options.models:
-        rows += measure(name, VARIANTS + (COMPILED if options.compile else ()))
-        times.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-        folders = [options.out / f"{name}.{variant.name}" for variant in TRACED]
-        for variant, folder in zip(TRACED, folders, strict=True):
-            record(name, variant, folder)
-        if options.pairs:
-            folders.append(options.out / f"{name}.two_ranks")
-            record_pair(name, folders[-1])
-        for folder in folders:
-            pack(folder)
-        (options.out / "card.md").write_text(card(rows, options.out), encoding="utf-8")
-        write_sums(options.out)
+    for work in works:
+        console.log(described(work))
+        _do(work, options.out)
     dist.destroy_process_group()
     return 0
+
+
+def rows_in(out: Path) -> list[dict[str, Any]]:
+    times = out / "times.json"
+    rows: list[dict[str, Any]] = (
+        json.loads(times.read_text(encoding="utf-8")) if times.exists() else []
+    )
+    return rows
+
+
+def work_of(
+    out: Path, traits: Mapping[str, ModelTraits], *, pairs: bool, again: bool
+) -> list[Work]:
+    return missing_work(out, traits, rows_in(out), _versions(), pairs=pairs, again=again)
+
+
+def described(work: Work) -> str:
+    parts = [
+        "times of " + ", ".join(variant.name for variant in work.timed) if work.timed else "",
+        "recordings of " + ", ".join(one.name for one in work.recorded) if work.recorded else "",
+        "a recording of two ranks" if work.pair else "",
+    ]
+    return f"{work.model}: {'; '.join(part for part in parts if part)}"
+
+
+def _do(work: Work, out: Path) -> None:
+    """Measure and record one model, and write the files anew."""
+    if work.timed:
+        names = {variant.name for variant in work.timed}
+        kept = [
+            row
+            for row in rows_in(out)
+            if row["model"] != work.model or (row["variant"]["name"] not in names and _of_now(row))
+        ]
+        rows = kept + measure(work.model, work.timed)
+        text = json.dumps(sorted(rows, key=lambda row: row["model"]), indent=1) + "\n"
+        (out / "times.json").write_text(text, encoding="utf-8")
+    folders = [recording_folder(out, work.model, variant) for variant in work.recorded]
+    for variant, folder in zip(work.recorded, folders, strict=True):
+        record(work.model, variant, folder)
+    if work.pair:
+        folders.append(pair_folder(out, work.model))
+        record_pair(work.model, folders[-1])
+    for folder in folders:
+        pack(folder)
+    (out / "card.md").write_text(card(rows_in(out), out), encoding="utf-8")
+    write_sums(out)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from autotune.arrays import BoolArray, FloatArray, Int32Array, IntArray
 from autotune.dfg.build import DfgBuilder
 from autotune.dfg.graph import Dfg, Discipline
 from autotune.dfg.replay import Timeline, replay
+from autotune.profiling.formats.op_inputs import OpInputs
 
 FEWEST_COPIES = 3
 """Two steps fill the queues and the third one shows the distance; edges may ask for more."""
@@ -35,12 +36,25 @@ LAUNCH_QUEUE = 1024
 
 
 @dataclass(frozen=True)
+class Operator:
+    """A call of a framework's operator.
+
+    `outer`: the outermost operator around it. `inputs`: None if the trace does not state them.
+    """
+
+    name: str
+    outer: str
+    inputs: OpInputs | None = None
+
+
+@dataclass(frozen=True)
 class BaseNames:
-    """Names of the N ops, the Q queues and the layers."""
+    """Names of the N ops, the Q queues and the layers, and the operators that launch ops."""
 
     ops: tuple[str, ...]
     queues: tuple[str, ...]
     layers: tuple[str, ...]
+    operators: tuple[Operator, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +64,8 @@ class Base:
     - `duration_s`, `gap_s`, `size_bytes`, `queue`, `kind`, `layer` (N,): as in `Dfg`.
     - `on_device` (N,): whether the op runs on a device. `launch` (N,): the host op that launches
       it, NONE for a host op and for device work that nothing launches.
+    - `operator` (N,): the call of an operator in `names.operators` that an op is a part of, or that
+      launches it on the device; NONE if unknown.
     - `launched` (D,): device ops with a launch, in the order of their launches.
     - `parent`, `child`, `delay_s` (E,): a child begins at least the delay after the parent's end.
     - `later` (E,): by how many steps the child's step is later.
@@ -68,6 +84,7 @@ class Base:
     layer: Int32Array
     on_device: BoolArray
     launch: Int32Array
+    operator: Int32Array
     launched: IntArray
     parent: IntArray
     child: IntArray

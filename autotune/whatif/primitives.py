@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 from autotune.arrays import BoolArray, FloatArray, Int32Array, IntArray
 from autotune.dfg.graph import NONE, Kind
 from autotune.errors import InvalidInput
-from autotune.whatif.base import Base, BaseNames
+from autotune.whatif.base import Base
 
 
 def select(
@@ -129,6 +129,7 @@ def insert(
         layer=np.concatenate([base.layer, base.layer[after], base.layer[calls_before]]),
         on_device=np.concatenate([base.on_device, np.arange(2 * count) < count]),
         launch=np.concatenate([base.launch, calls.astype(np.int32), none[:count]]),
+        operator=np.concatenate([base.operator, base.operator[after], none[:count]]),
         launched=order,
         parent=np.concatenate([grown.parent, calls]),
         child=np.concatenate([grown.child, kernels]),
@@ -136,10 +137,8 @@ def insert(
         unknown_delay_s=np.concatenate([grown.unknown_delay_s, np.zeros(count)]),
         later=np.concatenate([grown.later, np.zeros(count, dtype=np.int64)]),
         priority=np.concatenate([base.priority, np.zeros(2 * count, dtype=np.int32)]),
-        names=BaseNames(
-            (*base.names.ops, *names, *(f"launch {name}" for name in names)),
-            base.names.queues,
-            base.names.layers,
+        names=replace(
+            base.names, ops=(*base.names.ops, *names, *(f"launch {name}" for name in names))
         ),
     )
 
@@ -179,10 +178,11 @@ def add(
         kind=more(base.kind, kind),
         layer=more(base.layer, NONE),
         launch=more(base.launch, NONE),
+        operator=more(base.operator, NONE),
         priority=more(base.priority, 0),
         on_device=np.concatenate([base.on_device, np.full(count, on_device)]),
         by_priority=base.by_priority if known else np.append(base.by_priority, False),
-        names=BaseNames((*base.names.ops, *names), queues, base.names.layers),
+        names=replace(base.names, ops=(*base.names.ops, *names), queues=queues),
     )
     return grown, base.ops + np.arange(count)
 

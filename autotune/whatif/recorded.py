@@ -18,6 +18,7 @@ from autotune.profiling.graph.step_ops import step_ops
 from autotune.profiling.traces.collectives import TracedCollective
 from autotune.profiling.traces.job import TraceJob
 from autotune.whatif.base import Base, BaseNames
+from autotune.whatif.operators import operators_of
 
 TWIN_DISTANCE = 1000
 """How far from the same place of its thread the op of the next step may be that does the same."""
@@ -137,6 +138,7 @@ class _BaseBuild:
         )
         delay_s = np.array(list(edges.values()))
         unknown_gap_s, unknown_delay_s = self._unknown(edges)
+        operator, operators = operators_of(cut.trace, [op.event for op in ops])
         launch = np.full(len(ops), NONE, dtype=np.int32)
         for number, launcher in cut.launch.items():
             if number in self.new and launcher in self.new:
@@ -150,6 +152,7 @@ class _BaseBuild:
             layer=np.array([layer_of.get(op.layer, NONE) for op in ops], dtype=np.int32),
             on_device=np.array([cut.on_device[number] for number in self.inside]),
             launch=launch,
+            operator=operator,
             launched=self._launched(),
             parent=parent,
             child=child,
@@ -163,6 +166,7 @@ class _BaseBuild:
                 tuple(op.name for op in ops),
                 tuple(cut.trace.lanes[lane].name for lane in queues),
                 tuple(layers),
+                operators,
             ),
             last=self.new[cut.lasts[1]],
             measured_s=cut.measured_s,

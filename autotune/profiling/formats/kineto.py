@@ -30,6 +30,7 @@ from autotune.profiling.formats.limits import (
     limited,
     limited_rank,
 )
+from autotune.profiling.formats.op_inputs import OpInputs, op_inputs
 from autotune.profiling.formats.rank_trace import (
     CATEGORY_NAMES,
     MISSING,
@@ -75,6 +76,7 @@ _INTS = [
     "sequence",
     "comm",
     "sync",
+    "inputs",
 ]
 K = TypeVar("K")
 
@@ -91,6 +93,7 @@ class _KinetoReader:
         self.lanes: dict[tuple[str, str, bool], int] = {}
         self.comms: dict[Comm, int] = {}
         self.syncs: dict[SyncWait, int] = {}
+        self.inputs: dict[OpInputs, int] = {}
         self.floats = {name: array("d") for name in _FLOATS}
         self.ints = {name: array("q") for name in _INTS}
         # by process and thread: spans that began and have not ended
@@ -203,6 +206,8 @@ class _KinetoReader:
         row["sequence"].append(_whole(args.get("Sequence number")))
         row["comm"].append(MISSING if comm is None else _numbered(self.comms, comm))
         row["sync"].append(self._sync(args) if category == Category.DEVICE_SYNC else MISSING)
+        inputs = op_inputs(name, args) if category == Category.HOST_OP else None
+        row["inputs"].append(MISSING if inputs is None else _numbered(self.inputs, inputs))
         return ""
 
     def _comm(self, name: str, category: Category, args: dict[str, Any]) -> Comm | None:
@@ -289,10 +294,12 @@ class _KinetoReader:
             size_bytes=floats["bytes"][order],
             comm=ints["comm"].astype(np.int32),
             sync=ints["sync"].astype(np.int32),
+            inputs=ints["inputs"].astype(np.int32),
             names=tuple(self.names),
             lanes=tuple(TraceLane(*key) for key in self.lanes),
             comms=tuple(self.comms),
             syncs=tuple(self.syncs),
+            op_inputs=tuple(self.inputs),
             flows=tuple(flows),
             groups=groups,
             repairs=tuple(self._repairs()),

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.arrays import FloatArray, Int32Array, IntArray
+from autotune.profiling.formats.op_inputs import OpInputs
 
 MISSING = -1
 
@@ -180,6 +181,7 @@ class RankTrace:
 
     - `external` ("External id") leads from a device op to the host op that launched it.
     - `function` ("Record function id") leads from a host op to its node in an execution trace.
+    - `inputs` numbers the `op_inputs` of a host op.
     - `host` is "" where the trace does not name it; `groups`: process group -> its ranks.
     - `dropped`: category -> how many events of it are not read.
     """
@@ -201,10 +203,12 @@ class RankTrace:
     size_bytes: FloatArray
     comm: Int32Array
     sync: Int32Array
+    inputs: Int32Array
     names: tuple[str, ...]
     lanes: tuple[TraceLane, ...]
     comms: tuple[Comm, ...]
     syncs: tuple[SyncWait, ...]
+    op_inputs: tuple[OpInputs, ...]
     flows: tuple[Flow, ...]
     groups: Mapping[str, tuple[int, ...]]
     repairs: tuple[Repair, ...] = ()

@@ -16,7 +16,7 @@ class TracedOp:
     - `lane`: its queue. `collective`: index in the rank's list of collectives, MISSING for none.
     - `start_s`: when it began to make progress, s from the rank's origin. For a blocking call this
       is when its cause of waiting had ended. `waited_s`: how long the thread was blocked before.
-    - `node`: id of its node in the recorded graph, MISSING without one.
+    - `node`: id of its node in the recorded graph, MISSING without one. `event`: its event.
     """
 
     name: str
@@ -30,6 +30,7 @@ class TracedOp:
     gap_s: float = 0.0
     waited_s: float = 0.0
     node: int = MISSING
+    event: int = MISSING
 
     @property
     def duration_s(self) -> float:

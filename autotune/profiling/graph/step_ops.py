@@ -16,7 +16,7 @@ from __future__ import annotations
 import bisect
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 
 import numpy as np
@@ -148,6 +148,7 @@ class _StepBuilder:
             start_s=begin_s,
             end_s=end_s,
             layer=segment.scope.layer,
+            event=event,
         )
         called_s = begin_s
         if launched is not None:
@@ -155,7 +156,7 @@ class _StepBuilder:
             # time comes before the launch
             if not blockers:
                 called_s = min(max(float(trace.start_s[launched]), begin_s), end_s)
-            first = TracedOp(op.name, op.lane, op.kind, begin_s, called_s, op.layer)
+            first = replace(op, end_s=called_s)
             self.launcher[launched] = self._add(first)
             self.scope[launched] = segment.scope
             if called_s >= end_s and not blockers:
@@ -286,6 +287,7 @@ class _StepBuilder:
                 layer=scope.layer,
                 size_bytes=size_bytes,
                 collective=collective,
+                event=event,
             )
             self.op_of[event] = self._add(op)
             streams.setdefault(op.lane, []).append(event)

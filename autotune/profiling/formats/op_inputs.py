@@ -1,0 +1,52 @@
+"""The shapes of an operator's inputs, where they were recorded (`record_shapes=True`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MAX_INPUTS, MAX_DIMS, MAX_SIZE, MAX_CHARS = 64, 16, 2**48, 80
+_Dims = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class OpInputs:
+    """The inputs of an operator in the order of its arguments.
+
+    - `dims`: the sizes of a tensor; () for numbers and lists of tensors. `types`: their types.
+    - `values`: the values of numbers, as written by the profiler; "" for tensors. Only convolutions
+      have them: strides and groups decide their work.
+    """
+
+    dims: tuple[_Dims, ...]
+    types: tuple[str, ...]
+    values: tuple[str, ...] = ()
+
+
+def op_inputs(name: str, args: Mapping[str, Any]) -> OpInputs | None:
+    """The inputs that an event's arguments state; None where they state none that is plausible."""
+    listed = args.get("Input Dims", args.get("Input dims"))
+    if not isinstance(listed, list) or not 0 < len(listed) <= MAX_INPUTS:
+        return None
+    dims = tuple(_dims(one) for one in listed)
+    if not any(dims):
+        return None
+    types = _words(args.get("Input type"), len(listed))
+    values = _words(args.get("Concrete Inputs"), len(listed)) if "conv" in name else ()
+    return OpInputs(dims, types, values)
+
+
+def _dims(value: Any) -> _Dims:
+    """Sizes of a tensor; () for anything else."""
+    if not isinstance(value, list) or len(value) > MAX_DIMS:
+        return ()
+    if all(type(size) is int and 0 <= size <= MAX_SIZE for size in value):
+        return tuple(value)
+    return ()
+
+
+def _words(value: Any, count: int) -> tuple[str, ...]:
+    if not isinstance(value, list) or len(value) != count:
+        return ("",) * count
+    return tuple(str(word)[:MAX_CHARS] for word in value)

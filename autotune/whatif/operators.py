@@ -1,0 +1,74 @@
+"""Which operator of the framework an op belongs to: by nesting on its thread, or by its ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from autotune.arrays import Int32Array
+from autotune.dfg.graph import NONE
+from autotune.profiling.formats.rank_trace import DEVICE_WORK, MISSING, Category, RankTrace
+from autotune.profiling.graph.host_segments import TICK_S
+from autotune.whatif.base import Operator
+
+
+def operators_of(
+    trace: RankTrace, events: Sequence[int]
+) -> tuple[Int32Array, tuple[Operator, ...]]:
+    """(N,) the number of each event's operator, NONE if unknown, and the operators' calls.
+
+    `events` (N,): events of the trace, of the host and of devices; MISSING for none. An operator
+    calls others; an event belongs to the innermost one. A device event belongs to the operator with
+    its external id, or else to the one around the call with its correlation id.
+    """
+    innermost, outermost = _nesting(trace, events)
+    by_external = {int(trace.external[event]): event for event in innermost.values()}
+    by_external.pop(MISSING, None)
+    by_correlation = {int(trace.correlation[event]): call for event, call in innermost.items()}
+    numbers: dict[int, int] = {}
+    found = np.full(len(events), NONE, dtype=np.int32)
+    for place, event in enumerate(events):
+        call = innermost.get(event, MISSING)
+        if event != MISSING and trace.category[event] in DEVICE_WORK:
+            launcher = by_correlation.get(int(trace.correlation[event]), MISSING)
+            call = by_external.get(int(trace.external[event]), launcher)
+        if call != MISSING:
+            found[place] = numbers.setdefault(call, len(numbers))
+    return found, tuple(_operator(trace, call, outermost[call]) for call in numbers)
+
+
+def _operator(trace: RankTrace, call: int, outer: int) -> Operator:
+    inputs = int(trace.inputs[call])
+    return Operator(
+        trace.name_of(call),
+        trace.name_of(outer),
+        None if inputs == MISSING else trace.op_inputs[inputs],
+    )
+
+
+def _nesting(trace: RankTrace, events: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
+    """Event -> the innermost operator around it, itself included; operator -> the outermost one.
+
+    For all events of host threads from the first of `events` to the last one.
+    """
+    known = np.array([event for event in events if event != MISSING], dtype=np.int64)
+    innermost: dict[int, int] = {}
+    outermost: dict[int, int] = {}
+    if not len(known):
+        return innermost, outermost
+    host = np.isin(trace.category, (Category.HOST_OP, Category.RUNTIME))
+    # device events follow the calls that launch them; an operator may begin before its calls
+    until_s = float(trace.start_s[known].max())
+    stacks: dict[int, list[tuple[int, float]]] = {}
+    for event in np.flatnonzero(host & (trace.start_s <= until_s)).tolist():
+        start_s = float(trace.start_s[event])
+        stack = stacks.setdefault(int(trace.lane[event]), [])
+        while stack and stack[-1][1] <= start_s + TICK_S:
+            stack.pop()
+        if trace.category[event] == Category.HOST_OP:
+            outermost[event] = outermost[stack[0][0]] if stack else event
+            stack.append((event, start_s + float(trace.duration_s[event])))
+        if stack:
+            innermost[event] = stack[-1][0]
+    return innermost, outermost

@@ -1,0 +1,176 @@
+"""Repeats a part of the step right behind itself, as an accumulation of gradients does.
+
+symbol   meaning
+S        the ops that are repeated: on each queue one stretch
+'        a copy
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from autotune.arrays import BoolArray, IntArray
+from autotune.dfg.graph import NONE, Kind
+from autotune.errors import InvalidInput
+from autotune.whatif.base import Base
+
+_COLUMNS = (
+    "duration_s",
+    "gap_s",
+    "unknown_gap_s",
+    "size_bytes",
+    "queue",
+    "kind",
+    "layer",
+    "on_device",
+    "operator",
+    "priority",
+)
+"""Columns of shape (N,) that a copy has from its original."""
+
+
+def passes(base: Base) -> BoolArray:
+    """(N,) the forward and the backward pass: their device ops, and what launches them.
+
+    On a host thread: all from the first call that launches one of them to the last one. Raises
+    `InvalidInput` if the trace does not state which device ops are of a pass.
+    """
+    ops = base.on_device & np.isin(base.kind, (Kind.FORWARD, Kind.BACKWARD))
+    if not ops.any():
+        raise InvalidInput(
+            "a change of the passes needs to know their kernels, but the trace does not tell those "
+            "of the forward and the backward pass from others; record the operators of the host"
+        )
+    calls = base.launch[ops]
+    stated = np.zeros(base.ops, dtype=np.bool_)
+    stated[calls[calls != NONE]] = True
+    for queue in np.unique(base.queue[stated | ops]):
+        order = queue_order(base, int(queue))
+        inside = np.flatnonzero((stated | ops)[order])
+        stated[order[inside[0] : inside[-1] + 1]] = True
+    return stated
+
+
+def queue_order(base: Base, queue: int) -> IntArray:
+    """The ops of a queue in the order that its edges state."""
+    along = (base.queue[base.parent] == queue) & (base.queue[base.child] == queue)
+    along &= base.later == 0
+    after: dict[int, list[int]] = {}
+    waiting = dict.fromkeys(np.flatnonzero(base.queue == queue).tolist(), 0)
+    for parent, child in zip(base.parent[along].tolist(), base.child[along].tolist(), strict=True):
+        after.setdefault(parent, []).append(child)
+        waiting[child] += 1
+    ready = [op for op, count in reversed(waiting.items()) if not count]
+    order: list[int] = []
+    while ready:
+        op = ready.pop()
+        order.append(op)
+        for child in after.get(op, []):
+            waiting[child] -= 1
+            if not waiting[child]:
+                ready.append(child)
+    return np.array(order, dtype=np.int64)
+
+
+def repeat(base: Base, ops: BoolArray) -> tuple[Base, IntArray]:
+    """Do `ops` twice in each step; also returns the number of each one's copy, NONE for others.
+
+    On each of their queues the copies follow the originals. They wait for each other as the
+    originals do, and what waits for the originals waits for the copies.
+    """
+    chosen = np.flatnonzero(ops)
+    copy = np.full(base.ops, NONE, dtype=np.int64)
+    copy[chosen] = base.ops + np.arange(len(chosen))
+    from_inside, to_inside = ops[base.parent], ops[base.child]
+    inner, leaving = from_inside & to_inside, from_inside & ~to_inside
+    again, round_trip = inner & (base.later == 0), inner & (base.later > 0)
+    moved = leaving | round_trip
+    parent = np.where(moved, copy[base.parent], base.parent)
+    edges = [
+        (parent, base.child, base.delay_s, base.unknown_delay_s, base.later),
+        _edges(base, again, copy[base.parent], copy[base.child], 0),
+        _edges(base, round_trip, base.parent, copy[base.child], -1),
+        *_between(base, ops, copy),
+    ]
+    columns = [np.concatenate(column) for column in zip(*edges, strict=True)]
+    twice: dict[str, Any] = {
+        name: np.concatenate([getattr(base, name), getattr(base, name)[chosen]])
+        for name in _COLUMNS
+    }
+    launch = base.launch[chosen].astype(np.int64)
+    inside = (launch != NONE) & (copy[launch] != NONE)
+    copies_launch = np.where(inside, copy[launch], NONE).astype(np.int32)
+    return replace(
+        base,
+        **twice,
+        launch=np.concatenate([base.launch, copies_launch]),
+        launched=_launched(base, ops, copy),
+        parent=columns[0],
+        child=columns[1],
+        delay_s=columns[2],
+        unknown_delay_s=columns[3],
+        later=columns[4],
+        last=int(copy[base.last]) if ops[base.last] else base.last,
+        names=replace(
+            base.names, ops=base.names.ops + tuple(base.names.ops[op] for op in chosen.tolist())
+        ),
+    ), copy
+
+
+_Edges = tuple[IntArray, IntArray, np.ndarray, np.ndarray, IntArray]
+
+
+def _edges(base: Base, which: BoolArray, parent: IntArray, child: IntArray, more: int) -> _Edges:
+    return (
+        parent[which],
+        child[which],
+        base.delay_s[which],
+        base.unknown_delay_s[which],
+        base.later[which] + more,
+    )
+
+
+def _between(base: Base, ops: BoolArray, copy: IntArray) -> list[_Edges]:
+    """The edges from originals to copies, and from copies of one queue to those of another.
+
+    - On each queue the first copy waits for the last original.
+    - A copy that begins a queue waits for an original that the queue's next op waited for.
+    - An op behind S on its queue that an original waits for is not repeated. The original's copy
+      waits for the last copy on that queue instead.
+    """
+    pairs: list[tuple[int, int]] = []
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    place = np.full(base.ops, NONE, dtype=np.int64)
+    for queue in np.unique(base.queue[ops]).tolist():
+        order = queue_order(base, queue)
+        inside = order[ops[order]]
+        place[order] = np.arange(len(order))
+        first[queue], last[queue] = int(inside[0]), int(inside[-1])
+        pairs.append((last[queue], int(copy[first[queue]])))
+    same_step = base.later == 0
+    leaving = same_step & ops[base.parent] & ~ops[base.child]
+    entering = same_step & ~ops[base.parent] & ops[base.child]
+    for edge in np.flatnonzero(leaving).tolist():
+        queue = int(base.queue[base.child[edge]])
+        if queue in first:
+            pairs.append((int(base.parent[edge]), int(copy[first[queue]])))
+    for edge in np.flatnonzero(entering).tolist():
+        parent = int(base.parent[edge])
+        queue = int(base.queue[parent])
+        if queue in last and place[parent] > place[last[queue]]:
+            pairs.append((int(copy[last[queue]]), int(copy[base.child[edge]])))
+    ends = np.array(sorted(set(pairs)), dtype=np.int64).reshape(-1, 2)
+    zeros = np.zeros(len(ends))
+    return [(ends[:, 0], ends[:, 1], zeros, zeros, np.zeros(len(ends), dtype=np.int64))]
+
+
+def _launched(base: Base, ops: BoolArray, copy: IntArray) -> IntArray:
+    again = base.launched[ops[base.launched]]
+    if not len(again):
+        return base.launched
+    at = int(np.flatnonzero(ops[base.launched])[-1]) + 1
+    return np.insert(base.launched, at, copy[again])
