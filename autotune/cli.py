@@ -30,10 +30,11 @@ COMMANDS = {
     "track": "send to MLflow the results that could not be sent while tuning",
     "strategies": "compare hand-made strategies for a model on a cluster",
     "replay": "replay recorded traces and break an iteration down: autotune replay TRACE...",
+    "what-if": "predict the speed-up of changes from traces: autotune what-if TRACE...",
     "optimize": "search for the fastest strategy by replay, without a cluster",
     "testbed": "emulate clusters on this machine (Linux, root): check, up, status, down, exec",
 }
-"""Names and summaries. A command is the module `autotune.commands.NAME`.
+"""Names and summaries. A command is the module `autotune.commands.NAME`, with `_` for `-`.
 
 The module defines `add_arguments(parser)` and `run(options)`. Only the module of the given command
 is loaded, so `autotune --help` stays instant.
@@ -99,7 +100,7 @@ def argument_parser(loaded: Collection[str] = tuple(COMMANDS)) -> argparse.Argum
         )
         add_json(command)
         if name in loaded:
-            module = import_module(f"autotune.commands.{name}")
+            module = import_module(f"autotune.commands.{name.replace('-', '_')}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     return parser

@@ -13,7 +13,13 @@ from autotune.profiling.traces.job import TraceJob, assemble
 LATENCY_US, CALL_US = 3.0, 5.0
 
 
-def training(
+def training(host_us: float, kernel_us: float, **settings: float | bool) -> TraceJob:
+    """The job of `training_text`."""
+    text = training_text(host_us, kernel_us, **settings)  # type: ignore[arg-type]
+    return assemble([read_kineto(BytesIO(text).read, "rank0.json")])
+
+
+def training_text(
     host_us: float,
     kernel_us: float,
     *,
@@ -22,7 +28,7 @@ def training(
     load_us: float = 0.0,
     waits: bool = False,
     late_us: float = 0.0,
-) -> TraceJob:
+) -> bytes:
     """A thread launches kernels that take longer or shorter than it needs for the next launch.
 
     `load_us`: data loading at the beginning of a step. `waits`: whether the host waits for the
@@ -57,5 +63,4 @@ def training(
             now, number = until, number + 1
         events.append(span(f"ProfilerStep#{step}", begun, now - begun, cat="user_annotation"))
         now += 4
-    text = json.dumps({"traceEvents": events}).encode()
-    return assemble([read_kineto(BytesIO(text).read, "rank0.json")])
+    return json.dumps({"traceEvents": events}).encode()

@@ -12,6 +12,7 @@ import gzip
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO, cast
@@ -32,16 +33,39 @@ Event = dict[str, Any]
 _CRITICAL, _SHARED, _FIRST_WORKER = 0, 1, 2  # numbers of processes
 
 
-def write_chrome_trace(timeline: Timeline, path: Path, max_ops: int = MAX_OPS) -> int:
-    """Write the trace, compressed for the suffix `.gz`; the number of its ops.
+@dataclass(frozen=True)
+class Section:
+    """A part of a timeline, from `begin_s` to `end_s`, and the op that its critical path ends with."""
+
+    begin_s: float
+    end_s: float
+    last: int
+
+    def cut(self, timeline: Timeline) -> tuple[Timeline, Int32Array]:
+        """The timeline with time 0 at the beginning, cut at both ends, and the ops inside."""
+        length_s = self.end_s - self.begin_s
+        inside = (timeline.start_s < self.end_s) & (timeline.end_s > self.begin_s)
+        cut = replace(
+            timeline,
+            start_s=np.clip(timeline.start_s - self.begin_s, 0.0, length_s),
+            end_s=np.clip(timeline.end_s - self.begin_s, 0.0, length_s),
+        )
+        return cut, np.flatnonzero(inside).astype(np.int32)
+
+
+def write_chrome_trace(
+    timeline: Timeline, path: Path, max_ops: int = MAX_OPS, section: Section | None = None
+) -> int:
+    """Write the trace, or a section of it, compressed for the suffix `.gz`; the number of its ops.
 
     A larger timeline is reduced to its critical path and longest ops, `max_ops` in all, and the
     trace states both counts. Events are streamed. Raises `InvalidInput` for less than one op.
     """
     if max_ops < 1:
         raise InvalidInput(f"a trace must be allowed at least 1 op, but max_ops is {max_ops}")
-    critical = critical_path(timeline)
-    shown = _shown(timeline, critical, max_ops)
+    critical = critical_path(timeline, None if section is None else section.last)
+    timeline, inside = cut(timeline, section)
+    shown = _shown(timeline, critical, inside, max_ops)
     with whole_file(path, "the timeline") as file, contextlib.ExitStack() as packing:
         stream = cast(BinaryIO, file)
         if path.suffix == ".gz":
@@ -54,12 +78,21 @@ def write_chrome_trace(timeline: Timeline, path: Path, max_ops: int = MAX_OPS) -
     return len(shown)
 
 
-def _shown(timeline: Timeline, critical: CriticalPath, max_ops: int) -> Int32Array:
-    if timeline.dfg.ops <= max_ops:
-        return np.arange(timeline.dfg.ops, dtype=np.int32)
+def cut(timeline: Timeline, section: Section | None) -> tuple[Timeline, Int32Array]:
+    """The section as in `Section.cut`; without one, the whole timeline and all ops."""
+    if section is not None:
+        return section.cut(timeline)
+    return timeline, np.arange(timeline.dfg.ops, dtype=np.int32)
+
+
+def _shown(
+    timeline: Timeline, critical: CriticalPath, inside: Int32Array, max_ops: int
+) -> Int32Array:
+    if len(inside) <= max_ops:
+        return inside
     rank_s = timeline.duration_s.copy()
     rank_s[critical.ops] = np.inf
-    return np.sort(np.argsort(-rank_s, kind="stable")[:max_ops]).astype(np.int32)
+    return np.sort(inside[np.argsort(-rank_s[inside], kind="stable")[:max_ops]])
 
 
 def _write(text: TextIO, timeline: Timeline, critical: CriticalPath, shown: Int32Array) -> None:
@@ -99,12 +132,18 @@ def _names(timeline: Timeline, shown: Int32Array) -> Iterator[Event]:
 
     yield named("process_name", _CRITICAL, 0, "critical path")
     for worker in np.unique(dfg.worker[shown]).tolist():
-        name = "shared" if worker == NONE else f"worker {worker}"
-        yield named("process_name", _process(worker), 0, name)
+        yield named("process_name", _process(worker), 0, process_name(timeline, worker))
     pairs = np.column_stack([dfg.worker[shown], dfg.queue[shown]])
     for worker, queue in np.unique(pairs, axis=0).tolist():
         if queue != NONE:
             yield named("thread_name", _process(worker), queue, dfg.names.queues[queue])
+
+
+def process_name(timeline: Timeline, worker: int) -> str:
+    """The name of a worker's process, and of that of ops without one."""
+    if worker != NONE:
+        return f"worker {worker}"
+    return "shared" if (timeline.dfg.worker != NONE).any() else "training"
 
 
 def _process(worker: int) -> int:

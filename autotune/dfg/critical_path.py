@@ -45,10 +45,10 @@ class CriticalPath:
         return float(self.wait_s.sum())
 
 
-def critical_path(timeline: Timeline) -> CriticalPath:
-    """The path with its times; empty for an empty graph."""
+def critical_path(timeline: Timeline, last: int | None = None) -> CriticalPath:
+    """The path to op `last` (None: the one that ends last); empty for an empty graph."""
     dfg = timeline.dfg
-    ops = critical_ops(timeline)
+    ops = critical_ops(timeline, last)
     previous_end_s = np.concatenate([[0.0], timeline.end_s[ops[:-1]]])[: len(ops)]
     wait_s = timeline.start_s[ops] - previous_end_s
     spent_s = timeline.duration_s[ops]
@@ -60,11 +60,11 @@ def critical_path(timeline: Timeline) -> CriticalPath:
     return CriticalPath(timeline, ops, wait_s, by_kind, by_layer)
 
 
-def critical_ops(timeline: Timeline) -> Int32Array:
-    """Ops along `Timeline.cause` to the op that ends last, the lowest index of several."""
+def critical_ops(timeline: Timeline, last: int | None = None) -> Int32Array:
+    """Ops along `Timeline.cause` to `last`, or to the op that ends last (the first of several)."""
     path: list[int] = []
     if timeline.dfg.ops:
-        op = int(np.argmax(timeline.end_s))
+        op = int(np.argmax(timeline.end_s)) if last is None else last
         cause = timeline.cause.tolist()
         while op != NONE:
             path.append(op)

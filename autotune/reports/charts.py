@@ -6,62 +6,32 @@ Every text goes through `Markup.format`, which escapes it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 
 from markupsafe import Markup
 
 from autotune.records import CURRENT_SETUP, Failed, Measured, Role
 from autotune.reports.dots import FEWEST_PLACES, RADIUS, Dot, axis_range, drawn, merged, places
+from autotune.reports.plot import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    NARROW,
+    RIGHT,
+    SERIES,
+    TOP,
+    WIDE,
+    Axis,
+    Scale,
+    fitted_scale,
+    frame,
+    label,
+    line,
+)
 from autotune.tuning.events import Proposed, TrialFinished
 from autotune.tuning.history import History
 from autotune.units import format_seconds
-
-WIDE, NARROW = 1060, 520
-"""Widths in pixels of a plot across the page and of half of it, so that text has one size."""
-HEIGHT = 300
-LEFT, RIGHT, TOP, BOTTOM = 76, 14, 14, 40
-SERIES = 7
-"""Number of series that the page has colors for (CSS classes s0 to s6)."""
-
-
-@dataclass(frozen=True)
-class _Scale:
-    """A linear map from data to pixels."""
-
-    low: float
-    high: float
-    start: float
-    stop: float
-
-    def __call__(self, value: float) -> float:
-        return self.start + (value - self.low) / (self.high - self.low) * (self.stop - self.start)
-
-    def ticks(self, count: int) -> list[float]:
-        """About `count` round values in the range."""
-        raw = (self.high - self.low) / count
-        magnitude = 10.0 ** math.floor(math.log10(raw))
-        step = next(k * magnitude for k in (1, 2, 5, 10) if k * magnitude >= raw * 0.999)
-        first = math.ceil(self.low / step - 1e-9)
-        return [step * index for index in range(first, math.floor(self.high / step + 1e-9) + 1)]
-
-
-def _scale(values: Sequence[float], start: float, stop: float, pad: float = 0.06) -> _Scale:
-    low, high = min(values), max(values)
-    margin = (high - low) * pad or abs(high) * pad or 1.0
-    return _Scale(low - margin, high + margin, start, stop)
-
-
-@dataclass(frozen=True)
-class _Axis:
-    """`count`: about how many ticks. `whole`: label only whole numbers."""
-
-    scale: _Scale
-    label: str
-    text: Callable[[float], str]
-    count: int = 5
-    whole: bool = False
 
 
 def _whole_text(value: float) -> str:
@@ -78,8 +48,8 @@ def search_chart(history: History) -> Markup | None:
     # References differ from candidates, so they would widen the fences; all of them are shown.
     references = [shown_s[number] for number, _ in history.measured_references]
     candidates = list(history.steady_by_number.values())
-    x = _scale([float(trial.request.number) for trial in trials], LEFT, WIDE - RIGHT, 0.02)
-    y = _scale(axis_range(candidates, references), HEIGHT - BOTTOM, TOP + 12)
+    x = fitted_scale([float(trial.request.number) for trial in trials], LEFT, WIDE - RIGHT, 0.02)
+    y = fitted_scale(axis_range(candidates, references), HEIGHT - BOTTOM, TOP + 12)
     failed = [trial for trial in trials if isinstance(trial.outcome, Failed)]
     marks = [_failure(trial, x) for trial in failed]
     dots, best_line, best_s, last = [], [], math.inf, max(shown_s)
@@ -106,11 +76,11 @@ def search_chart(history: History) -> Markup | None:
     steps = [
         point for before, after in pairwise(best_line) for point in (before, (after[0], before[1]))
     ]
-    body = [_path(steps + best_line[-1:], "best")] if steps else []
+    body = [line(steps + best_line[-1:], "best")] if steps else []
     body += [*map(drawn, merged(dots)), *marks, *_beyond_label(dots, WIDE, TOP + 16)]
     title = "Step time of every trial of the search and the best so far"
-    x_axis = _Axis(x, "trial", _whole_text, 8, whole=True)
-    return _frame(x_axis, _Axis(y, "step time", format_seconds), body, title, WIDE)
+    x_axis = Axis(x, "trial", _whole_text, 8, whole=True)
+    return frame(x_axis, Axis(y, "step time", format_seconds), body, title, WIDE)
 
 
 def _style(history: History, trial: TrialFinished) -> str:
@@ -127,7 +97,7 @@ def _trial_title(trial: TrialFinished, style: str) -> str:
     return f"trial {trial.request.number}: {name}, {measured} as measured{note}"
 
 
-def _failure(trial: TrialFinished, x: _Scale) -> Markup:
+def _failure(trial: TrialFinished, x: Scale) -> Markup:
     assert isinstance(trial.outcome, Failed)
     request, kind = trial.request, trial.outcome.kind.value
     name = "current setup" if request.strategy_id == CURRENT_SETUP else request.strategy_id
@@ -140,7 +110,7 @@ def _beyond_label(dots: Sequence[Dot], width: int, top: int) -> list[Markup]:
     if not count:
         return []
     what = "triangle: a trial" if count == 1 else f"triangles: {count} trials"
-    return [_text(width - RIGHT - 4, top, f"{what} beyond the axes", "end")]
+    return [label(width - RIGHT - 4, top, f"{what} beyond the axes", "end")]
 
 
 def prediction_chart(history: History) -> Markup | None:
@@ -157,8 +127,8 @@ def prediction_chart(history: History) -> Markup | None:
         return None
     both = [value for predicted_s, measured_s, _ in pairs for value in (predicted_s, measured_s)]
     both_range = axis_range(both)
-    x = _scale(both_range, LEFT, NARROW - RIGHT)
-    y = _scale(both_range, HEIGHT - BOTTOM, TOP)
+    x = fitted_scale(both_range, LEFT, NARROW - RIGHT)
+    y = fitted_scale(both_range, HEIGHT - BOTTOM, TOP)
     dots = []
     for predicted_s, measured_s, trial in pairs:
         title = (
@@ -170,10 +140,10 @@ def prediction_chart(history: History) -> Markup | None:
         dots.append(Dot(x(at_x), y(at_y), _style(history, trial), title, beyond))
     if places(dots) < FEWEST_PLACES:
         return None
-    body = [_path([(x(x.low), y(x.low)), (x(x.high), y(x.high))], "guide")]
+    body = [line([(x(x.low), y(x.low)), (x(x.high), y(x.high))], "guide")]
     body += [*map(drawn, merged(dots)), *_beyond_label(dots, NARROW, HEIGHT - BOTTOM - 8)]
-    x_axis, y_axis = _Axis(x, "predicted", format_seconds), _Axis(y, "measured", format_seconds)
-    return _frame(x_axis, y_axis, body, "Measured against predicted step time", NARROW)
+    x_axis, y_axis = Axis(x, "predicted", format_seconds), Axis(y, "measured", format_seconds)
+    return frame(x_axis, y_axis, body, "Measured against predicted step time", NARROW)
 
 
 def rankers(rounds: Sequence[Proposed]) -> list[str]:
@@ -187,10 +157,10 @@ def quality_chart(rounds: Sequence[Proposed]) -> Markup | None:
     if not names:
         return None
     numbers = [float(proposed.round) for proposed in rounds if proposed.quality]
-    x = _Scale(min(numbers) - 0.2, max(numbers) + 0.2, LEFT, NARROW - RIGHT)
+    x = Scale(min(numbers) - 0.2, max(numbers) + 0.2, LEFT, NARROW - RIGHT)
     lowest = min(quality.pairwise_accuracy for proposed in rounds for quality in proposed.quality)
-    y = _Scale(min(0.4, lowest - 0.05), 1.02, HEIGHT - BOTTOM, TOP)
-    body = [_path([(x(x.low), y(0.5)), (x(x.high), y(0.5))], "guide")]
+    y = Scale(min(0.4, lowest - 0.05), 1.02, HEIGHT - BOTTOM, TOP)
+    body = [line([(x(x.low), y(0.5)), (x(x.high), y(0.5))], "guide")]
     for index, name in enumerate(names):
         points = [
             (x(proposed.round), y(quality.pairwise_accuracy), quality.pairwise_accuracy)
@@ -199,46 +169,13 @@ def quality_chart(rounds: Sequence[Proposed]) -> Markup | None:
             if quality.ranker == name
         ]
         style = f"s{index % SERIES}"
-        body.append(_path([(left, top) for left, top, _ in points], style))
+        body.append(line([(left, top) for left, top, _ in points], style))
         body += [
             drawn(Dot(left, top, style, f"{name}: {value:.2f}")) for left, top, value in points
         ]
-    x_axis = _Axis(x, "round", _whole_text, 8, whole=True)
-    y_axis = _Axis(y, "pairs in the right order", lambda value: f"{value:.2g}")
-    return _frame(x_axis, y_axis, body, "Ranking quality of every ranker per round", NARROW)
-
-
-def _frame(x: _Axis, y: _Axis, body: Sequence[Markup], title: str, width: int) -> Markup:
-    parts = []
-    right, bottom = width - RIGHT, HEIGHT - BOTTOM
-    for value in y.scale.ticks(y.count):
-        parts.append(_path([(LEFT, y.scale(value)), (right, y.scale(value))], "grid"))
-        parts.append(_text(LEFT - 6, y.scale(value) + 4, y.text(value), "end"))
-    for value in x.scale.ticks(x.count):
-        if not x.whole or value == round(value):
-            parts.append(_text(x.scale(value), bottom + 16, x.text(value), "middle"))
-    parts.append(_path([(LEFT, bottom), (right, bottom)], "axis"))
-    parts.append(_text((LEFT + right) / 2, HEIGHT - 6, x.label, "middle"))
-    rotated = Markup(
-        '<text class="label" text-anchor="middle" '
-        'transform="translate(12 {:.0f}) rotate(-90)">{}</text>'
-    )
-    parts.append(rotated.format((TOP + bottom) / 2, y.label))
-    head = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">')
-    return head.format(width, HEIGHT, title) + Markup("").join([*parts, *body]) + Markup("</svg>")
-
-
-def _text(left: float, top: float, text: str, anchor: str) -> Markup:
-    return Markup('<text class="label" x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>').format(
-        left, top, anchor, text
-    )
-
-
-def _path(points: Sequence[tuple[float, float]], style: str) -> Markup:
-    commands = " ".join(
-        f"{'L' if index else 'M'}{left:.1f} {top:.1f}" for index, (left, top) in enumerate(points)
-    )
-    return Markup('<path class="line {}" d="{}"/>').format(style, commands)
+    x_axis = Axis(x, "round", _whole_text, 8, whole=True)
+    y_axis = Axis(y, "pairs in the right order", lambda value: f"{value:.2g}")
+    return frame(x_axis, y_axis, body, "Ranking quality of every ranker per round", NARROW)
 
 
 def _cross(left: float, top: float, title: str) -> Markup:

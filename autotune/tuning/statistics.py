@@ -283,7 +283,11 @@ def compare(
     tuned: Sequence[Measured], current: Sequence[Measured], confidence: float
 ) -> Comparison:
     """Interval of the time ratio from paired blocks. Needs `fewest_values(confidence)` pairs."""
-    d = _log_ratios(tuned, current)
+    return compare_pairs(_log_ratios(tuned, current), confidence)
+
+
+def compare_pairs(d: FloatArray, confidence: float) -> Comparison:
+    """Interval of the time ratio from log ratios of pairs; unbounded if there are too few."""
     low, high = _signed_rank_interval(d, (1 - confidence) / 2)
     middle = float(np.median(_walsh_averages(d)))
     return Comparison(math.exp(middle), math.exp(low), math.exp(high), len(d), confidence)

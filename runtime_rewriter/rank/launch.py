@@ -4,7 +4,8 @@
 
 - `--control FD`: the tuner steers the script (one process per rank, started by a supervisor);
 - `--strategy best.json`: the exported strategy is applied, and training goes on;
-- `--record settings.json`: some steps are recorded.
+- `--record settings.json`: some steps are recorded;
+- `--check settings.json`: what-ifs are enacted, and the script runs in turns with another one.
 
 A tuned rank reads these environment variables: AUTOTUNE_ROUND_ROBIN=1 requests round-robin
 scheduling, AUTOTUNE_BYTE_SCALE=K messages with 1/K of their bytes, AUTOTUNE_FILE_VIEW a view of
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     mode.add_argument("--control", type=int)
     mode.add_argument("--strategy", type=Path)
     mode.add_argument("--record", type=Path)
+    mode.add_argument("--check", type=Path)
     parser.add_argument("words", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
     words = options.words[1:] if options.words[:1] == ["--"] else options.words
@@ -58,6 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run_tuned(_own_line(options.control), words)
     if options.record is not None:
         return _run_recorded(options.record, words)
+    if options.check is not None:
+        if view := requested_view():
+            view.enter()
+        _die_with_parent()
+        return _run_checked(options.check, words)
     return _run_exported(options.strategy, words)
 
 
@@ -120,6 +127,16 @@ def _run_exported(strategy: Path, words: list[str]) -> int:
     from runtime_rewriter.rank.exported import ExportSession
 
     with _steered_by(ExportSession(strategy)):
+        _run_script(words)
+    return 0
+
+
+def _run_checked(settings: Path, words: list[str]) -> int:
+    """Run the script with changes, in turns. Another process measures, and ends it."""
+    from runtime_rewriter.changes.settings import CheckSettings
+    from runtime_rewriter.changes.turns import taking_turns
+
+    with taking_turns(CheckSettings.read(settings)):
         _run_script(words)
     return 0
 

@@ -1,0 +1,216 @@
+"""`autotune what-if`: predict a training's step time under changes, from traces (Daydream)."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from autotune.commands.arguments import add_ranks
+from autotune.commands.render.counted import CountedProgress
+from autotune.commands.render.terminal import Terminal
+from autotune.commands.render.what_if import answered_data, answered_text
+from autotune.dfg.chrome_trace import Section, write_chrome_trace
+from autotune.dfg.perfetto_trace import write_perfetto_trace
+from autotune.errors import InvalidInput
+from autotune.jobs.check import CheckPlan, check_all, progress_items, to_check
+from autotune.jobs.sources import named_cluster
+from autotune.jobs.what_if import Wanted, answered, checked_workers, items
+from autotune.profiling.traces.job import read_job
+from autotune.reports.whatif_page import write_whatif_report
+from autotune.units import parse_seconds
+from autotune.whatif.answered import Answered
+from autotune.whatif.answers import Asked, all_asked, read_asked
+from autotune.whatif.base import Base, Steady
+from autotune.whatif.limits import period_ops
+from autotune.whatif.user_file import load_what_ifs
+from runtime_rewriter.world.command import read_command
+from runtime_rewriter.world.script_command import ScriptCommand
+
+JSON_OPS = 300_000
+"""Above this number of ops in a step, a timeline is written for Perfetto: Chrome's would be large."""
+FORMATS = ("auto", "json", "perfetto")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "traces",
+        nargs="+",
+        help="Kineto traces of one job's ranks: files, folders, archives, or patterns",
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="NAMES",
+        help="what-ifs to predict (default: each by itself): amp,amp+fused_adam combines, "
+        "faster_network=2 gives an amount, metaflow=policy.yaml a file",
+    )
+    parser.add_argument(
+        "--cluster", help="where training would be distributed: a cluster file, or a name such as B7"
+    )
+    parser.add_argument(
+        "--workers",
+        metavar="N,N,...",
+        help="numbers of workers (default: that of the cluster)",
+    )
+    parser.add_argument(
+        "--parameters",
+        type=Path,
+        metavar="FILE",
+        help="sizes of the parameters, if the trace does not state them (JSON, name to shape)",
+    )
+    parser.add_argument(
+        "--load",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a Python file that registers what-ifs of yours; it is run",
+    )
+    parser.add_argument(
+        "--rank", type=int, help="the rank to predict for (default: the slowest one)"
+    )
+    add_ranks(parser)
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="write a timeline for each what-if"
+    )
+    parser.add_argument(
+        "--timeline-format",
+        choices=FORMATS,
+        default="auto",
+        help=f"default auto: perfetto above {JSON_OPS} ops (extra perfetto), else json",
+    )
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write an HTML report")
+    measured = parser.add_argument_group(
+        "measure it", "autotune what-if TRACE --check amp -- torchrun ... train.py"
+    )
+    measured.add_argument(
+        "--check",
+        nargs="?",
+        const="",
+        metavar="NAME",
+        help="enact this what-if (default: every predicted one that can be) on the script behind "
+        "--, and measure it in turns with the unchanged script",
+    )
+    measured.add_argument("--pairs", type=int, default=10, help="pairs of turns (default 10)")
+    measured.add_argument(
+        "--turn-steps", type=int, default=5, help="measured steps of a turn (default 5)"
+    )
+    measured.add_argument(
+        "--timeout", default="10min", help="time for one what-if to be measured (default 10min)"
+    )
+    measured.add_argument(
+        "--writes-are-fine",
+        action="store_true",
+        help="the script may write its real files (default: a copy-on-write view)",
+    )
+
+
+def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Read the traces and answer the what-ifs."""
+    register_all(options.load)
+    wanted = _wanted(options)
+    command = _command(options)
+    job = read_job(options.traces, ranks=options.ranks)
+    with CountedProgress(Terminal(), "part", items(job, wanted)) as progress:
+        found = answered(job, wanted, progress.begin)
+    if command is not None:
+        found = _checked(found, command, options)
+    written = []
+    if options.out is not None:
+        written = write_timelines(found, options.out, options.timeline_format)
+    if options.report is not None:
+        write_whatif_report(options.report, found)
+        written.append(options.report)
+    tail = "".join(f"\nwritten: {path}" for path in written)
+    data = answered_data(found) | {"files": [str(path) for path in written]}
+    return data, answered_text(found) + tail
+
+
+def _command(options: argparse.Namespace) -> ScriptCommand | None:
+    """The script of --check. Raises `InvalidInput` for one of both without the other."""
+    if options.check is None and options.command:
+        raise InvalidInput(
+            "a script behind -- is measured with --check NAME, but --check is missing"
+        )
+    if options.check is None:
+        return None
+    if not options.command:
+        raise InvalidInput(
+            "--check needs the script behind --: autotune what-if TRACE --check amp -- "
+            "torchrun --nproc-per-node 2 train.py"
+        )
+    return read_command(options.command)
+
+
+def _checked(found: Answered, command: ScriptCommand, options: argparse.Namespace) -> Answered:
+    plan = CheckPlan(
+        options.pairs,
+        options.turn_steps,
+        parse_seconds(options.timeout, "--timeout"),
+        not options.writes_are_fine,
+    )
+    answers = to_check(found.answers, options.check, command.workers)
+    with CountedProgress(Terminal(), "part", progress_items(answers, plan)) as progress:
+        measured, refusals = check_all(command, answers, plan, progress.begin)
+    return replace(found, checked=measured, refusals=refusals)
+
+
+def register_all(files: list[Path]) -> None:
+    """Register the what-ifs of autotune, and those of the user's files."""
+    import_module("autotune.whatif.changes.all")
+    for path in files:
+        load_what_ifs(path)
+
+
+def _wanted(options: argparse.Namespace) -> Wanted:
+    asked: tuple[Asked, ...] = all_asked()
+    if options.only:
+        asked = read_asked(",".join(options.only))
+    elif options.check:
+        asked = read_asked(options.check)
+    if options.check and options.check not in [one.text for one in asked]:
+        asked += read_asked(options.check)
+    return Wanted(
+        asked=asked,
+        cluster=None if options.cluster is None else named_cluster(options.cluster),
+        workers=() if options.workers is None else _numbers(options.workers),
+        parameters=options.parameters,
+        rank=options.rank,
+        curves=options.report is not None,
+    )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isdigit() and len(part) < 10 for part in parts):
+        raise InvalidInput(f"--workers needs whole numbers such as 2,4,8, but is {text!r}")
+    return checked_workers([int(part) for part in parts])
+
+
+def write_timelines(found: Answered, folder: Path, form: str) -> list[Path]:
+    """Write one steady step before and after each predicted combination; the files."""
+    written = [_write_timeline(found.base, found.before, folder / "before", form)]
+    for one in found.predicted:
+        assert one.prediction is not None
+        name = one.asked.text.replace("/", "_")
+        name += "" if one.workers is None else f".{one.workers}_workers"
+        prediction = one.prediction
+        written.append(_write_timeline(prediction.base, prediction.timeline, folder / name, form))
+    return written
+
+
+def _write_timeline(base: Base, steady: Steady, stem: Path, form: str) -> Path:
+    last, before = period_ops(base)
+    timeline = steady.timeline
+    section = Section(float(timeline.end_s[before]), float(timeline.end_s[last]), last)
+    if form == "perfetto" or (form == "auto" and base.ops > JSON_OPS):
+        path = stem.with_name(f"{stem.name}.pftrace")
+        write_perfetto_trace(timeline, path, section)
+    else:
+        path = stem.with_name(f"{stem.name}.json.gz")
+        write_chrome_trace(timeline, path, section=section)
+    return path

@@ -1,0 +1,162 @@
+"""Answers what-ifs on the traces of a job: which rank, its base, predictions, curves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from autotune.cluster import Cluster
+from autotune.errors import InvalidInput
+from autotune.profiling.formats.rank_trace import listed_numbers, repair_lines
+from autotune.profiling.graph.global_graph import build_dfg
+from autotune.profiling.graph.traced_steps import TracedSteps
+from autotune.profiling.traces.job import TraceJob
+from autotune.whatif.answered import Answered
+from autotune.whatif.answers import Answer, Asked, answers
+from autotune.whatif.base import Base, bounds_s, steady
+from autotune.whatif.curves import bandwidth_curves, worker_curves
+from autotune.whatif.limits import limits
+from autotune.whatif.question import Question
+from autotune.whatif.recorded import recorded_base
+from autotune.whatif.slow_rank import SlowRank, alone_s, slow_rank
+
+Progress = Callable[[str], None]
+MOST_NOTES = 8
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a user asks of a job. `rank`: None chooses the slowest one.
+
+    `workers`: numbers to predict for; () takes that of the cluster, if there is one. `curves`:
+    whether to predict them as well.
+    """
+
+    asked: tuple[Asked, ...]
+    cluster: Cluster | None = None
+    workers: tuple[int, ...] = ()
+    parameters: Path | None = None
+    rank: int | None = None
+    curves: bool = False
+
+
+def answered(job: TraceJob, wanted: Wanted, progress: Progress = lambda item: None) -> Answered:
+    """Answer everything; `progress` is called before each rank, combination and curve.
+
+    Raises `InvalidInput` for a job without a base, and for a rank without a trace.
+    """
+    bases, notes = _bases(job, wanted.rank, progress)
+    place = _chosen(job, bases, wanted.rank)
+    base = bases[place]
+    slow, problem = _slow_rank(job, bases, wanted.rank)
+    question = _question(job, place, base, wanted)
+    rows: list[Answer] = []
+    progress(wanted.asked[0].text)
+    for number, found in enumerate(answers(base, wanted.asked, question, wanted.workers), 1):
+        rows += found
+        if number < len(wanted.asked):
+            progress(wanted.asked[number].text)
+    over_workers, over_bandwidth = [], []
+    if wanted.curves and wanted.cluster is not None:
+        progress("curves")
+        over_workers = worker_curves(base, rows, curve_workers(wanted))
+        over_bandwidth = bandwidth_curves(base, rows)
+    before = steady(base)
+    repairs = [f"repaired: {line}" for line in repair_lines(job.repairs)]
+    if len(repairs) > MOST_NOTES:
+        repairs[MOST_NOTES:] = [f"and {len(repairs) - MOST_NOTES} more repairs"]
+    return Answered(
+        source=job.source,
+        rank=job.rank_numbers[place],
+        base=base,
+        before=before,
+        before_limits=limits(base, before),
+        least_s=bounds_s(base)[0],
+        answers=tuple(rows),
+        slow=slow,
+        over_workers=tuple(over_workers),
+        over_bandwidth=tuple(over_bandwidth),
+        notes=(*repairs, *notes, *problem),
+    )
+
+
+def items(job: TraceJob, wanted: Wanted) -> int:
+    """How often `answered` calls `progress`."""
+    ranks = 1 if wanted.rank is not None else len(job.ranks)
+    return ranks + len(wanted.asked) + (wanted.curves and wanted.cluster is not None)
+
+
+def curve_workers(wanted: Wanted) -> tuple[int, ...]:
+    """The numbers of workers of a curve: those asked for, or powers of two around the cluster's."""
+    if len(wanted.workers) > 1:
+        return wanted.workers
+    assert wanted.cluster is not None
+    most = max(wanted.workers[0] if wanted.workers else wanted.cluster.world_size, 2)
+    return tuple(sorted({2**power for power in range(1, most.bit_length() + 1)} | {most}))
+
+
+def _bases(
+    job: TraceJob, rank: int | None, progress: Progress
+) -> tuple[dict[int, Base], list[str]]:
+    """Place -> base of the asked rank, or of every rank that has one; notes on the others."""
+    numbers = job.rank_numbers
+    if rank is not None and rank not in numbers:
+        raise InvalidInput(f"--rank must be one of {listed_numbers(numbers)}, but is {rank}")
+    bases: dict[int, Base] = {}
+    notes, problem = [], None
+    for place, number in enumerate(numbers):
+        if rank is not None and number != rank:
+            continue
+        progress(f"rank {number}")
+        try:
+            bases[place] = recorded_base(job, place)
+        except InvalidInput as error:
+            problem = error
+            notes.append(f"rank {number} is left out: {error}")
+    if not bases:
+        assert problem is not None
+        raise problem
+    return bases, notes
+
+
+def _chosen(job: TraceJob, bases: dict[int, Base], rank: int | None) -> int:
+    """The asked rank's place, or that of the slowest one: the others wait for it."""
+    if rank is not None or len(bases) == 1:
+        return next(iter(bases))
+    return max(bases, key=lambda place: alone_s(bases[place]))
+
+
+def _slow_rank(
+    job: TraceJob, bases: dict[int, Base], rank: int | None
+) -> tuple[SlowRank | None, tuple[str, ...]]:
+    """The slowest of several ranks, or a note on why it is unknown."""
+    if len(bases) < 2 or rank is not None:
+        return None, ()
+    if not any(joint.mutual for joint in job.joints):
+        return None, ("the slow rank is unknown: no collective was matched across the ranks",)
+    try:
+        from autotune.profiling.alignment.align import align
+
+        steps = TracedSteps(job, align(job))
+        together = build_dfg(steps.parts("median"), job.joints)
+    except InvalidInput as error:
+        return None, (f"the slow rank is unknown: {error}",)
+    ranks = [job.rank_numbers[place] for place in bases]
+    return slow_rank(list(bases.values()), ranks, together), ()
+
+
+def _question(job: TraceJob, place: int, base: Base, wanted: Wanted) -> Question:
+    workers = wanted.workers[0] if wanted.workers else None
+    if workers is None and wanted.cluster is not None:
+        workers = wanted.cluster.world_size
+    return Question(cluster=wanted.cluster, workers=workers)
+
+
+def checked_workers(numbers: Sequence[int]) -> tuple[int, ...]:
+    """Ascending numbers of workers. Raises `InvalidInput` for one below 1."""
+    if any(number < 1 for number in numbers):
+        raise InvalidInput(f"--workers needs numbers of at least 1, but has {min(numbers)}")
+    return tuple(int(number) for number in np.unique(numbers))

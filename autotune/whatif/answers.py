@@ -1,0 +1,178 @@
+"""Answers a list of what-ifs on one base: predictions, and a reason for each one without.
+
+Text such as `amp+fused_adam,faster_network=2,metaflow=policy.yaml` states what-ifs: a comma
+separates rows, a plus combines, and an equals sign gives the amount or the file of a what-if.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from autotune.errors import InvalidInput
+from autotune.whatif.base import Base
+from autotune.whatif.limits import Limits, limits
+from autotune.whatif.predict import Prediction, predict
+from autotune.whatif.question import Question
+from autotune.whatif.registry import WHAT_IFS, WhatIf, combined
+
+MOST_ROWS = 1000
+SAME = 1e-9
+"""Relative difference below which two predictions are the same."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A combination of what-ifs with their amounts and files; `text` is how the user states it."""
+
+    text: str
+    names: str
+    amounts: Mapping[str, float] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """The prediction of one combination, or the reason why there is none.
+
+    `workers`: of this row; None where the prediction does not depend on their number.
+    """
+
+    asked: Asked
+    what_ifs: tuple[WhatIf, ...]
+    question: Question
+    workers: int | None = None
+    prediction: Prediction | None = None
+    limits: Limits | None = None
+    reason: str = ""
+
+    @property
+    def title(self) -> str:
+        return "; ".join(one.title for one in self.what_ifs)
+
+    @property
+    def enact(self) -> str:
+        """The lines of code that make the changes in a script."""
+        return "\n".join(one.enact for one in self.what_ifs)
+
+
+def read_asked(text: str) -> tuple[Asked, ...]:
+    """Read the rows of a text. Raises `InvalidInput` for an unknown name or a repeated one."""
+    rows = tuple(_row(part.strip()) for part in text.split(",") if part.strip())
+    if not rows:
+        raise InvalidInput(
+            "what-ifs are stated as names, such as amp+fused_adam,faster_network=2, but the text "
+            f"is {text!r}"
+        )
+    if len(rows) > MOST_ROWS:
+        raise InvalidInput(f"one run answers at most {MOST_ROWS} what-ifs, but {len(rows)} are named")
+    return rows
+
+
+def _row(text: str) -> Asked:
+    names: list[str] = []
+    amounts: dict[str, float] = {}
+    files: dict[str, str] = {}
+    for part in text.split("+"):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if name in names:
+            raise InvalidInput(f"a combination has a what-if once, but {text!r} has {name!r} twice")
+        names.append(name)
+        if equals and not value:
+            raise InvalidInput(f"{part!r} needs an amount or a file behind '='")
+        if equals and (amount := _number(value)) is not None:
+            amounts[name] = amount
+        elif equals:
+            files[name] = value
+    combined("+".join(names))  # raises for an unknown name
+    return Asked(text, "+".join(names), amounts, files)
+
+
+def _number(text: str) -> float | None:
+    try:
+        amount = float(text)
+    except ValueError:
+        return None
+    if not math.isfinite(amount) or amount < 0:
+        raise InvalidInput(f"an amount must be finite and at least 0, but is {text}")
+    return amount
+
+
+def all_asked() -> tuple[Asked, ...]:
+    """Every registered what-if by itself."""
+    return tuple(Asked(name, name) for name in WHAT_IFS)
+
+
+def answers(
+    base: Base, asked: Sequence[Asked], question: Question, workers: Sequence[int] = ()
+) -> Iterator[list[Answer]]:
+    """The answers of each combination in turn: one, or one for each number of workers.
+
+    They are one where the prediction is the same on the first and the last number.
+    """
+    counts = [*workers] or [question.workers]
+    for one in asked:
+        first = answer(base, one, replace(question, workers=counts[0]))
+        rows = [first]
+        if first.prediction is not None and len(counts) > 1:
+            last = answer(base, one, replace(question, workers=counts[-1]))
+            if not _same(first, last):
+                middle = [answer(base, one, replace(question, workers=n)) for n in counts[1:-1]]
+                rows = [first, *middle, last]
+                rows = [replace(row, workers=row.question.workers) for row in rows]
+        elif first.prediction is not None and counts[0] is not None:
+            alone = answer(base, one, replace(question, workers=2 * counts[0]))
+            rows = [first if _same(first, alone) else replace(first, workers=counts[0])]
+        yield rows
+
+
+def _same(one: Answer, other: Answer) -> bool:
+    if one.prediction is None or other.prediction is None:
+        return False
+    return math.isclose(one.prediction.after_s, other.prediction.after_s, rel_tol=SAME)
+
+
+def answer(base: Base, asked: Asked, question: Question) -> Answer:
+    """Predict one combination. A what-if that does not apply gives an answer with the reason."""
+    what_ifs = combined(asked.names)
+    amounts, files = _Given(asked.amounts), _Given(asked.files)
+    question = replace(question, amounts=amounts, files=files)
+    blank = Answer(asked, what_ifs, question)
+    try:
+        prediction = predict(base, what_ifs, question)
+        amounts.check_read("amount")
+        files.check_read("file")
+    except InvalidInput as error:
+        return replace(blank, reason=str(error))
+    except Exception as error:  # noqa: BLE001 - a what-if of the user may raise anything
+        return replace(blank, reason=f"its function raised {type(error).__name__}: {error}")
+    return replace(
+        blank, prediction=prediction, limits=limits(prediction.base, prediction.timeline)
+    )
+
+
+class _Given(dict[str, object]):
+    """Amounts or files by name, which notes the names that what-ifs looked up."""
+
+    def __init__(self, values: Mapping[str, object]) -> None:
+        super().__init__(values)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> object:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self.read.add(str(name))
+        return super().__contains__(name)
+
+    def get(self, name: str, default: object = None) -> object:  # type: ignore[override]
+        self.read.add(name)
+        return super().get(name, default)
+
+    def check_read(self, what: str) -> None:
+        """Raise `InvalidInput` if a what-if never looked at what it was given."""
+        for name, value in self.items():
+            if name not in self.read:
+                raise InvalidInput(f"what-if {name!r} takes no {what}, but was given {value}")

@@ -1,0 +1,139 @@
+"""The limits of a step: host and device alone and together, and its critical path (Daydream, Fig. 6).
+
+All figures are of one period of the steady replay: from one execution of `Base.last` to the next.
+The host is busy with its ops and with the gaps behind them, which are code that no event shows.
+
+symbol   meaning
+N        ops of the base; op i of copy c is op c * N + i of the timeline, delays follow
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autotune.arrays import BoolArray
+from autotune.dfg.graph import COMMUNICATION, NONE, Kind
+from autotune.dfg.replay import Timeline
+from autotune.dfg.utilisation import covered_s
+from autotune.whatif.base import Base, Steady
+
+COMMUNICATION_PART, HOST_PART, GAP_PART, DELAY_PART = (
+    "communication",
+    "host",
+    "host, unrecorded code",
+    "delays",
+)
+"""Parts of a critical path that no kind of device op names. Delays: launch latencies and waits."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds of one step of `step_s`.
+
+    - `host_only_s`, `device_only_s`, `both_s`, `communication_only_s` and `idle_s` add up to it:
+      only the host computes, only devices do, both do, only communication runs, nothing runs.
+    - `exposed_communication_s`: communication while no device computes; without devices, while no
+      host does.
+    - `path_s`: parts of the critical path in seconds, the longest first. They add up to `step_s`.
+    """
+
+    step_s: float
+    host_only_s: float
+    device_only_s: float
+    both_s: float
+    communication_only_s: float
+    idle_s: float
+    exposed_communication_s: float
+    path_s: dict[str, float]
+
+
+def limits(base: Base, steady: Steady) -> Limits:
+    """The limits of the replayed base."""
+    last, before = period_ops(base)
+    begin_s, end_s = (float(steady.timeline.end_s[op]) for op in (before, last))
+    host, device, links = _resources(base, steady.timeline)
+    busy = _Busy(base, steady.timeline, begin_s, end_s)
+    host_s, device_s, either_s = busy.seconds(host), busy.seconds(device), busy.seconds(host | device)
+    all_s = busy.seconds(host | device | links)
+    computing = device if base.on_device.any() else host
+    return Limits(
+        step_s=end_s - begin_s,
+        host_only_s=either_s - device_s,
+        device_only_s=either_s - host_s,
+        both_s=host_s + device_s - either_s,
+        communication_only_s=all_s - either_s,
+        idle_s=max(end_s - begin_s - all_s, 0.0),
+        exposed_communication_s=busy.seconds(computing | links) - busy.seconds(computing),
+        path_s=_path_s(base, steady.timeline, last, begin_s),
+    )
+
+
+def period_ops(base: Base) -> tuple[int, int]:
+    """The last two executions of `Base.last`: of the last copy, and of the one before it."""
+    last = base.last + base.ops * (base.copies() - 1)
+    return last, last - base.ops
+
+
+def _resources(base: Base, timeline: Timeline) -> tuple[BoolArray, BoolArray, BoolArray]:
+    """(ops of the timeline,) each: computing on the host, computing on a device, communicating."""
+    dfg = timeline.dfg
+    copied = np.zeros(dfg.ops, dtype=np.bool_)
+    count = base.ops * base.copies()
+    copied[:count] = np.tile(base.on_device, base.copies())
+    links = np.isin(dfg.kind, [int(kind) for kind in COMMUNICATION])
+    queued = (dfg.queue != NONE) & ~links
+    return queued & ~copied, queued & copied, links
+
+
+class _Busy:
+    def __init__(self, base: Base, timeline: Timeline, begin_s: float, end_s: float) -> None:
+        host_gap_s = timeline.dfg.gap_s.copy()
+        count = base.ops * base.copies()
+        host_gap_s[:count] *= ~np.tile(base.on_device, base.copies())
+        self.start_s = np.clip(timeline.start_s, begin_s, end_s)
+        self.end_s = np.clip(timeline.end_s + host_gap_s, begin_s, end_s)
+
+    def seconds(self, ops: BoolArray) -> float:
+        """How long at least one of `ops` runs."""
+        return covered_s(self.start_s[ops], self.end_s[ops])
+
+
+def _path_s(base: Base, timeline: Timeline, last: int, begin_s: float) -> dict[str, float]:
+    parts: dict[str, float] = {}
+    op = last
+    while op != NONE and timeline.end_s[op] > begin_s:
+        cause = int(timeline.cause[op])
+        start_s, ready_s = float(timeline.start_s[op]), begin_s
+        if cause != NONE:
+            ready_s = max(float(timeline.end_s[cause]), begin_s)
+        _add(parts, _part(base, timeline, op), float(timeline.end_s[op]) - max(start_s, begin_s))
+        waited = DELAY_PART
+        if cause != NONE and timeline.dfg.queue[cause] != NONE and not _is_device(base, cause):
+            waited = GAP_PART
+        _add(parts, waited, start_s - ready_s)
+        op = cause
+    return dict(sorted(parts.items(), key=lambda part: (-part[1], part[0])))
+
+
+def _add(parts: dict[str, float], part: str, seconds: float) -> None:
+    if seconds > 0:
+        parts[part] = parts.get(part, 0.0) + seconds
+
+
+def _is_device(base: Base, op: int) -> bool:
+    return op < base.ops * base.copies() and bool(base.on_device[op % base.ops])
+
+
+def _part(base: Base, timeline: Timeline, op: int) -> str:
+    kind = Kind(int(timeline.dfg.kind[op]))
+    if kind in COMMUNICATION:
+        return COMMUNICATION_PART
+    if timeline.dfg.queue[op] == NONE:
+        return DELAY_PART
+    if _is_device(base, op):
+        return f"device {kind.name.lower()}"
+    if base.on_device.any():
+        return HOST_PART
+    return f"{HOST_PART} {kind.name.lower()}"

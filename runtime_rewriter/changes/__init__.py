@@ -1,0 +1,1 @@
+"""Enacts what-ifs on an unmodified script, and measures them in turns with the baseline."""

@@ -1,0 +1,237 @@
+"""Enacts what-ifs on a script from outside: each as its line of code would, or not at all.
+
+Each change is a context manager that patches torch where the script builds its model or optimizer,
+and restores it. `Enacted.check` raises `InvalidInput` once the script trains, if a change found
+nothing to change.
+"""
+
+# mypy: untyped-calls-exclude=torch
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from autotune.errors import InvalidInput
+from runtime_rewriter.changes.autocast import autocast_forward
+from runtime_rewriter.changes.forward import first_forward
+
+
+@dataclass
+class Enacted:
+    """What the changes did so far: `done` by name of the change, and `notes` for people."""
+
+    wanted: tuple[str, ...]
+    done: dict[str, int] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def did(self, change: str) -> None:
+        self.done[change] = self.done.get(change, 0) + 1
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def check(self) -> None:
+        """Call when the script trains. Raises `InvalidInput` for a change without effect."""
+        for change in self.wanted:
+            if not self.done.get(change):
+                raise InvalidInput(
+                    f"{change} must change something in this script, but "
+                    f"{self.reasons.get(change, 'found nothing to change')}"
+                )
+
+
+@contextmanager
+def enacted(changes: Sequence[str], amounts: Mapping[str, float]) -> Iterator[Enacted]:
+    """Enact the changes on what is built inside. Raises `InvalidInput` for a missing amount."""
+    state = Enacted(tuple(changes))
+    with ExitStack() as restore:
+        for change in changes:
+            restore.enter_context(_ENACTORS[change](state, amounts))
+        yield state
+
+
+# -- optimizers ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def _fused_optimizers(state: Enacted, amounts: Mapping[str, float]) -> Iterator[None]:
+    """`fused=True` for every optimizer of torch that has a fused implementation."""
+    state.reasons["fused_adam"] = (
+        "it builds no optimizer of torch.optim with a fused implementation; those are "
+        + ", ".join(one.__name__ for one in _fusable())
+    )
+    inside = False
+
+    def patched(kind: type[torch.optim.Optimizer]) -> Callable[..., None]:
+        original = kind.__init__
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def build(self: torch.optim.Optimizer, *values: Any, **options: Any) -> None:
+            nonlocal inside
+            if inside:  # AdamW builds itself as an Adam
+                original(self, *values, **options)
+                return
+            given = signature.bind(self, *values, **options)
+            for option in ("fused", "foreach"):
+                if given.arguments.get(option) is not None:
+                    raise InvalidInput(
+                        f"fused_adam sets fused=True, but the script states {option}="
+                        f"{given.arguments[option]!r} for {kind.__name__}; change it there"
+                    )
+            given.arguments["fused"] = True
+            inside = True
+            try:
+                original(*given.args, **given.kwargs)
+            except RuntimeError as error:
+                raise InvalidInput(f"{kind.__name__} cannot be fused here: {error}") from error
+            finally:
+                inside = False
+            state.did("fused_adam")
+
+        return build
+
+    with ExitStack() as restore:
+        for kind in _fusable():
+            restore.enter_context(_replaced(kind, "__init__", patched(kind)))
+        yield
+
+
+def _fusable() -> list[type[torch.optim.Optimizer]]:
+    found = []
+    for name in sorted(vars(torch.optim)):
+        kind = getattr(torch.optim, name)
+        if (
+            inspect.isclass(kind)
+            and issubclass(kind, torch.optim.Optimizer)
+            and "fused" in inspect.signature(kind.__init__).parameters
+        ):
+            found.append(kind)
+    return found
+
+
+# -- models --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _amp(state: Enacted, amounts: Mapping[str, float]) -> Iterator[None]:
+    """`torch.autocast(..., dtype=torch.bfloat16)` from the model's forward pass to `backward()`."""
+    state.reasons["amp"] = "no module of it was called in training mode"
+    with autocast_forward(lambda: state.did("amp")):
+        yield
+
+
+@contextmanager
+def _channels_last(state: Enacted, amounts: Mapping[str, float]) -> Iterator[None]:
+    """`model.to(memory_format=torch.channels_last)`, and its images likewise."""
+    state.reasons["channels_last"] = "no parameter of its model has four dimensions"
+    converted: set[int] = set()
+
+    def convert(module: nn.Module) -> None:
+        if id(module) in converted:
+            return
+        converted.add(id(module))
+        if any(parameter.dim() == 4 for parameter in module.parameters()):
+            module.to(memory_format=torch.channels_last)
+            module.register_forward_pre_hook(_images_last)
+            state.did("channels_last")
+
+    def before(values: dict[str, Any]) -> None:
+        convert(values["module"])
+
+    def on_first(module: nn.Module) -> None:
+        if isinstance(module, DistributedDataParallel):
+            return  # converted when it was wrapped
+        convert(module)
+
+    with _built_ddp(before=before), first_forward(on_first):
+        yield
+
+
+def _images_last(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(
+        value.contiguous(memory_format=torch.channels_last)
+        if isinstance(value, torch.Tensor) and value.dim() == 4
+        else value
+        for value in inputs
+    )
+
+
+@contextmanager
+def _bucket_size(state: Enacted, amounts: Mapping[str, float]) -> Iterator[None]:
+    """`DistributedDataParallel(..., bucket_cap_mb=AMOUNT)`."""
+    if "bucket_size" not in amounts:
+        raise InvalidInput("bucket_size needs an amount in MiB, such as bucket_size=50")
+    state.reasons["bucket_size"] = "it builds no DistributedDataParallel"
+
+    def before(values: dict[str, Any]) -> None:
+        values["bucket_cap_mb"] = amounts["bucket_size"]
+        state.did("bucket_size")
+
+    with _built_ddp(before=before):
+        yield
+
+
+@contextmanager
+def _fp16_gradients(state: Enacted, amounts: Mapping[str, float]) -> Iterator[None]:
+    """`model.register_comm_hook(None, default_hooks.fp16_compress_hook)`."""
+    state.reasons["fp16_gradients"] = "it builds no DistributedDataParallel"
+
+    def after(model: DistributedDataParallel) -> None:
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        state.did("fp16_gradients")
+
+    with _built_ddp(after=after):
+        yield
+
+
+@contextmanager
+def _built_ddp(
+    before: Callable[[dict[str, Any]], None] = lambda values: None,
+    after: Callable[[DistributedDataParallel], None] = lambda model: None,
+) -> Iterator[None]:
+    """Let `before` change the arguments of each wrapper, and `after` the wrapper."""
+    original = DistributedDataParallel.__init__
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def build(self: DistributedDataParallel, *values: Any, **options: Any) -> None:
+        given = signature.bind(self, *values, **options)
+        before(given.arguments)
+        original(*given.args, **given.kwargs)
+        after(self)
+
+    with _replaced(DistributedDataParallel, "__init__", build):
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+_Enactor = Callable[[Enacted, Mapping[str, float]], AbstractContextManager[None]]
+_ENACTORS: dict[str, _Enactor] = {
+    "amp": _amp,
+    "channels_last": _channels_last,
+    "fused_adam": _fused_optimizers,
+    "bucket_size": _bucket_size,
+    "fp16_gradients": _fp16_gradients,
+}

@@ -1,0 +1,85 @@
+"""`autotune what-if --check` measures a change in turns with the unchanged script."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autotune.errors import InvalidInput, LaunchError
+from autotune.jobs.check import CheckPlan, check, check_all, to_check
+from autotune.whatif.answers import Answer, Asked
+from autotune.whatif.question import Question
+from runtime_rewriter.world.command import read_command
+
+SCRIPT = '''
+import os, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+
+steps, kind = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(model)
+Path(__file__).with_name("written").write_text("by the script")
+if kind == "rprop":
+    optimizer = torch.optim.Rprop(model.parameters())
+else:
+    optimizer = torch.optim.Adam(model.parameters())
+for step in range(steps):
+    optimizer.zero_grad()
+    model(torch.randn(8, 64)).sum().backward()
+    optimizer.step()
+'''
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def asked(text: str) -> Answer:
+    return Answer(Asked(text, text), (), Question())
+
+
+def test_a_change_is_measured_in_turns_on_two_ranks_and_files_stay(script: Path) -> None:
+    words = ["torchrun", "--nproc-per-node", "2", str(script), "100000", "adam"]
+    seen: list[str] = []
+    plan = CheckPlan(pairs=6, steps=3, timeout_s=200)
+    found = check(read_command(words), asked("fused_adam"), plan, seen.append)
+    assert found.pairs == 6 and found.baseline_s > 0 and found.changed_s > 0
+    assert found.measured_low is not None and found.measured_high is not None
+    assert found.measured_low <= found.measured <= found.measured_high
+    assert found.predicted is None and found.error is None
+    assert len(seen) == 2 + 6
+    assert not script.with_name("written").exists()  # a copy-on-write view
+
+
+def test_a_script_that_cannot_be_changed_so_is_refused(script: Path) -> None:
+    command = read_command(["python", str(script), "100000", "rprop"])
+    plan = CheckPlan(pairs=1, steps=1, timeout_s=200)
+    measured, refusals = check_all(command, [asked("fused_adam")], plan, lambda item: None)
+    assert measured == ()
+    ((name, reason),) = refusals
+    assert name == "fused_adam" and "builds no optimizer" in reason
+
+
+def test_a_script_that_ends_too_early_is_an_error(script: Path) -> None:
+    command = read_command(["python", str(script), "6", "adam"])
+    with pytest.raises(LaunchError, match="baseline ended after 6 steps; let it train longer"):
+        check(command, asked("fused_adam"), CheckPlan(pairs=9, steps=3, timeout_s=200))
+
+
+def test_only_enactable_what_ifs_are_checked() -> None:
+    with pytest.raises(InvalidInput, match="can be enacted on a script from outside"):
+        to_check([asked("vdnn")], "", None)
+    (found,) = to_check([asked("vdnn"), asked("amp")], "amp", None)
+    assert found.asked.text == "amp"
+    with pytest.raises(InvalidInput, match="at least 1 pair of turns"):
+        CheckPlan(pairs=0)

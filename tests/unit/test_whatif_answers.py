@@ -1,0 +1,221 @@
+"""Lists of what-ifs are read, answered with reasons and limits, and loaded from the user's file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from periodic_training import training
+
+from autotune.cluster import Cluster
+from autotune.dfg.graph import Kind
+from autotune.errors import InvalidInput
+from autotune.plugins import UnknownName
+from autotune.whatif.answers import Answer, all_asked, answers, read_asked
+from autotune.whatif.base import Base, steady
+from autotune.whatif.curves import bandwidth_curves, scaled_network, worker_curves
+from autotune.whatif.limits import limits
+from autotune.whatif.primitives import add, connect, scale
+from autotune.whatif.question import Question
+from autotune.whatif.recorded import recorded_base
+from autotune.whatif.registry import WHAT_IFS, what_if
+from autotune.whatif.user_file import load_what_ifs
+
+LINK_BYTES_PER_S = 1e9
+MESSAGE_BYTES = 1e6
+
+
+@pytest.fixture(autouse=True)
+def invented() -> Iterator[None]:
+    """Three what-ifs with known results."""
+    with WHAT_IFS.separate():
+
+        @what_if("twice", title="kernels twice as fast", source="invented", enact="twice()")
+        def twice(base: Base, question: Question) -> Base:
+            """All kernels, by an amount."""
+            return scale(base, base.on_device, 1 / question.amounts.get("twice", 2.0))
+
+        @what_if("refused", title="never applies", source="invented", enact="-")
+        def refused(base: Base, question: Question) -> Base:
+            """Nothing."""
+            raise InvalidInput("this trace has no widgets")
+
+        @what_if("message", title="one message", source="invented", enact="send()")
+        def message(base: Base, question: Question) -> Base:
+            """A message of 1 MB for each other worker behind the step, which the next step awaits."""
+            cluster = question.known_cluster()
+            seconds = MESSAGE_BYTES * (question.workers - 1) / cluster.hosts[0].link_bytes_per_s
+            kernels = np.flatnonzero(base.on_device)
+            base, sent = add(base, "link", np.array([seconds]), ["message"], Kind.COLLECTIVE)
+            base = connect(base, kernels[-1], sent)
+            return connect(base, sent, kernels[0], later=1)
+
+        yield
+
+
+def base_of(host_us: float = 5, kernel_us: float = 100) -> Base:
+    return recorded_base(training(host_us, kernel_us), 0)
+
+
+def one(text: str, question: Question | None = None) -> Answer:
+    ((found,),) = answers(base_of(), read_asked(text), question or Question())
+    return found
+
+
+def cluster() -> Cluster:
+    hosts = Cluster.local(2).hosts
+    return Cluster("two", tuple(replace(host, link_bytes_per_s=LINK_BYTES_PER_S) for host in hosts))
+
+
+def test_rows_combine_and_carry_amounts_and_files() -> None:
+    first, second = read_asked(" twice+refused , message=policy.yaml+twice=3 ")
+    assert (first.names, first.text) == ("twice+refused", "twice+refused")
+    assert (second.names, second.amounts, second.files) == (
+        "message+twice",
+        {"twice": 3.0},
+        {"message": "policy.yaml"},
+    )
+    assert {row.names for row in all_asked()} >= {"twice", "refused", "message"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (",", "stated as names"),
+        ("twice+twice", "'twice' twice"),
+        ("twice=", "an amount or a file"),
+        ("twice=-1", "finite and at least 0"),
+        ("twice=inf", "finite and at least 0"),
+    ],
+)
+def test_a_list_that_means_nothing_is_refused(text: str, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        read_asked(text)
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(UnknownName, match="there is no what-if 'amq'; known are .*twice"):
+        read_asked("twice,amq")
+
+
+def test_an_answer_has_the_prediction_and_its_limits() -> None:
+    found = one("twice=4")
+    assert found.prediction is not None and found.limits is not None
+    assert found.prediction.speedup == pytest.approx(4, rel=0.01)
+    assert found.limits.step_s == pytest.approx(found.prediction.after_s)
+    assert found.enact == "twice()"
+
+
+def test_an_answer_without_a_prediction_has_the_reason() -> None:
+    assert one("refused").reason == "this trace has no widgets"
+    assert one("twice+refused").reason == "this trace has no widgets"
+    assert "needs a cluster" in one("message").reason
+    assert "'refused' takes no amount, but was given 3" in replace_refused("refused=3").reason
+    assert "'twice' takes no file, but was given policy.yaml" in one("twice=policy.yaml").reason
+
+
+def replace_refused(text: str) -> Answer:
+    """Under a what-if that applies and reads no amount."""
+    with WHAT_IFS.separate():
+        WHAT_IFS._entries["refused"] = replace(
+            WHAT_IFS["refused"], change=lambda base, question: base
+        )
+        return one(text)
+
+
+def test_an_error_of_a_user_is_a_reason() -> None:
+    with WHAT_IFS.separate():
+        WHAT_IFS._entries["refused"] = replace(
+            WHAT_IFS["refused"], change=lambda base, question: base.names.ops[10**9]
+        )
+        assert "raised IndexError" in one("refused").reason
+
+
+def test_there_is_a_row_for_each_number_of_workers_where_it_matters() -> None:
+    question = Question(cluster=cluster())
+    twice, message = answers(base_of(), read_asked("twice,message"), question, (2, 4, 8))
+    assert [row.workers for row in twice] == [None]
+    assert [row.workers for row in message] == [2, 4, 8]
+    steps_s = [row.prediction.after_s for row in message]
+    assert np.diff(steps_s) == pytest.approx([2e-3, 4e-3], rel=0.01)
+    (row,) = next(answers(base_of(), read_asked("message"), replace(question, workers=2)))
+    assert row.workers == 2
+
+
+def test_curves_follow_workers_and_bandwidth() -> None:
+    base, question = base_of(), Question(cluster=cluster(), workers=2)
+    rows = [row for rows in answers(base, read_asked("twice,message"), question) for row in rows]
+    (over_workers,) = worker_curves(base, rows, (4, 2))
+    assert [amount for amount, _ in over_workers.points] == [2, 4]
+    (over_bandwidth,) = bandwidth_curves(base, rows, (0.5, 1.0))
+    (slow, slow_s), (usual, usual_s) = over_bandwidth.points
+    assert (slow, usual) == (0.5e9, 1e9)
+    assert slow_s - usual_s == pytest.approx(1e-3, rel=0.01)
+    with pytest.raises(InvalidInput, match="a factor above 0"):
+        scaled_network(cluster(), 0.0)
+
+
+def test_a_step_bound_by_its_device_is_device_work() -> None:
+    base = base_of(host_us=50, kernel_us=400)
+    found = limits(base, steady(base))
+    parts = (found.host_only_s, found.device_only_s, found.both_s, found.communication_only_s)
+    assert sum(parts) + found.idle_s == pytest.approx(found.step_s)
+    assert found.device_only_s + found.both_s == pytest.approx(1200e-6, rel=0.01)
+    assert found.path_s == pytest.approx({"device other": found.step_s})
+    assert sum(found.path_s.values()) == pytest.approx(found.step_s)
+
+
+def test_a_step_bound_by_its_host_is_host_work() -> None:
+    base = recorded_base(training(host_us=50, kernel_us=10, waits=True), 0)
+    found = limits(base, steady(base))
+    assert sum(found.path_s.values()) == pytest.approx(found.step_s)
+    assert found.path_s["host"] > 0.8 * found.step_s
+    assert found.host_only_s > found.device_only_s
+
+
+def test_a_message_that_nothing_hides_is_exposed() -> None:
+    found = one("message", Question(cluster=cluster(), workers=2))
+    assert found.limits.communication_only_s == pytest.approx(1e-3, rel=0.05)
+    assert found.limits.exposed_communication_s == pytest.approx(1e-3, rel=0.05)
+    assert found.limits.path_s["communication"] == pytest.approx(1e-3, rel=0.01)
+
+
+MINE = '''
+from autotune.whatif.primitives import scale
+from autotune.whatif.registry import what_if
+
+
+@what_if("mine", title="no kernels", source="mine", enact="remove_all()")
+def mine(base, question):
+    """No kernel takes time."""
+    return scale(base, base.on_device, 0.0)
+'''
+
+
+def test_a_file_of_the_user_registers_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    assert load_what_ifs(path) == ("mine",)
+    assert one("mine").prediction is not None
+    with pytest.raises(InvalidInput, match="already registered"):
+        load_what_ifs(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("mine.txt", MINE, "needs a Python file"),
+        ("empty.py", "", "register at least one what-if"),
+        ("broken.py", "1 / 0", "raised ZeroDivisionError: division by zero"),
+        ("wrong.py", "def f(:", "raised SyntaxError"),
+    ],
+)
+def test_a_file_that_registers_nothing_is_refused(
+    tmp_path: Path, name: str, text: str, message: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InvalidInput, match=message):
+        load_what_ifs(tmp_path / name)

@@ -1,0 +1,225 @@
+"""The output, files and refusals of `autotune what-if`."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import command_line
+import pytest
+from periodic_training import training, training_text
+from synthetic_traces import span
+
+from autotune.dfg.chrome_trace import Section
+from autotune.dfg.perfetto_trace import write_perfetto_trace
+from autotune.jobs.what_if import Wanted, answered
+from autotune.profiling.traces.job import read_job
+from autotune.whatif.answers import Asked
+from autotune.whatif.base import steady
+from autotune.whatif.limits import period_ops
+from autotune.whatif.recorded import recorded_base
+from autotune.whatif.registry import WHAT_IFS
+from autotune.whatif.user_file import load_what_ifs
+
+OWN = '''
+from autotune.errors import InvalidInput
+from autotune.whatif.primitives import scale
+from autotune.whatif.registry import what_if
+
+
+@what_if("quick", title="quick <kernels>", source="invented", enact="model.quick()")
+def quick(base, question):
+    """Kernels take half the time."""
+    return scale(base, base.on_device, 0.5)
+
+
+@what_if("never", title="never", source="invented", enact="-")
+def never(base, question):
+    """Refused."""
+    raise InvalidInput("there is nothing to change")
+'''
+
+
+@pytest.fixture(autouse=True)
+def separate() -> Iterator[None]:
+    import_module("autotune.whatif.changes.all")  # registers once, outside
+    with WHAT_IFS.separate():
+        yield
+
+
+def output(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    with WHAT_IFS.separate():
+        return command_line.output(capsys, *words)
+
+
+def json_output(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    with WHAT_IFS.separate():
+        return command_line.json_output(capsys, *words)
+
+
+def error_output(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    with WHAT_IFS.separate():
+        return command_line.error_output(capsys, *words)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    (tmp_path / "own.py").write_text(OWN)
+    path = tmp_path / "rank0.json"
+    path.write_bytes(training_text(5, 100))
+    return path
+
+
+def test_predictions_are_rows_with_limits_and_the_line_that_enacts_them(trace, capsys) -> None:
+    words = ("what-if", trace, "--load", trace.with_name("own.py"), "--only", "quick,never")
+    text = output(capsys, *words)
+    for part in (
+        "rank 0: a step takes 300 us, replayed 300 us",
+        "host/device/both/comm/idle",
+        "quick",
+        "2.00x",
+        "quick  model.quick()",
+        "never: there is nothing to change",
+    ):
+        assert part in text
+
+
+def test_every_what_if_of_autotune_gives_a_row_or_a_reason(trace, capsys) -> None:
+    data = json_output(capsys, "what-if", trace)
+    assert {row["what_if"] for row in data["what_ifs"]} == set(WHAT_IFS)
+    for row in data["what_ifs"]:
+        assert ("speedup" in row) != bool(row.get("reason")), row
+        assert row["assumptions"] and all(row["enact"])
+
+
+def test_timelines_and_report_are_written(trace, tmp_path, capsys) -> None:
+    own, out, report = tmp_path / "own.py", tmp_path / "out", tmp_path / "report.html"
+    words = ("--load", own, "--only", "quick", "--out", out, "--report", report)
+    data = json_output(capsys, "what-if", trace, *words)
+    assert data["files"] == [str(out / "before.json.gz"), str(out / "quick.json.gz"), str(report)]
+    page = report.read_text()
+    assert "quick &lt;kernels&gt;" in page and "<script" not in page and "http" not in page
+    lengths_us = []
+    for name in ("before", "quick"):
+        with gzip.open(out / f"{name}.json.gz") as file:
+            events = json.load(file)["traceEvents"]
+        kernels = [event for event in events if event.get("name") == "gemm_1"]
+        lengths_us.append({round(event["dur"]) for event in kernels})
+        assert all(0 <= event["ts"] <= 301 for event in events if event["ph"] == "X")
+    assert lengths_us == [{100}, {50}]
+
+
+def test_perfetto_timelines_hold_every_op(trace, tmp_path, capsys) -> None:
+    protos = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
+    base = recorded_base(training(5, 100), 0)
+    timeline = steady(base).timeline
+    last, before = period_ops(base)
+    path = tmp_path / "one.pftrace"
+    section = Section(float(timeline.end_s[before]), float(timeline.end_s[last]), last)
+    shown = write_perfetto_trace(timeline, path, section)
+    read = protos.Trace()
+    read.ParseFromString(path.read_bytes())
+    names: dict[int, str] = {}
+    open_slices: dict[int, list[tuple[str, int]]] = {}
+    spans: list[tuple[int, str, int]] = []
+    tracks = {
+        packet.track_descriptor.uuid: packet.track_descriptor.name for packet in read.packet
+    }
+    for packet in read.packet:
+        names |= {one.iid: one.name for one in packet.interned_data.event_names}
+        event = packet.track_event
+        if event.type == protos.TrackEvent.TYPE_SLICE_BEGIN:
+            open_slices.setdefault(event.track_uuid, []).append(
+                (names[event.name_iid], packet.timestamp)
+            )
+        elif event.type == protos.TrackEvent.TYPE_SLICE_END:
+            name, begin = open_slices[event.track_uuid].pop()
+            spans.append((event.track_uuid, name, packet.timestamp - begin))
+    stream = next(uuid for uuid, name in tracks.items() if "stream" in name)
+    on_stream = [(name, length) for uuid, name, length in spans if uuid == stream]
+    assert sorted(on_stream) == [("gemm_0", 100_000), ("gemm_1", 100_000), ("gemm_2", 100_000)]
+    assert "critical path" in tracks.values()
+    assert shown == len([1 for uuid, _, _ in spans if tracks[uuid] != "critical path"])
+    own = tmp_path / "own.py"
+    words = ("--load", own, "--only", "quick", "--out", tmp_path, "--timeline-format", "perfetto")
+    data = json_output(capsys, "what-if", trace, *words)
+    assert data["files"] == [str(tmp_path / f"{name}.pftrace") for name in ("before", "quick")]
+
+
+def two_ranks(folder: Path, slow_us: float) -> list[Path]:
+    """Steps of an op, an all-reduce that both ranks must reach, and an op; rank 1 is slower."""
+    group = {
+        "Collective name": "allreduce",
+        "dtype": "Float",
+        "In msg nelems": 1000,
+        "Group size": 2,
+        "Process Group Name": "0",
+    }
+    paths = []
+    for rank in (0, 1):
+        events, now = [], 0.0
+        for step in range(4):
+            own_us = 3000 + slow_us * rank
+            events += [
+                span(f"ProfilerStep#{step}", now, 5000 + slow_us - 10, cat="user_annotation"),
+                span("aten::mm", now + 10, own_us - 10),
+                span("gloo:all_reduce", now + own_us, 4000 + slow_us - own_us, **group),
+                span("aten::add_", now + 4000 + slow_us, 900),
+            ]
+            now += 5000 + slow_us
+        path = folder / f"rank{rank}.json"
+        info = {"rank": rank, "world_size": 2, "backend": "gloo"}
+        path.write_text(json.dumps({"distributedInfo": info, "traceEvents": events}))
+        paths.append(path)
+    return paths
+
+
+def test_the_slow_rank_is_named_with_what_it_costs(tmp_path, capsys) -> None:
+    paths = two_ranks(tmp_path, slow_us=2000)
+    (tmp_path / "own.py").write_text(OWN)
+    words = ("--load", tmp_path / "own.py", "--only", "quick")
+    data = json_output(capsys, "what-if", *paths, *words)
+    slow = data["slow_rank"]
+    assert data["rank"] == slow["rank"] == 1
+    assert slow["together_s"] == pytest.approx(7e-3, rel=0.02)
+    assert slow["cost_s"] == pytest.approx(2e-3, rel=0.05)
+    assert "slowest: rank 1" in output(capsys, "what-if", *paths, *words)
+
+
+def test_one_rank_can_be_asked_for(tmp_path, capsys) -> None:
+    paths = two_ranks(tmp_path, slow_us=2000)
+    (tmp_path / "own.py").write_text(OWN)
+    words = ("--load", tmp_path / "own.py", "--only", "quick")
+    data = json_output(capsys, "what-if", *paths, "--rank", 0, *words)
+    assert data["rank"] == 0 and data["slow_rank"] is None
+    message = error_output(capsys, "what-if", *paths, "--rank", 2, *words)
+    assert "--rank must be one of 0, 1, but is 2" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--only", "amq"), "there is no what-if 'amq'"),
+        (("--workers", "2,x"), "--workers needs whole numbers"),
+        (("--workers", "0"), "--workers needs numbers of at least 1"),
+        (("--cluster", "nowhere"), "the cluster must be a cluster file"),
+        (("--load", "nowhere.py"), "--load needs a Python file"),
+        (("--check", "quick"), "--check needs the script behind --"),
+        (("--", "train.py"), "--check is missing"),
+    ],
+)
+def test_a_wrong_option_is_refused(trace, capsys, words, message) -> None:
+    own = trace.with_name("own.py")
+    assert message in error_output(capsys, "what-if", trace, "--load", own, *words)
+
+
+def test_progress_is_called_for_each_part(trace) -> None:
+    job, seen = read_job([trace]), []
+    load_what_ifs(trace.with_name("own.py"))
+    wanted = Wanted((Asked("quick", "quick"), Asked("never", "never")))
+    answered(job, wanted, seen.append)
+    assert seen == ["rank 0", "quick", "never"]
