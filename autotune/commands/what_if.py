@@ -30,7 +30,7 @@ from runtime_rewriter.world.command import read_command
 from runtime_rewriter.world.script_command import ScriptCommand
 
 JSON_OPS = 300_000
-"""Above this number of ops in a step, a timeline is written for Perfetto: Chrome's would be large."""
+"""Above this number of ops in a step, a timeline is one for Perfetto: Chrome's would be large."""
 FORMATS = ("auto", "json", "perfetto")
 
 
@@ -49,12 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "faster_network=2 gives an amount, metaflow=policy.yaml a file",
     )
     parser.add_argument(
-        "--cluster", help="where training would be distributed: a cluster file, or a name such as B7"
+        "--cluster",
+        help="where training would be distributed: a cluster file, or a name such as B7",
     )
     parser.add_argument(
-        "--workers",
-        metavar="N,N,...",
-        help="numbers of workers (default: that of the cluster)",
+        "--workers", metavar="N,N,...", help="numbers of workers (default: that of the cluster)"
     )
     parser.add_argument(
         "--parameters",

@@ -35,7 +35,7 @@ _CRITICAL, _SHARED, _FIRST_WORKER = 0, 1, 2  # numbers of processes
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a timeline, from `begin_s` to `end_s`, and the op that its critical path ends with."""
+    """From `begin_s` to `end_s` of a timeline, and the op that its critical path ends with."""
 
     begin_s: float
     end_s: float

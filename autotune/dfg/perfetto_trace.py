@@ -81,7 +81,9 @@ class _Packets:
         pairs = np.column_stack([dfg.worker[shown], dfg.queue[shown]])
         for worker, queue in np.unique(pairs, axis=0).tolist():
             parent = _FIRST_PROCESS + worker + 1
-            yield self._track(_FIRST_QUEUE + queue, parent_uuid=parent, name=dfg.names.queues[queue])
+            yield self._track(
+                _FIRST_QUEUE + queue, parent_uuid=parent, name=dfg.names.queues[queue]
+            )
         # In the order of each track: where one op ends as another begins, its end comes first.
         order = np.lexsort((timeline.end_s[shown], timeline.start_s[shown], dfg.queue[shown]))
         for op in shown[order].tolist():

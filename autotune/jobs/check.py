@@ -68,10 +68,7 @@ class CheckPlan:
 
 
 def check(
-    command: ScriptCommand,
-    answer: Answer,
-    plan: CheckPlan,
-    progress: Progress = lambda item: None,
+    command: ScriptCommand, answer: Answer, plan: CheckPlan, progress: Progress = lambda item: None
 ) -> MeasuredChange:
     """Run the changes of `answer` in turns with the baseline.
 
@@ -79,7 +76,9 @@ def check(
     the script ends before everything is measured.
     """
     if command.nodes > 1:
-        raise InvalidInput(f"a check runs on this machine, but the command asks for {command.nodes}")
+        raise InvalidInput(
+            f"a check runs on this machine, but the command asks for {command.nodes}"
+        )
     names = tuple(answer.asked.names.split("+"))
     changed = CheckSettings("", names, dict(answer.asked.amounts))
     deadline_s = time.monotonic() + plan.timeout_s
@@ -176,7 +175,8 @@ class _Side:
     def turn(self, steps: int, deadline_s: float) -> list[float]:
         """Let all ranks make `steps` steps; the times of the slowest rank in each."""
         for line in self._lines:
-            line.send(json.dumps({"steps": steps}))
+            with contextlib.suppress(ControlClosed):  # its last line states the reason
+                line.send(json.dumps({"steps": steps}))
         answers = [self._receive(line, deadline_s) for line in self._lines]
         for answer in answers:
             self.notes += [note for note in answer["notes"] if note not in self.notes]
@@ -216,7 +216,9 @@ class _Side:
             raise LaunchError(self._ended("ended before everything was measured"))
 
     def _ended(self, what: str) -> str:
-        return f"the script ({self.name}) {what}; its last output:\n{self._launched.tail().rstrip()}"
+        return (
+            f"the script ({self.name}) {what}; its last output:\n{self._launched.tail().rstrip()}"
+        )
 
 
 def _words(command: ScriptCommand, mode: tuple[str, ...]) -> list[str]:

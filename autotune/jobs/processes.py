@@ -78,6 +78,9 @@ class Launched:
         finally:
             if self._process.poll() is None:
                 self.end()
+            self._reader.join(1.0)
+            if self._process.stdout is not None and not self._reader.is_alive():
+                self._process.stdout.close()
 
     def _pass_on(self, output: IO[bytes]) -> None:
         for line in iter(output.readline, b""):

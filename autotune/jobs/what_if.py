@@ -48,6 +48,8 @@ def answered(job: TraceJob, wanted: Wanted, progress: Progress = lambda item: No
 
     Raises `InvalidInput` for a job without a base, and for a rank without a trace.
     """
+    if not wanted.asked:
+        raise InvalidInput("no what-if is registered; name a file that registers one with --load")
     bases, notes = _bases(job, wanted.rank, progress)
     place = _chosen(job, bases, wanted.rank)
     base = bases[place]

@@ -13,8 +13,9 @@ from typing import Any
 
 from autotune.records import CURRENT_SETUP, Accelerators, Decision, Failed, Measured, Network, Role
 from autotune.reports.before_after import before_and_after, predictions
-from autotune.reports.charts import SERIES, prediction_chart, quality_chart, rankers, search_chart
+from autotune.reports.charts import prediction_chart, quality_chart, rankers, search_chart
 from autotune.reports.pages import write_page
+from autotune.reports.plot import SERIES
 from autotune.strategy_space.backend import backend_of
 from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.describe import (

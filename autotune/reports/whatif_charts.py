@@ -98,4 +98,6 @@ def curve_chart(
             for (left, top), (amount, step_s) in zip(points, curve.points, strict=True)
         ]
     x_axis = Axis(x, name, lambda power: amount_text(unit * 2**power), 8, whole=True)
-    return frame(x_axis, Axis(y, "step time", format_seconds), body, f"Step time over {name}", NARROW)
+    return frame(
+        x_axis, Axis(y, "step time", format_seconds), body, f"Step time over {name}", NARROW
+    )

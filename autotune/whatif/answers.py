@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from autotune.errors import InvalidInput
 from autotune.whatif.base import Base
@@ -18,6 +19,7 @@ from autotune.whatif.question import Question
 from autotune.whatif.registry import WHAT_IFS, WhatIf, combined
 
 MOST_ROWS = 1000
+V = TypeVar("V")
 SAME = 1e-9
 """Relative difference below which two predictions are the same."""
 
@@ -66,7 +68,9 @@ def read_asked(text: str) -> tuple[Asked, ...]:
             f"is {text!r}"
         )
     if len(rows) > MOST_ROWS:
-        raise InvalidInput(f"one run answers at most {MOST_ROWS} what-ifs, but {len(rows)} are named")
+        raise InvalidInput(
+            f"one run answers at most {MOST_ROWS} what-ifs, but {len(rows)} are named"
+        )
     return rows
 
 
@@ -111,7 +115,7 @@ def answers(
 
     They are one where the prediction is the same on the first and the last number.
     """
-    counts = [*workers] or [question.workers]
+    counts: list[int | None] = [*workers] or [question.workers]
     for one in asked:
         first = answer(base, one, replace(question, workers=counts[0]))
         rows = [first]
@@ -152,27 +156,25 @@ def answer(base: Base, asked: Asked, question: Question) -> Answer:
     )
 
 
-class _Given(dict[str, object]):
+class _Given(Mapping[str, V]):
     """Amounts or files by name, which notes the names that what-ifs looked up."""
 
-    def __init__(self, values: Mapping[str, object]) -> None:
-        super().__init__(values)
+    def __init__(self, values: Mapping[str, V]) -> None:
+        self._values = dict(values)
         self.read: set[str] = set()
 
-    def __getitem__(self, name: str) -> object:
+    def __getitem__(self, name: str) -> V:  # also what `get` and `in` call
         self.read.add(name)
-        return super().__getitem__(name)
+        return self._values[name]
 
-    def __contains__(self, name: object) -> bool:
-        self.read.add(str(name))
-        return super().__contains__(name)
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
 
-    def get(self, name: str, default: object = None) -> object:  # type: ignore[override]
-        self.read.add(name)
-        return super().get(name, default)
+    def __len__(self) -> int:
+        return len(self._values)
 
     def check_read(self, what: str) -> None:
         """Raise `InvalidInput` if a what-if never looked at what it was given."""
-        for name, value in self.items():
+        for name, value in self._values.items():
             if name not in self.read:
                 raise InvalidInput(f"what-if {name!r} takes no {what}, but was given {value}")

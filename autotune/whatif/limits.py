@@ -1,4 +1,4 @@
-"""The limits of a step: host and device alone and together, and its critical path (Daydream, Fig. 6).
+"""The limits of a step: host, device, both, and the critical path (Daydream, Fig. 6).
 
 All figures are of one period of the steady replay: from one execution of `Base.last` to the next.
 The host is busy with its ops and with the gaps behind them, which are code that no event shows.
@@ -55,7 +55,11 @@ def limits(base: Base, steady: Steady) -> Limits:
     begin_s, end_s = (float(steady.timeline.end_s[op]) for op in (before, last))
     host, device, links = _resources(base, steady.timeline)
     busy = _Busy(base, steady.timeline, begin_s, end_s)
-    host_s, device_s, either_s = busy.seconds(host), busy.seconds(device), busy.seconds(host | device)
+    host_s, device_s, either_s = (
+        busy.seconds(host),
+        busy.seconds(device),
+        busy.seconds(host | device),
+    )
     all_s = busy.seconds(host | device | links)
     computing = device if base.on_device.any() else host
     return Limits(

@@ -1,19 +1,21 @@
 """Finds the rank that the others wait for, and what it costs all of them.
 
 A rank alone is its base with collectives that take no time: its own computation, launches, gaps and
-data loading. The cost is the replayed step of all ranks, less the one in which the slowest rank
-takes as long as the median of the others alone: its durations and gaps are scaled by this ratio.
+data loading. The cost is the replayed step of all ranks, less the one in which the slowest rank is
+like the others: each op takes their median duration and gap for the nth op of this name. Ops that
+the others do not have are scaled by the ratio of the ranks' steps alone.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
 
-from autotune.dfg.graph import COMMUNICATION, Dfg
+from autotune.dfg.graph import COMMUNICATION, NONE, Dfg
 from autotune.dfg.replay import replay
 from autotune.whatif.base import Base, steady
 from autotune.whatif.primitives import scale, select
@@ -32,8 +34,8 @@ class RankShare:
 class SlowRank:
     """Seconds. `slowest`: the rank that takes longest alone; `others_s`: median of the others.
 
-    `together_s`, `without_s`: the replayed step of all ranks, and with that rank as fast as the
-    median of the others. `cost_s`: the difference, which every rank pays in each step.
+    `together_s`, `without_s`: the replayed step of all ranks, and with that rank like the others.
+    `cost_s`: the difference, which every rank pays in each step.
     """
 
     ranks: tuple[RankShare, ...]
@@ -61,17 +63,31 @@ def slow_rank(bases: Sequence[Base], ranks: Sequence[int], together: Dfg) -> Slo
     slowest = max(shares, key=lambda share: share.alone_s)
     others_s = median(share.alone_s for share in shares if share is not slowest)
     ratio = others_s / slowest.alone_s if slowest.alone_s > 0 else 1.0
-    faster = (together.worker == slowest.rank) & ~np.isin(
-        together.kind, [int(kind) for kind in COMMUNICATION]
-    )
-    factor = np.where(faster, min(ratio, 1.0), 1.0)
-    without = replace(
-        together, duration_s=together.duration_s * factor, gap_s=together.gap_s * factor
-    )
+    without = _like_the_others(together, slowest.rank, min(ratio, 1.0))
     return SlowRank(
-        shares,
-        slowest.rank,
-        others_s,
-        replay(together).makespan_s,
-        replay(without).makespan_s,
+        shares, slowest.rank, others_s, replay(together).makespan_s, replay(without).makespan_s
     )
+
+
+def _like_the_others(together: Dfg, rank: int, ratio: float) -> Dfg:
+    """The graph in which the ops of `rank` take as long as those of the other ranks."""
+    of_others: dict[tuple[str, int], list[int]] = {}
+    own: dict[tuple[str, int], int] = {}
+    counts: Counter[tuple[int, str]] = Counter()
+    communicates = np.isin(together.kind, [int(kind) for kind in COMMUNICATION]).tolist()
+    for op, worker in enumerate(together.worker.tolist()):
+        if worker == NONE or communicates[op]:
+            continue
+        name = together.names.ops[op]
+        key = name, counts[worker, name]
+        counts[worker, name] += 1
+        if worker == rank:
+            own[key] = op
+        else:
+            of_others.setdefault(key, []).append(op)
+    duration_s, gap_s = together.duration_s.copy(), together.gap_s.copy()
+    for key, op in own.items():
+        for seconds, recorded_s in ((duration_s, together.duration_s), (gap_s, together.gap_s)):
+            others = of_others.get(key)
+            seconds[op] = np.median(recorded_s[others]) if others else ratio * recorded_s[op]
+    return replace(together, duration_s=duration_s, gap_s=gap_s)

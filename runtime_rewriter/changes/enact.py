@@ -144,7 +144,8 @@ def _channels_last(state: Enacted, amounts: Mapping[str, float]) -> Iterator[Non
             return
         converted.add(id(module))
         if any(parameter.dim() == 4 for parameter in module.parameters()):
-            module.to(memory_format=torch.channels_last)
+            any_module: Any = module  # torch declares no `memory_format` for `to`
+            any_module.to(memory_format=torch.channels_last)
             module.register_forward_pre_hook(_images_last)
             state.did("channels_last")
 

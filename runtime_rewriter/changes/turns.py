@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ class _Turns:
                 return
             _finish_queued_work()
             self._times.append(time.perf_counter())
-            step_s = [after - before for before, after in zip(self._times, self._times[1:])]
+            step_s = [after - before for before, after in pairwise(self._times)]
             _send(self._line, {"step_s": step_s, "notes": self._state.notes})
         asked = json.loads(self._line.receive(None) or "{}")
         if "steps" not in asked:

@@ -34,7 +34,6 @@ from autotune.records import FailureKind
 from runtime_rewriter.active import Session, active_session
 from runtime_rewriter.control import ControlClosed, ControlLine
 from runtime_rewriter.failures import kind_of_exception
-from runtime_rewriter.file_view import requested_view
 from runtime_rewriter.rank.lightning_ranks import lightning_hint
 from runtime_rewriter.rank.missing_libraries import missing_library_hint
 from runtime_rewriter.scheduling import BYTE_SCALE, ROUND_ROBIN, take_round_robin
@@ -54,15 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     words = options.words[1:] if options.words[:1] == ["--"] else options.words
     if options.control is not None:
-        if view := requested_view():
-            view.enter()  # before the next line, whose effect a new user namespace ends
         _die_with_parent()
         return _run_tuned(_own_line(options.control), words)
     if options.record is not None:
         return _run_recorded(options.record, words)
     if options.check is not None:
-        if view := requested_view():
-            view.enter()
         _die_with_parent()
         return _run_checked(options.check, words)
     return _run_exported(options.strategy, words)

@@ -12,7 +12,7 @@ from autotune.whatif.answers import Answer, Asked
 from autotune.whatif.question import Question
 from runtime_rewriter.world.command import read_command
 
-SCRIPT = '''
+SCRIPT = """
 import os, sys
 from pathlib import Path
 import torch
@@ -33,7 +33,7 @@ for step in range(steps):
     optimizer.zero_grad()
     model(torch.randn(8, 64)).sum().backward()
     optimizer.step()
-'''
+"""
 
 
 @pytest.fixture

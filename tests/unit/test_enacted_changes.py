@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import Any, cast
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def trained(
     )
     images, labels = torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 3])
     if channels_last:
-        network = network.to(memory_format=torch.channels_last)
+        network = cast(Any, network).to(memory_format=torch.channels_last)
         images = images.to(memory_format=torch.channels_last)
     model = DistributedDataParallel(network) if wrap else network
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)

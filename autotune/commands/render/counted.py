@@ -14,8 +14,8 @@ QUIET_S = 5.0
 class CountedProgress:
     """A terminal shows the current item below; elsewhere a line appears now and then.
 
-        with CountedProgress(Terminal(), "what-if", 20) as progress:
-            progress.begin("amp")
+    with CountedProgress(Terminal(), "what-if", 20) as progress:
+        progress.begin("amp")
     """
 
     def __init__(self, console: Console, noun: str, total: int) -> None:

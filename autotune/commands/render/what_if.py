@@ -23,9 +23,7 @@ def answered_text(found: Answered) -> str:
         rows = [_row(one) for one in predicted]
         columns = (*COLUMNS, "critical path")
         keep = [k for k, _ in enumerate(columns) if k != 1 or any(row[1] for row in rows)]
-        table = plain_table(
-            [columns[k] for k in keep], [[row[k] for k in keep] for row in rows]
-        )
+        table = plain_table([columns[k] for k in keep], [[row[k] for k in keep] for row in rows])
         lines += [table.rstrip("\n"), "", *_enacting(predicted)]
     lines += _refused(found)
     lines += _slow_rank(found)
