@@ -72,6 +72,9 @@ class Base:
     - `unknown_gap_s` (N,), `unknown_delay_s` (E,): the part of a gap or delay without known cause.
     - `priority` (N,): on queues of `by_priority` (Q,) the lowest goes first. Other queues take what
       is ready first; edges state the order of a recorded one.
+    - `loading_s`, `between_s` (M,): the parts of a recorded op's gap in which its thread loaded
+      data, or ran other code between two steps. Ops that what-ifs add come behind the M recorded
+      ones.
     - `last`: the op whose executions the step time lies between.
     - `measured_s`: that distance in the trace, independent of the graph.
     """
@@ -94,6 +97,8 @@ class Base:
     unknown_delay_s: FloatArray
     priority: Int32Array
     by_priority: BoolArray
+    loading_s: FloatArray
+    between_s: FloatArray
     names: BaseNames
     last: int
     measured_s: float

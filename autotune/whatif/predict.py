@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from autotune.errors import InvalidInput
 from autotune.whatif.base import Base, Steady, steady
+from autotune.whatif.memory import NOT_RECORDED, MemoryOutcome, outcome
 from autotune.whatif.question import Question, Reading
 from autotune.whatif.registry import WhatIf
 
@@ -18,6 +20,8 @@ class Prediction:
     - `speedup_low`, `speedup_high`: of all extreme readings: waits without a known cause stay or
       vanish, and uncertain amounts are pessimistic or optimistic.
     - `base`, `timeline`: of the changed training.
+    - `memory`: of what-ifs that are about memory, else None; also None where the memory is unknown,
+      for which `memory_reason` states the cause.
     """
 
     before_s: float
@@ -26,6 +30,8 @@ class Prediction:
     speedup_high: float
     base: Base
     timeline: Steady
+    memory: MemoryOutcome | None = None
+    memory_reason: str = ""
 
     @property
     def speedup(self) -> float:
@@ -52,4 +58,33 @@ def predict(base: Base, what_ifs: Sequence[WhatIf], question: Question) -> Predi
         for amounts in (Reading.OPTIMISTIC, Reading.PESSIMISTIC):
             asked = replace(question, reading=amounts)
             speedups.append(from_s / steady(changed(reading, what_ifs, asked)).step_s)
-    return Prediction(before_s[0], after.step_s, min(speedups), max(speedups), expected, after)
+    memory, reason = _memory(base, what_ifs, question)
+    return Prediction(
+        before_s=before_s[0],
+        after_s=after.step_s,
+        speedup_low=min(speedups),
+        speedup_high=max(speedups),
+        base=expected,
+        timeline=after,
+        memory=memory,
+        memory_reason=reason,
+    )
+
+
+def _memory(
+    base: Base, what_ifs: Sequence[WhatIf], question: Question
+) -> tuple[MemoryOutcome | None, str]:
+    """The memory after all what-ifs, in order, or why it is unknown."""
+    if all(one.memory is None for one in what_ifs):
+        return None, ""
+    if question.memory is None:
+        return None, NOT_RECORDED
+    memory = question.memory
+    try:
+        for one in what_ifs:
+            if one.memory is not None:
+                memory = one.memory(memory, base, question)
+            base = one.change(base, question)
+    except InvalidInput as error:
+        return None, str(error)
+    return outcome(question.memory, memory), ""

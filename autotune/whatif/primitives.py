@@ -216,6 +216,27 @@ def connect(
     )
 
 
+def insert_calls(
+    base: Base, after: IntArray, duration_s: FloatArray, names: Sequence[str]
+) -> tuple[Base, IntArray]:
+    """Insert a call of the host behind each op of `after`, shape (K,), on its thread.
+
+    Their numbers, shape (K,). Raises `InvalidInput` for an op of no thread or that is named twice.
+    """
+    if len(np.unique(after)) < len(after):
+        raise InvalidInput("calls are inserted behind different ops, but one is named twice")
+    if np.any(base.on_device[after] | (base.queue[after] == NONE)):
+        raise InvalidInput("a call can be inserted behind an op of a host thread only")
+    calls = np.zeros(len(after), dtype=np.int64)
+    for queue in np.unique(base.queue[after]):
+        here = np.flatnonzero(base.queue[after] == queue)
+        name = base.names.queues[queue]
+        base, calls[here] = add(
+            base, name, duration_s[here], [names[one] for one in here.tolist()], Kind.LAUNCH
+        )
+    return _behind(base, after, calls), calls
+
+
 def disconnect(base: Base, edges: BoolArray) -> Base:
     """Remove the edges of a mask, shape (E,)."""
     kept = ~edges

@@ -8,6 +8,7 @@ from enum import Enum
 
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
+from autotune.whatif.memory import ReplicaMemory
 
 
 class Reading(Enum):
@@ -70,6 +71,7 @@ class Question:
     - `gradients`: in the order of the backward pass; None if the trace does not state their sizes.
     - `amounts`: an amount for each what-if that takes one, such as {"faster_network": 2.0}.
     - `files`: the file for each what-if that takes one, such as {"metaflow": "policy.yaml"}.
+    - `memory`: of a replica; None if the trace does not state it.
     """
 
     reading: Reading = Reading.EXPECTED
@@ -78,6 +80,7 @@ class Question:
     gradients: tuple[Gradient, ...] | None = None
     amounts: Mapping[str, float] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
+    memory: ReplicaMemory | None = None
 
     def known_cluster(self) -> Cluster:
         """The cluster. Raises `InvalidInput` without one."""

@@ -12,8 +12,8 @@ import numpy as np
 from autotune.arrays import FloatArray, IntArray
 from autotune.dfg.graph import NONE
 from autotune.errors import InvalidInput
-from autotune.profiling.formats.rank_trace import RankTrace, TracedStep
-from autotune.profiling.graph.rank_ops import Cause, RankOps
+from autotune.profiling.formats.rank_trace import Category, RankTrace, TracedStep
+from autotune.profiling.graph.rank_ops import Cause, RankOps, TracedOp
 from autotune.profiling.graph.step_ops import step_ops
 from autotune.profiling.traces.collectives import TracedCollective
 from autotune.profiling.traces.job import TraceJob
@@ -22,6 +22,9 @@ from autotune.whatif.operators import operators_of
 
 TWIN_DISTANCE = 1000
 """How far from the same place of its thread the op of the next step may be that does the same."""
+
+LOADING = "enumerate(DataLoader)"
+"""torch annotates the wait for the next batch with a name that begins so."""
 
 
 _Edge = tuple[int, int, int]
@@ -128,10 +131,12 @@ class _BaseBuild:
         queues, layers = sorted(self.lanes), sorted({op.layer for op in ops} - {""})
         queue_of = {lane: number for number, lane in enumerate(queues)}
         layer_of = {layer: number for number, layer in enumerate(layers)}
-        gap_s = np.array([op.gap_s for op in ops])
+        before_gaps = list(ops)  # the ops whose gaps count: of a lane's last op, the one before
         for lane, numbers in self.lanes.items():
             if lane in self.lanes_before:
-                gap_s[self.new[numbers[-1]]] = self.ops[self.lanes_before[lane][-1]].gap_s
+                before_gaps[self.new[numbers[-1]]] = self.ops[self.lanes_before[lane][-1]]
+        gap_s = np.array([op.gap_s for op in before_gaps])
+        loading = loading_s(cut.trace, before_gaps)
         edges = self._edges()
         parent, child, later = (
             np.array([edge[k] for edge in edges], dtype=np.int64) for k in (0, 1, 2)
@@ -162,6 +167,8 @@ class _BaseBuild:
             unknown_delay_s=np.minimum(unknown_delay_s, delay_s),
             priority=np.zeros(len(ops), dtype=np.int32),
             by_priority=np.zeros(len(queues), dtype=np.bool_),
+            loading_s=loading,
+            between_s=np.maximum(_between_s(cut, before_gaps) - loading, 0.0),
             names=BaseNames(
                 tuple(op.name for op in ops),
                 tuple(cut.trace.lanes[lane].name for lane in queues),
@@ -247,3 +254,33 @@ def _launches(span: RankOps, on_device: Sequence[bool]) -> dict[int, int]:
     return {
         child: parent for parent, child in span.edges if on_device[child] and not on_device[parent]
     }
+
+
+def _between_s(cut: _Cut, ops: Sequence[TracedOp]) -> FloatArray:
+    """(N,) the gap of the op after which the host ends one step and begins the next, else 0.
+
+    Other threads idle then for longer, so it is the shortest gap around the turn.
+    """
+    result = np.zeros(len(ops))
+    hosts = [at for at, op in enumerate(ops) if not cut.trace.lanes[op.lane].device]
+    for turn_s in (cut.before.start_s, cut.step.start_s, cut.step.end_s):
+        around = [at for at in hosts if ops[at].end_s <= turn_s <= ops[at].end_s + ops[at].gap_s]
+        if around:
+            shortest = min(around, key=lambda at: ops[at].gap_s)
+            result[shortest] = ops[shortest].gap_s
+    return result
+
+
+def loading_s(trace: RankTrace, ops: Sequence[TracedOp]) -> FloatArray:
+    """(N,) the part of each op's gap in which an annotation says that its thread loads data."""
+    marks: dict[int, list[tuple[float, float]]] = {}
+    names = np.array([name.startswith(LOADING) for name in trace.names], dtype=np.bool_)
+    loads = (trace.category == Category.HOST_MARK) & names[trace.name]
+    for event in np.flatnonzero(loads).tolist():
+        span = float(trace.start_s[event]), float(trace.end_s[event])
+        marks.setdefault(int(trace.lane[event]), []).append(span)
+    result = np.zeros(len(ops))
+    for number, op in enumerate(ops):
+        for start_s, end_s in marks.get(op.lane, []) if op.gap_s > 0 else []:
+            result[number] += max(min(op.end_s + op.gap_s, end_s) - max(op.end_s, start_s), 0.0)
+    return result

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from autotune.errors import InvalidInput
 from autotune.plugins import Registry
 from autotune.whatif.base import Base
+from autotune.whatif.memory import ReplicaMemory
 from autotune.whatif.question import Question
 
 Change = Callable[[Base, Question], Base]
+MemoryChange = Callable[[ReplicaMemory, Base, Question], ReplicaMemory]
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class WhatIf:
       docstring of `change`.
     - `change`: returns the changed base. It raises `InvalidInput` with the reason where the change
       does not apply to this training, or where something is unknown.
+    - `memory`: returns the changed memory of a replica, given the base before the change; None if
+      the what-if is not about memory.
     """
 
     name: str
@@ -30,6 +34,7 @@ class WhatIf:
     source: str
     enact: str
     change: Change
+    memory: MemoryChange | None = None
 
     @property
     def assumptions(self) -> str:
@@ -39,7 +44,9 @@ class WhatIf:
 WHAT_IFS: Registry[WhatIf] = Registry("autotune.what_ifs", "what-if")
 
 
-def what_if(name: str, *, title: str, source: str, enact: str) -> Callable[[Change], Change]:
+def what_if(
+    name: str, *, title: str, source: str, enact: str, memory: MemoryChange | None = None
+) -> Callable[[Change], Change]:
     """Register a function as the what-if of this name.
 
         @what_if("no_copies", title="no copies to the device", source="ours", enact="...")
@@ -55,7 +62,7 @@ def what_if(name: str, *, title: str, source: str, enact: str) -> Callable[[Chan
             raise InvalidInput(f"a what-if needs a name without '+', but it is {name!r}")
         if not inspect.getdoc(change):
             raise InvalidInput(f"what-if {name!r} needs a docstring that states its assumptions")
-        WHAT_IFS.register(name, WhatIf(name, title, source, enact, change))
+        WHAT_IFS.register(name, WhatIf(name, title, source, enact, change, memory))
         return change
 
     return register

@@ -79,3 +79,14 @@ def test_waits_without_a_known_cause_bound_the_step_time() -> None:
 def test_one_step_is_not_enough() -> None:
     with pytest.raises(InvalidInput, match="needs two complete, consecutive training steps"):
         recorded_base(training(50, 10, steps=1), 0)
+
+
+def test_pauses_in_front_of_late_launches_are_no_gaps_of_the_stream() -> None:
+    """The stream idles for 8 us before each launch. Without the host's work it need not."""
+    base = recorded_base(training(host_us=10, kernel_us=2, kernels=8), 0)
+    free = replace(
+        base,
+        duration_s=np.where(base.on_device, base.duration_s, 0.0),
+        gap_s=np.where(base.on_device, base.gap_s, 0.0),
+    )
+    assert steady(free).step_s == pytest.approx(8 * 2e-6, rel=0.01)

@@ -49,6 +49,8 @@ MAX_EVENTS = 50_000_000
 MAX_NAME_CHARS = 400
 MAX_DROPPED = 50
 """Most categories of dropped events that are counted apart."""
+DEVICE_BYTES = "device_bytes"
+"""Key of `RankTrace.info`: bytes of the smallest visible device's memory."""
 US, NS = 1e-6, 1e-9
 
 _MARKS = re.compile(
@@ -309,12 +311,18 @@ class _KinetoReader:
         return find_steps(trace)
 
     def _devices(self) -> dict[str, str]:
-        """The number of visible devices, and their digest, which all processes of a host share."""
+        """The number of visible devices, their digest, which all processes of a host share, and the
+        bytes of the smallest one's memory.
+        """
         listed = self.fields.get("deviceProperties")
         if not isinstance(listed, list) or not listed:
             return {}
         digest = hashlib.sha256(json.dumps(listed, sort_keys=True).encode()).hexdigest()
-        return {"devices": str(len(listed)), "device_list": digest}
+        info = {"devices": str(len(listed)), "device_list": digest}
+        memories = [_whole(one.get("totalGlobalMem")) for one in listed if isinstance(one, dict)]
+        if known := [size for size in memories if size > 0]:
+            info[DEVICE_BYTES] = str(min(known))
+        return info
 
     def _repairs(self) -> list[Repair]:
         flaws = (

@@ -33,7 +33,7 @@ def op_inputs(name: str, args: Mapping[str, Any]) -> OpInputs | None:
     if not any(dims):
         return None
     types = _words(args.get("Input type"), len(listed))
-    values = _words(args.get("Concrete Inputs"), len(listed)) if "conv" in name else ()
+    values = _words(args.get("Concrete Inputs"), len(listed))
     return OpInputs(dims, types, values)
 
 

@@ -387,18 +387,20 @@ class _StepBuilder:
     def _typical(self) -> tuple[float, float]:
         """Median launch latency, and median pause between two ops of a stream.
 
-        Both without other causes of delay.
+        Both without other causes of delay: a stream also pauses where the next launch comes late.
         """
         ops = self.out.ops
         late_s = [
             ops[self.op_of[event]].start_s - ops[launch].end_s
             for event, launch in self.launcher.items()
         ]
+        launch_of = {self.op_of[event]: launch for event, launch in self.launcher.items()}
         gaps_s = [
             ops[after].start_s - ops[before].end_s
             for lane, numbers in self.by_lane.items()
             if self.trace.lanes[lane].device
             for before, after in pairwise(numbers)
+            if after not in launch_of or ops[launch_of[after]].end_s <= ops[before].end_s
         ]
         latency_s, gap_s = (
             [value for value in values if 0 <= value <= TYPICAL_GAP_S]

@@ -1,0 +1,132 @@
+"""`kernel_times` with times measured on this machine: each distinct operator and shape once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from layered_training import MUL_KERNEL, Work, conv, layered
+
+import autotune.whatif.changes.all  # noqa: F401
+from autotune.errors import InvalidInput
+from autotune.jobs.operator_times import (
+    MeasuredOperator,
+    measured_operators,
+    working_operators,
+    write_operator_times,
+)
+from autotune.profiling.traces.job import read_job
+from autotune.whatif.base import Base
+from autotune.whatif.predict import predict
+from autotune.whatif.question import Question
+from autotune.whatif.recorded import recorded_base
+from autotune.whatif.registry import combined
+from runtime_rewriter.probe.operators import Invocation, operator_times
+
+
+@pytest.fixture(scope="module")
+def cpu_base(tmp_path_factory: pytest.TempPathFactory) -> Base:
+    """A recorded step of a small convolutional model on the CPU."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(144, 5)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    path = tmp_path_factory.mktemp("trace") / "rank0.json"
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.rand(2, 3, 8, 8)).sum().backward()
+            optimizer.step()
+            profiler.step()
+    profiler.export_chrome_trace(str(path))
+    return recorded_base(read_job(path), 0)
+
+
+def test_operators_of_a_trace_are_timed_and_predict_its_step(
+    cpu_base: Base, tmp_path: Path
+) -> None:
+    measured = list(measured_operators(cpu_base, device="cpu"))
+    timed = {one.operator.name for one in measured if one.seconds is not None}
+    assert {"aten::mkldnn_convolution", "aten::addmm", "aten::clamp_min"} <= timed
+    reasons = {one.operator.name: one.reason for one in measured if one.seconds is None}
+    assert "it calls aten::convolution" in reasons["aten::conv2d"]
+    assert "is no operator of torch" in reasons["ConvolutionBackward0"]
+    path = tmp_path / "times.csv"
+    assert write_operator_times(path, measured) == len(
+        {
+            (
+                one.operator.name,
+                one.operator.inputs and (one.operator.inputs.dims, one.operator.inputs.types),
+            )
+            for one in measured
+            if one.seconds is not None
+        }
+    )
+    found = predict(cpu_base, combined("kernel_times"), Question(files={"kernel_times": str(path)}))
+    assert 0 < found.after_s < 1
+
+
+def test_a_spent_budget_and_unknown_inputs_are_reasons(tmp_path: Path) -> None:
+    base = recorded_base(layered([conv(1), Work("aten::neg", MUL_KERNEL)]), 0)
+    measured = {one.operator.name: one for one in measured_operators(base, budget_s=-1)}
+    assert "was spent before" in measured["aten::cudnn_convolution"].reason
+    assert "inputs are unknown" in measured["aten::neg"].reason
+    with pytest.raises(InvalidInput, match="no operator could be timed: the budget"):
+        write_operator_times(tmp_path / "times.csv", list(measured.values()))
+    with pytest.raises(InvalidInput, match="record_shapes=True"):
+        working_operators(recorded_base(layered([Work("aten::neg", MUL_KERNEL)]), 0))
+    with pytest.raises(InvalidInput, match="record host events"):
+        working_operators(recorded_base(layered([Work("", "gemm")]), 0))
+
+
+def test_operators_with_the_longest_time_come_first(tmp_path: Path) -> None:
+    short, long = conv(1, 10.0), Work("aten::mm", "gemm", 90.0, ((4, 4), (4, 4)), sequence=1)
+    base = recorded_base(layered([short, long]), 0)
+    assert [one.name for one in working_operators(base)] == ["aten::mm", "aten::cudnn_convolution"]
+    operator = next(iter(working_operators(base)))
+    twice = [MeasuredOperator(operator, seconds, 1.0) for seconds in (1e-3, 3e-3)]
+    path = tmp_path / "times.csv"
+    assert write_operator_times(path, twice) == 1
+    asked = Question(files={"kernel_times": str(path)})
+    found = predict(base, combined("kernel_times"), asked)
+    assert found.after_s == pytest.approx(2e-3 + 10e-6, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("invocation", "reason"),
+    [
+        (Invocation("aten::nothing", (), ()), "is no operator of torch"),
+        (Invocation("MulBackward0", (), ()), "is no operator of torch"),
+        (Invocation("aten::mm", ((2, 3), (2, 3)), ("float", "float")), "mat1"),
+        (Invocation("aten::mm", ((2, 3),), ("float",)), "no overload"),
+        (Invocation("aten::sum", ((2, 3), ()), ("float", "TensorList")), "without its value"),
+        (Invocation("aten::neg", ((2**20, 2**20),), ("float",)), "at most"),
+        (
+            Invocation("aten::add", ((2,), (2,), ()), ("float", "float", "Scalar"), ("", "", "x(")),
+            "is unknown",
+        ),
+    ],
+)
+def test_what_cannot_be_called_has_a_reason(invocation: Invocation, reason: str) -> None:
+    (found,) = operator_times([invocation], "cpu", 10.0)
+    assert found.seconds is None
+    assert reason in found.reason
+
+
+@pytest.mark.parametrize(
+    "invocation",
+    [
+        Invocation("aten::mm", ((2, 3), (3, 2)), ("float", "float")),
+        Invocation(
+            "aten::index_select", ((9, 4), (), (3,)), ("float", "Scalar", "long int"), ("", "0", "")
+        ),
+        Invocation("aten::add_", ((4,), (4,), ()), ("float", "float", "Scalar"), ("", "", "1")),
+        Invocation("aten::gelu", ((4,),), ("c10::BFloat16",)),
+    ],
+)
+def test_tensors_and_written_values_make_a_call(invocation: Invocation) -> None:
+    (found,) = operator_times([invocation], "cpu", 10.0)
+    assert found.seconds is not None, found.reason

@@ -1,0 +1,99 @@
+"""What-ifs of one GPU on the recorded H100 traces: finite, and never below the busiest queue."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import autotune.whatif.changes.all  # noqa: F401
+from autotune.dfg.graph import NONE
+from autotune.errors import InvalidInput
+from autotune.profiling.traces.job import read_job
+from autotune.recordings.memory_file import RecordedMemory
+from autotune.whatif.base import Base
+from autotune.whatif.memory import replica_memory
+from autotune.whatif.predict import Prediction, predict
+from autotune.whatif.question import Question
+from autotune.whatif.recorded import recorded_base
+from autotune.whatif.registry import combined
+
+TRACES = Path(__file__).parents[2] / "datasets/gpu_traces/h100"
+NAMES = (
+    *("faster_gpu", "no_data_loading", "cuda_graphs", "fused_elementwise", "kernel_times"),
+    *("restructured_batchnorm", "vdnn", "gist"),
+)
+NO_LOADING = {"no_data_loading": "no data loading"}
+NO_CNN = {
+    **NO_LOADING,
+    "restructured_batchnorm": "no batch normalization",
+    "vdnn": "no convolutions",
+    "gist": "no convolutions",
+}
+REFUSED = {
+    "vgg19": {**NO_LOADING, "restructured_batchnorm": "no batch normalization"},
+    "densenet121": NO_LOADING,
+    "resnet50": NO_LOADING,
+    "bert_base": NO_CNN,
+    "gpt2": NO_CNN,
+}
+"""Why a model's trace gives no prediction."""
+FASTER = {"faster_gpu", "cuda_graphs", "fused_elementwise", "restructured_batchnorm"}
+SLOWER = {"vdnn", "gist"}
+
+
+def busiest_queue_s(base: Base) -> float:
+    """Work of the queue that has the most of it: a step cannot take less."""
+    busy_s = np.zeros(len(base.names.queues))
+    working = base.queue != NONE
+    np.add.at(busy_s, base.queue[working], base.duration_s[working])
+    return float(busy_s.max())
+
+
+def write_times(base: Base, path: Path) -> Path:
+    """Half of its time for the kernel that takes most of a step."""
+    kernels = [at for at in np.flatnonzero(base.on_device) if base.queue[at] != NONE]
+    longest = max(kernels, key=lambda at: float(base.duration_s[at]))
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["kernel", "seconds"])
+        rows.writerow([base.names.ops[longest], base.duration_s[longest] / 2])
+    return path
+
+
+@pytest.mark.parametrize("model", sorted(REFUSED))
+def test_predictions_are_finite_and_plausible(model: str, tmp_path: Path) -> None:
+    folder = TRACES / f"{model}.fp32"
+    job = read_job(folder)
+    base = recorded_base(job, 0)
+    memory = replica_memory(job, 0, RecordedMemory.read(folder))
+    times = write_times(base, tmp_path / "times.csv")
+    asked = Question(amounts={"vdnn": 25.0}, files={"kernel_times": str(times)}, memory=memory)
+    for name in NAMES:
+        if reason := REFUSED[model].get(name):
+            with pytest.raises(InvalidInput, match=reason):
+                predict(base, combined(name), asked)
+            continue
+        found = predict(base, combined(name), asked)
+        assert np.isfinite([found.speedup_low, found.speedup, found.speedup_high]).all(), name
+        assert found.speedup_low <= found.speedup <= found.speedup_high, name
+        assert found.after_s >= busiest_queue_s(found.base) * (1 - 1e-9), name
+        if name in FASTER:
+            assert 1 - 1e-6 <= found.speedup_high < 10, name
+        if name in SLOWER:
+            assert 0.1 < found.speedup <= 1 + 1e-6, name
+            assert_memory_falls(found)
+
+
+def assert_memory_falls(found: Prediction) -> None:
+    memory = found.memory
+    assert memory is not None, found.memory_reason
+    assert 0 < memory.after_bytes < memory.before_bytes
+    assert memory.batch_times_before is not None
+    assert memory.batch_times_after is not None
+    assert 1 < memory.batch_times_before < memory.batch_times_after
+    assert memory.largest_batch_before is not None
+    assert memory.largest_batch_after is not None
+    assert memory.largest_batch_before < memory.largest_batch_after
