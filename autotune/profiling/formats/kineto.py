@@ -208,7 +208,7 @@ class _KinetoReader:
         row["sequence"].append(_whole(args.get("Sequence number")))
         row["comm"].append(MISSING if comm is None else _numbered(self.comms, comm))
         row["sync"].append(self._sync(args) if category == Category.DEVICE_SYNC else MISSING)
-        inputs = op_inputs(name, args) if category == Category.HOST_OP else None
+        inputs = op_inputs(args) if category == Category.HOST_OP else None
         row["inputs"].append(MISSING if inputs is None else _numbered(self.inputs, inputs))
         return ""
 

@@ -15,8 +15,7 @@ class OpInputs:
     """The inputs of an operator in the order of its arguments.
 
     - `dims`: the sizes of a tensor; () for numbers and lists of tensors. `types`: their types.
-    - `values`: the values of numbers, as written by the profiler; "" for tensors. Only convolutions
-      have them: strides and groups decide their work.
+    - `values`: the values of numbers, as written by the profiler; "" for tensors.
     """
 
     dims: tuple[_Dims, ...]
@@ -24,7 +23,7 @@ class OpInputs:
     values: tuple[str, ...] = ()
 
 
-def op_inputs(name: str, args: Mapping[str, Any]) -> OpInputs | None:
+def op_inputs(args: Mapping[str, Any]) -> OpInputs | None:
     """The inputs that an event's arguments state; None where they state none that is plausible."""
     listed = args.get("Input Dims", args.get("Input dims"))
     if not isinstance(listed, list) or not 0 < len(listed) <= MAX_INPUTS:

@@ -1,10 +1,23 @@
 """Importing this module registers all what-ifs."""
 
-import autotune.whatif.changes.batchnorm
-import autotune.whatif.changes.elementwise
-import autotune.whatif.changes.encoding
-import autotune.whatif.changes.graphs
-import autotune.whatif.changes.hardware
-import autotune.whatif.changes.kernel_times
-import autotune.whatif.changes.metaflow
-import autotune.whatif.changes.offloading  # noqa: F401
+from autotune.whatif.changes import (
+    batchnorm,
+    elementwise,
+    encoding,
+    graphs,
+    hardware,
+    kernel_times,
+    metaflow,
+    offloading,
+)
+
+__all__ = [
+    "batchnorm",
+    "elementwise",
+    "encoding",
+    "graphs",
+    "hardware",
+    "kernel_times",
+    "metaflow",
+    "offloading",
+]
