@@ -67,6 +67,8 @@ class Base:
     - `operator` (N,): the call of an operator in `names.operators` that an op is a part of, or that
       launches it on the device; NONE if unknown.
     - `launched` (D,): device ops with a launch, in the order of their launches.
+    - `event` (N,): the op's event in the trace, NONE for an added op. Several ops of a host thread
+      may have one event.
     - `parent`, `child`, `delay_s` (E,): a child begins at least the delay after the parent's end.
     - `later` (E,): by how many steps the child's step is later.
     - `unknown_gap_s` (N,), `unknown_delay_s` (E,): the part of a gap or delay without known cause.
@@ -89,6 +91,7 @@ class Base:
     launch: Int32Array
     operator: Int32Array
     launched: IntArray
+    event: IntArray
     parent: IntArray
     child: IntArray
     delay_s: FloatArray

@@ -9,7 +9,7 @@ import numpy as np
 from autotune.arrays import Int32Array
 from autotune.dfg.graph import NONE
 from autotune.profiling.formats.rank_trace import DEVICE_WORK, MISSING, Category, RankTrace
-from autotune.profiling.graph.host_segments import TICK_S
+from autotune.profiling.graph.host_units import TICK_S
 from autotune.whatif.base import Operator
 
 

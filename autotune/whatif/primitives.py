@@ -67,12 +67,15 @@ def scale(base: Base, ops: BoolArray, factor: float) -> Base:
 def remove(base: Base, ops: BoolArray, *, launches: bool = True) -> Base:
     """Remove `ops` and, by default, the calls that launch those on a device.
 
+    A call that launches several, such as a captured graph, stays as long as one of them does.
     What waited for a removed op waits for what that op waited for. Its gap goes with it.
     """
     gone = ops.copy()
     if launches:
         calls = base.launch[ops]
-        gone[calls[calls != NONE]] = True
+        calls = calls[calls != NONE]
+        staying = base.launch[base.launched[~ops[base.launched]]]
+        gone[calls[~np.isin(calls, staying)]] = True
     into = gone[base.child]
     launched = base.launched[~gone[base.launched]]
     return replace(
@@ -131,6 +134,7 @@ def insert(
         launch=np.concatenate([base.launch, calls.astype(np.int32), none[:count]]),
         operator=np.concatenate([base.operator, base.operator[after], none[:count]]),
         launched=order,
+        event=np.concatenate([base.event, np.full(2 * count, NONE)]),
         parent=np.concatenate([grown.parent, calls]),
         child=np.concatenate([grown.child, kernels]),
         delay_s=np.concatenate([grown.delay_s, np.full(count, latency_s)]),
@@ -179,6 +183,7 @@ def add(
         layer=more(base.layer, NONE),
         launch=more(base.launch, NONE),
         operator=more(base.operator, NONE),
+        event=np.concatenate([base.event, np.full(count, NONE)]),
         priority=more(base.priority, 0),
         on_device=np.concatenate([base.on_device, np.full(count, on_device)]),
         by_priority=base.by_priority if known else np.append(base.by_priority, False),

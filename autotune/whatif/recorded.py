@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median_low
 
 import numpy as np
 
 from autotune.arrays import FloatArray, IntArray
 from autotune.dfg.graph import NONE
 from autotune.errors import InvalidInput
-from autotune.profiling.formats.rank_trace import Category, RankTrace, TracedStep
+from autotune.profiling.formats.rank_trace import DEVICE_WORK, Category, RankTrace, TracedStep
 from autotune.profiling.graph.rank_ops import Cause, RankOps, TracedOp
 from autotune.profiling.graph.step_ops import step_ops
 from autotune.profiling.traces.collectives import TracedCollective
@@ -35,10 +34,9 @@ def recorded_base(job: TraceJob, place: int) -> Base:
 
     Raises `InvalidInput` for a trace without two complete, consecutive steps.
     """
-    trace, collectives = job.ranks[place], job.collectives[place]
-    cuts = [_Cut(trace, collectives, *pair) for pair in consecutive_steps(trace)]
-    middle_s = median_low(cut.measured_s for cut in cuts)
-    return next(cut for cut in cuts if cut.measured_s == middle_s).base()
+    trace, pairs = job.ranks[place], consecutive_steps(job.ranks[place])
+    middle = median_place(step_distances_s(trace, pairs))
+    return _Cut(trace, job.collectives[place], *pairs[middle]).base()
 
 
 def consecutive_steps(trace: RankTrace) -> list[tuple[TracedStep, TracedStep]]:
@@ -51,6 +49,57 @@ def consecutive_steps(trace: RankTrace) -> list[tuple[TracedStep, TracedStep]]:
             "and at least two of them active"
         )
     return pairs
+
+
+def step_distances_s(
+    trace: RankTrace, pairs: Sequence[tuple[TracedStep, TracedStep]]
+) -> list[float]:
+    """For each pair the seconds between the ends of the last op that both steps do.
+
+    It is one that a call launches on a device, if there are any. NaN if they do not share one.
+    """
+    events, called_s = _by_call(trace)
+    ends_s, keys = trace.end_s[events], trace.lane[events] * len(trace.names) + trace.name[events]
+    lasts: dict[int, tuple[IntArray, IntArray]] = {}
+    for step in {step.number: step for pair in pairs for step in pair}.values():
+        first, last = np.searchsorted(called_s, (step.start_s, step.end_s))
+        key, back = np.unique(keys[first:last][::-1], return_index=True)
+        lasts[step.number] = key, last - 1 - back
+    distances_s = []
+    for before, step in pairs:
+        (keys_before, at_before), (keys_in, at) = lasts[before.number], lasts[step.number]
+        _, shared_before, shared = np.intersect1d(
+            keys_before, keys_in, assume_unique=True, return_indices=True
+        )
+        if not len(shared):
+            distances_s.append(float("nan"))
+            continue
+        latest = int(np.argmax(at[shared]))
+        first, second = at_before[shared_before[latest]], at[shared[latest]]
+        distances_s.append(float(ends_s[second] - ends_s[first]))
+    return distances_s
+
+
+def _by_call(trace: RankTrace) -> tuple[IntArray, FloatArray]:
+    """Device events in the order of their calls, and when these began; without any, host events."""
+    calls = np.flatnonzero((trace.category == Category.RUNTIME) & (trace.correlation >= 0))
+    calls = calls[np.argsort(trace.correlation[calls], kind="stable")]
+    events = np.flatnonzero(np.isin(trace.category, DEVICE_WORK) & (trace.correlation >= 0))
+    place = np.searchsorted(trace.correlation[calls], trace.correlation[events], side="right") - 1
+    events, place = events[place >= 0], place[place >= 0]
+    launched = trace.correlation[calls[place]] == trace.correlation[events]
+    events, called_s = events[launched], trace.start_s[calls[place[launched]]]
+    if not len(events):
+        events = np.flatnonzero(np.isin(trace.category, (Category.HOST_OP, Category.RUNTIME)))
+        called_s = trace.start_s[events]
+    order = np.argsort(called_s, kind="stable")
+    return events[order], called_s[order]
+
+
+def median_place(values: Sequence[float]) -> int:
+    """Place of the lower median; of 0 if no value is a number."""
+    known = sorted((value, place) for place, value in enumerate(values) if value == value)
+    return known[(len(known) - 1) // 2][1] if known else 0
 
 
 @dataclass(eq=False)
@@ -159,6 +208,7 @@ class _BaseBuild:
             launch=launch,
             operator=operator,
             launched=self._launched(),
+            event=np.array([op.event for op in ops], dtype=np.int64),
             parent=parent,
             child=child,
             delay_s=delay_s,

@@ -108,6 +108,7 @@ def repeat(base: Base, ops: BoolArray) -> tuple[Base, IntArray]:
         **twice,
         launch=np.concatenate([base.launch, copies_launch]),
         launched=_launched(base, ops, copy),
+        event=np.concatenate([base.event, np.full(len(chosen), NONE)]),
         parent=columns[0],
         child=columns[1],
         delay_s=columns[2],

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_INPUTS, MAX_DIMS, MAX_SIZE, MAX_CHARS = 64, 16, 2**48, 80
+ELEMENT_TYPES = ("double", "float", "c10::Half", "c10::BFloat16")
+"""Types of the elements of parameters; they tell a tensor without dimensions from a number."""
 _Dims = tuple[int, ...]
 
 
@@ -29,9 +31,10 @@ def op_inputs(args: Mapping[str, Any]) -> OpInputs | None:
     if not isinstance(listed, list) or not 0 < len(listed) <= MAX_INPUTS:
         return None
     dims = tuple(_dims(one) for one in listed)
-    if not any(dims):
-        return None
     types = _words(args.get("Input type"), len(listed))
+    is_scalar = listed == [[]] and types[0] in ELEMENT_TYPES
+    if not any(dims) and not is_scalar:
+        return None
     values = _words(args.get("Concrete Inputs"), len(listed))
     return OpInputs(dims, types, values)
 

@@ -10,14 +10,17 @@ inside. The time of one that is open within an event belongs to that event.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
 from autotune.dfg.graph import Kind
 from autotune.profiling.formats.collective_args import is_executing_mark
 from autotune.profiling.formats.rank_trace import MISSING, Category, RankTrace
+from autotune.profiling.graph.host_units import TICK_S, host_units
+from autotune.profiling.graph.layers import find_layers
 
 _NO_LAYER = re.compile(
     r"ProfilerStep#|enumerate\(DataLoader\)|(?:nccl|gloo|ucc|mpi):|autotune\.|Optimizer\.|"
@@ -25,8 +28,6 @@ _NO_LAYER = re.compile(
 )
 _BACKWARD = re.compile(r"\w+Backward\d*")
 _MODULE = re.compile(r"nn\.Module: ")
-TICK_S = 0.5e-9
-"""Below the resolution of profilers: an event that begins where another one ends is not in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +60,7 @@ def host_segments(trace: RankTrace, events: Iterable[int]) -> dict[int, list[Hos
     for event in events:
         by_lane.setdefault(int(trace.lane[event]), []).append(event)
     segments = {lane: list(_segments(trace, lane, events)) for lane, events in by_lane.items()}
-    layers = _forward_layers(trace, segments)
-    if layers:
-        for of_lane in segments.values():
-            _set_backward_layers(trace, of_lane, layers)
+    _set_layers(trace, sorted(chain(*by_lane.values())), segments)
     return segments
 
 
@@ -147,28 +145,22 @@ def _marked_kind(name: str) -> Kind | None:
     return None
 
 
-def _forward_layers(trace: RankTrace, segments: dict[int, list[HostSegment]]) -> dict[int, str]:
-    """Autograd sequence number -> layer, from the annotations around the forward op."""
-    layers: dict[int, str] = {}
+def _set_layers(
+    trace: RankTrace, events: Sequence[int], segments: Mapping[int, Sequence[HostSegment]]
+) -> None:
+    """Give segments the layers of the units that they are of.
+
+    An annotation around a whole forward pass states no layer.
+    """
+    first = {one.event: one.scope for of_lane in segments.values() for one in of_lane if one.first}
+    stated = {event: scope.layer for event, scope in first.items() if scope.layer}
+    updates = {event for event, scope in first.items() if scope.kind == Kind.UPDATE}
+    found = host_units(trace, events)
+    phases = find_layers(found.units, trace.steps, stated, updates)
     for of_lane in segments.values():
         for segment in of_lane:
-            sequence = int(trace.sequence[segment.event])
-            if sequence >= 0 and segment.scope.layer and segment.scope.kind != Kind.BACKWARD:
-                layers.setdefault(sequence, segment.scope.layer)
-    return layers
-
-
-def _set_backward_layers(
-    trace: RankTrace, segments: list[HostSegment], layers: dict[int, str]
-) -> None:
-    """Give backward ops, and what they call, the layer of the forward op with their number."""
-    layer, until_s = "", -1.0
-    for segment in segments:
-        if segment.scope.kind != Kind.BACKWARD:
-            continue
-        sequence = int(trace.sequence[segment.event])
-        if sequence >= 0 and segment.first and segment.start_s >= until_s:
-            layer = layers.get(sequence, "")
-            until_s = float(trace.start_s[segment.event] + trace.duration_s[segment.event])
-        if layer and segment.start_s < until_s:
-            segment.scope = replace(segment.scope, layer=layer)
+            scope, unit = segment.scope, found.of_event.get(segment.event)
+            layer = unit.layer if unit is not None and unit.layer else scope.layer
+            layer = "" if layer in phases else layer
+            if layer != scope.layer:
+                segment.scope = Scope(scope.kind, layer, scope.collective)

@@ -16,7 +16,8 @@ class TracedOp:
     - `lane`: its queue. `collective`: index in the rank's list of collectives, MISSING for none.
     - `start_s`: when it began to make progress, s from the rank's origin. For a blocking call this
       is when its cause of waiting had ended. `waited_s`: how long the thread was blocked before.
-    - `node`: id of its node in the recorded graph, MISSING without one. `event`: its event.
+    - `node`: id of its node in the recorded graph, MISSING without one. `event`: its event of the
+      trace; several ops of a host thread may have one event.
     """
 
     name: str

@@ -17,7 +17,7 @@ import bisect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import numpy as np
 
@@ -31,26 +31,20 @@ from autotune.profiling.formats.rank_trace import (
     RankTrace,
 )
 from autotune.profiling.graph.device_order import (
-    EXPLAINS_S,
     ROUNDING_S,
     DeviceOrder,
     device_order,
     launched_before_trace,
     without_launch,
 )
+from autotune.profiling.graph.device_waits import WAKE_S, explain_starts
 from autotune.profiling.graph.host_segments import NO_SCOPE, HostSegment, Scope, host_segments
-from autotune.profiling.graph.rank_ops import Cause, DeviceWait, RankOps, TracedOp
+from autotune.profiling.graph.rank_ops import RankOps, TracedOp
+from autotune.profiling.graph.step_draft import StepDraft
 from autotune.profiling.traces.collectives import TracedCollective
 
 IDLE_S = 20e-6
-WAKE_S = 50e-6
 WAKE_SHARE = 0.1
-TAIL_S = 20e-6
-"""A kernel begins at most this long before the end of one that filled the device."""
-FULL_SHARE = 0.8
-"""Share of a wait for which other streams work if they are its cause."""
-TYPICAL_GAP_S = 10e-6
-"""Streams start the next kernel within this; a longer pause has another cause."""
 _ISSUING_CALL = re.compile(r"c10d::(?!wait)")
 _POLLING_CALL = re.compile(r"(?:cuda|hip)(?:EventQuery|ThreadExchangeStreamCaptureMode)$")
 _COPY_WAYS = ("HtoD", "DtoH", "H2D", "D2H", "HostToDevice", "DeviceToHost")
@@ -102,42 +96,33 @@ class _StepBuilder:
         self.collectives = collectives
         self.collective_of = {one.event: number for number, one in enumerate(collectives)}
         self.out = RankOps(inferred=order.inferred, orphans=order.orphans)
-        self.by_lane: dict[int, list[int]] = {}
-        self.launcher: dict[int, int] = {}  # device event -> op that launches it
+        self.draft = StepDraft(trace, order, device, self.out)
+        self.by_lane = self.draft.by_lane
         self.scope: dict[int, Scope] = {}  # device event -> scope of its launch
         self.waiter: dict[int, int] = {}  # blocking call -> the op that ends it
-        self.op_of: dict[int, int] = {}  # device event -> its op
-        self.crowded: set[int] = set()  # device events that waited for other streams' work
 
     def build(self) -> RankOps:
-        launched_by = {call: event for event, call in self.order.launch.items()}
+        launched_by: dict[int, list[int]] = {}
+        for event, call in self.order.launch.items():
+            launched_by.setdefault(call, []).append(event)
         blockers: dict[int, list[int]] = {}
         for event, call in self.order.blocks:
             blockers.setdefault(call, []).append(event)
         for segments in self.segments.values():
             for segment in segments:
-                first = segment.first
-                launched = launched_by.get(segment.event) if first else None
-                self._host_ops(segment, launched, blockers.get(segment.event, []) if first else [])
+                own = segment.event if segment.first else MISSING
+                self._host_ops(segment, launched_by.get(own, []), blockers.get(own, []))
         self._host_order()
         self._device_ops()
         self._flows()
         self._forward_before_backward()
         return self.out
 
-    def _add(self, op: TracedOp) -> int:
-        number = len(self.out.ops)
-        self.out.ops.append(op)
-        self.by_lane.setdefault(op.lane, []).append(number)
-        return number
+    def _host_ops(self, segment: HostSegment, launched: list[int], blockers: list[int]) -> None:
+        """Add one op, or two where a device op that the call launches splits it.
 
-    def _edge(self, parent: int, child: int, delay_s: float = 0.0) -> None:
-        if parent != child:
-            known_s = self.out.edges.get((parent, child), 0.0)
-            self.out.edges[parent, child] = max(known_s, delay_s)
-
-    def _host_ops(self, segment: HostSegment, launched: int | None, blockers: list[int]) -> None:
-        """Add one op, or two where a device op that the call launches splits it."""
+        A captured graph is launched by one call for many device ops.
+        """
         trace, event = self.trace, segment.event
         collective = self.collective_of.get(event, MISSING)
         begin_s, end_s = segment.start_s, segment.end_s
@@ -151,21 +136,23 @@ class _StepBuilder:
             event=event,
         )
         called_s = begin_s
-        if launched is not None:
+        if launched:
             # a call that blocks until its copy is done also waits for the stream: none of its own
             # time comes before the launch
             if not blockers:
-                called_s = min(max(float(trace.start_s[launched]), begin_s), end_s)
+                called_s = min(max(float(trace.start_s[launched].min()), begin_s), end_s)
             first = replace(op, end_s=called_s)
-            self.launcher[launched] = self._add(first)
-            self.scope[launched] = segment.scope
+            number = self.draft.add(first)
+            for device_op in launched:
+                self.draft.launcher[device_op] = number
+                self.scope[device_op] = segment.scope
             if called_s >= end_s and not blockers:
                 return
         op.start_s = called_s
         if collective != MISSING:
             op.collective = collective
             op.size_bytes = self.collectives[collective].comm.size_bytes
-        number = self._add(op)
+        number = self.draft.add(op)
         if blockers:
             done_s = float((trace.start_s[blockers] + trace.duration_s[blockers]).max())
             op.start_s = min(max(called_s, done_s), end_s)
@@ -197,10 +184,10 @@ class _StepBuilder:
                 idle_from_s = -np.inf
                 if previous != MISSING:
                     idle_from_s = ops[previous].end_s
-                    self._edge(previous, number)
+                    self.draft.edge(previous, number)
                     ops[previous].gap_s = max(called_s - idle_from_s, 0.0)
                 if issuer != MISSING:
-                    self._edge(issuer, number)
+                    self.draft.edge(issuer, number)
                 if called_s - idle_from_s > IDLE_S:
                     self._release(others, number, previous, idle_from_s, issuer)
 
@@ -228,9 +215,9 @@ class _StepBuilder:
             return
         causes.sort()
         for _, cause in causes[:-1]:
-            self._edge(cause, number)
+            self.draft.edge(cause, number)
         end_s, binding = causes[-1]
-        self._edge(binding, number, at_s - end_s)
+        self.draft.edge(binding, number, at_s - end_s)
         self.out.inferred += binding != issuer
         if previous != MISSING:
             ops[previous].gap_s = 0.0
@@ -264,14 +251,13 @@ class _StepBuilder:
     def _ended_before(self, call: int, at_s: float) -> int:
         """The issuing call, or the op before it if the collective begins while the call runs."""
         numbers = self.by_lane[self.out.ops[call].lane]
-        place = numbers.index(call)
+        place = bisect.bisect_left(numbers, call)
         while place >= 0 and self.out.ops[numbers[place]].end_s > at_s:
             place -= 1
         return numbers[place] if place >= 0 else MISSING
 
     def _device_ops(self) -> None:
-        trace, ops = self.trace, self.out.ops
-        streams: dict[int, list[int]] = {}
+        trace = self.trace
         for event in self.device:
             scope = self.scope.get(event, NO_SCOPE)
             collective = self.collective_of.get(event, MISSING)
@@ -289,91 +275,11 @@ class _StepBuilder:
                 collective=collective,
                 event=event,
             )
-            self.op_of[event] = self._add(op)
-            streams.setdefault(op.lane, []).append(event)
-        for events in streams.values():
-            for event, after in pairwise(events):
-                op, next_op = ops[self.op_of[event]], ops[self.op_of[after]]
-                op.end_s = max(op.start_s, min(op.end_s, next_op.start_s))
-        waits: dict[int, list[int]] = {}
-        for first, second in self.order.waits:
-            if trace.start_s[first] < trace.start_s[second]:
-                waits.setdefault(second, []).append(self.op_of[first])
-        self._resource_waits(streams, waits)
-        latency_s, gap_s = self._typical()
-        for events in streams.values():
-            previous = MISSING
-            for event in events:
-                self._explain(event, previous, waits.get(event, []), latency_s, gap_s)
-                previous = self.op_of[event]
+            self.draft.op_of[event] = self.draft.add(op)
+        explain_starts(self.draft)
         for event, call in self.order.blocks:
             if call in self.waiter:
-                self._edge(self.op_of[event], self.waiter[call])
-
-    def _resource_waits(self, streams: dict[int, list[int]], waits: dict[int, list[int]]) -> None:
-        """Explain long waits by the ops of other streams that ended before the waiting op began.
-
-        Either a wait between streams is not in the trace, or kernels of other streams filled the
-        device. In the latter case the next kernel begins while the last blocks of another one still
-        run. A tail of at most `TAIL_S` is cut off; what a longer one delays is a wait of its own.
-        Streams of a program that never lets one wait for another are not tied.
-        """
-        if not self.order.wait_calls:
-            return
-        ops, found = self.out.ops, []
-        for device in self._devices(streams):
-            ends_s = [ops[self.op_of[event]].end_s for event in device]
-            for event in device:
-                op, free_s = ops[self.op_of[event]], self._free_s(event, waits)
-                if op.start_s - free_s <= WAKE_S:
-                    continue
-                first = bisect.bisect_right(ends_s, free_s)
-                last = bisect.bisect_right(ends_s, op.start_s + TAIL_S)
-                others = [self.op_of[other] for other in device[first:last]]
-                others = [other for other in others if ops[other].lane != op.lane]
-                others = [other for other in others if ops[other].start_s < op.start_s]
-                if not others:
-                    continue
-                cause = min(others, key=lambda other: abs(ops[other].end_s - op.start_s))
-                late_s = op.start_s - ops[cause].end_s
-                if late_s > EXPLAINS_S and not self._is_full(device, op, ops[cause].end_s):
-                    continue
-                found.append((cause, event))
-        for cause, event in found:
-            ops[cause].end_s = min(ops[cause].end_s, ops[self.op_of[event]].start_s)
-            waits.setdefault(event, []).append(cause)
-            self.crowded.add(event)
-        self.out.inferred += len(found)
-
-    def _devices(self, streams: dict[int, list[int]]) -> list[list[int]]:
-        """The events of each device with several streams, by their ends."""
-        devices: dict[str, list[list[int]]] = {}
-        for lane, events in streams.items():
-            devices.setdefault(self.trace.lanes[lane].process, []).append(events)
-        return [
-            sorted(chain(*lanes), key=lambda event: self.out.ops[self.op_of[event]].end_s)
-            for lanes in devices.values()
-            if len(lanes) > 1
-        ]
-
-    def _is_full(self, device: list[int], waiting: TracedOp, from_s: float) -> bool:
-        """Whether other streams work for most of the time from `from_s` to the op's start."""
-        busy_s, until_s = 0.0, waiting.start_s
-        for event in device:
-            op = self.out.ops[self.op_of[event]]
-            if op.lane != waiting.lane and op.end_s > from_s and op.start_s < until_s:
-                busy_s += min(op.end_s, until_s) - max(op.start_s, from_s)
-        return busy_s >= FULL_SHARE * (until_s - from_s)
-
-    def _free_s(self, event: int, waits: dict[int, list[int]]) -> float:
-        """When everything that the trace states about a device op's start had happened."""
-        number = self.op_of[event]
-        numbers = self.by_lane[self.out.ops[number].lane]
-        place = bisect.bisect_left(numbers, number)
-        known = [*waits.get(event, []), *numbers[max(place - 1, 0) : place]]
-        if event in self.launcher:
-            known.append(self.launcher[event])
-        return max((self.out.ops[one].end_s for one in known), default=np.inf)
+                self.draft.edge(self.draft.op_of[event], self.waiter[call])
 
     def _device_kind(self, event: int, scope: Scope, collective: int) -> Kind:
         if collective != MISSING:
@@ -383,63 +289,6 @@ class _StepBuilder:
             if any(way in name for way in _COPY_WAYS):
                 return Kind.COPY
         return scope.kind if scope.kind not in (Kind.LOAD, Kind.COLLECTIVE) else Kind.OTHER
-
-    def _typical(self) -> tuple[float, float]:
-        """Median launch latency, and median pause between two ops of a stream.
-
-        Both without other causes of delay: a stream also pauses where the next launch comes late.
-        """
-        ops = self.out.ops
-        late_s = [
-            ops[self.op_of[event]].start_s - ops[launch].end_s
-            for event, launch in self.launcher.items()
-        ]
-        launch_of = {self.op_of[event]: launch for event, launch in self.launcher.items()}
-        gaps_s = [
-            ops[after].start_s - ops[before].end_s
-            for lane, numbers in self.by_lane.items()
-            if self.trace.lanes[lane].device
-            for before, after in pairwise(numbers)
-            if after not in launch_of or ops[launch_of[after]].end_s <= ops[before].end_s
-        ]
-        latency_s, gap_s = (
-            [value for value in values if 0 <= value <= TYPICAL_GAP_S]
-            for values in (late_s, gaps_s)
-        )
-        return (
-            float(np.median(latency_s)) if latency_s else 0.0,
-            float(np.median(gap_s)) if gap_s else 0.0,
-        )
-
-    def _explain(
-        self, event: int, previous: int, waits: list[int], latency_s: float, gap_s: float
-    ) -> None:
-        """Add the edges into a device op.
-
-        The part of the start that its last parent does not explain becomes that parent's delay.
-        """
-        ops, number = self.out.ops, self.op_of[event]
-        start_s = ops[number].start_s
-        launch = self.launcher.get(event, MISSING)
-        parents = [*waits, *(op for op in (launch, previous) if op != MISSING)]
-        if not parents:
-            return
-        binding = max(parents, key=lambda parent: ops[parent].end_s)
-        left_s = max(start_s - ops[binding].end_s, 0.0)
-        if left_s > WAKE_S:
-            cause = Cause.DEVICE_FULL if event in self.crowded else Cause.UNKNOWN
-            usual_s = {launch: latency_s, previous: gap_s}.get(binding, 0.0)
-            from_s = ops[binding].end_s + usual_s
-            self.out.waits.append(DeviceWait(number, from_s, left_s - usual_s, cause))
-        for parent in parents:
-            slack_s = max(start_s - ops[parent].end_s, 0.0)
-            if parent == previous:
-                ops[parent].gap_s = left_s if parent == binding else min(gap_s, slack_s)
-                self._edge(parent, number)
-            elif parent == binding:
-                self._edge(parent, number, left_s)
-            else:
-                self._edge(parent, number, min(slack_s, latency_s) if parent == launch else 0.0)
 
     def _flows(self) -> None:
         """Add edges from forward ops to their backward ops, where the profiler drew an arrow."""
@@ -455,7 +304,7 @@ class _StepBuilder:
         for flow in self.trace.flows:
             first, second = op_at(flow.from_lane, flow.from_s), op_at(flow.to_lane, flow.to_s)
             if MISSING not in (first, second) and ops[first].end_s <= ops[second].start_s:
-                self._edge(first, second)
+                self.draft.edge(first, second)
 
     def _forward_before_backward(self) -> None:
         """Where nothing states what is forward: ops before the first backward op are."""

@@ -1,0 +1,219 @@
+"""The gradients of a recorded step: their sizes, and where they are completed and used.
+
+Sizes come from a file of the user, from our own recording, or from recorded shapes. Without any of
+these they are unknown.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from autotune.arrays import IntArray
+from autotune.dfg.graph import NONE, Kind
+from autotune.errors import InvalidInput
+from autotune.profiling.formats.rank_trace import MISSING, RankTrace
+from autotune.profiling.graph.forward_passes import find_origins, find_passes, recomputes
+from autotune.profiling.graph.host_units import ACCUMULATE, HostUnits, Unit, host_units
+from autotune.profiling.graph.layers import update_units
+from autotune.profiling.traces.job import TraceJob
+from autotune.whatif.base import Base
+from autotune.whatif.parameter_sizes import (
+    TensorShape,
+    matched_by_shape,
+    read_parameters,
+    recorded_variables,
+)
+from autotune.whatif.question import Gradient
+
+
+def gradients_of(
+    job: TraceJob, place: int, base: Base, parameters: Path | None = None
+) -> tuple[Gradient, ...] | None:
+    """The gradients of rank `place` in the order of its backward pass; None if sizes are unknown.
+
+    `base` is the rank's `recorded_base`. `parameters` is a file as `read_parameters` reads it; it
+    takes precedence. Raises `InvalidInput` for a file that cannot be read, or that does not fit the
+    gradients of the trace.
+    """
+    trace = job.ranks[place]
+    found = _found(trace, base)
+    if not found:
+        if parameters is None:
+            return None
+        raise InvalidInput(
+            "gradients are found by their accumulation, but the trace has no "
+            f"{ACCUMULATE}; record the operators of the host as well"
+        )
+    named = _named(job, found, parameters)
+    if named is None:
+        return None
+    return tuple(
+        Gradient(name, size_bytes, one.layer, one.ready, one.update, one.read)
+        for one, (name, size_bytes) in zip(found, named, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A gradient in the trace; ops are numbers of the base. `shape` is None if not recorded."""
+
+    shape: TensorShape | None
+    layer: str
+    ready: int
+    update: int
+    read: int
+
+
+def _named(
+    job: TraceJob, found: Sequence[_Found], parameters: Path | None
+) -> list[tuple[str, float]] | None:
+    """Names and sizes in bytes, in the order of `found`."""
+    shapes = [one.shape for one in found if one.shape is not None]
+    sizes = [shape.size_bytes for shape in shapes]
+    known = [float(size) for size in sizes if size is not None]
+    if parameters is not None:
+        named = list(reversed(read_parameters(parameters).items()))
+        _refuse_unfit(parameters, named, len(found), known)
+        return named
+    variables = recorded_variables(job.details)
+    if variables is not None and len(shapes) < len(found) == len(variables):
+        return [(one.name, float(one.grad_bytes)) for one in variables]
+    if len(known) < len(found):
+        return None
+    matched = None if variables is None else matched_by_shape(variables, shapes)
+    if matched is not None:
+        return [(one.name, size) for one, size in zip(matched, known, strict=True)]
+    return list(zip(_numbered([one.layer or "gradient" for one in found]), known, strict=True))
+
+
+def _refuse_unfit(
+    path: Path, named: Sequence[tuple[str, float]], count: int, known: Sequence[float]
+) -> None:
+    if len(named) != count:
+        raise InvalidInput(
+            f"{path} must list every parameter that has a gradient, but lists {len(named)} and the "
+            f"trace accumulates {count}"
+        )
+    if len(known) == count and sorted(known) != sorted(size for _, size in named):
+        wrong = next(
+            (name, size, own) for (name, size), own in zip(named, known, strict=True) if size != own
+        )
+        raise InvalidInput(
+            f"{path} must list parameters in the order of the forward pass with the sizes of the "
+            f"trace, but {wrong[0]!r} has {wrong[1]:.0f} bytes and its gradient {wrong[2]:.0f}"
+        )
+
+
+def _numbered(layers: Iterable[str]) -> list[str]:
+    """`conv_3.0`, `conv_3.1`: the gradients of each layer, counted."""
+    counts: dict[str, int] = {}
+    names = []
+    for layer in layers:
+        counts[layer] = counts.get(layer, -1) + 1
+        names.append(f"{layer}.{counts[layer]}")
+    return names
+
+
+def _found(trace: RankTrace, base: Base) -> list[_Found]:
+    """All gradients of the base in the order of the backward pass."""
+    host = (base.event != NONE) & ~base.on_device
+    units = host_units(trace, np.unique(base.event[host]).tolist())
+    origins = find_origins(units.units)
+    passes = [
+        one
+        for one in find_passes(units.units, trace.steps, origins, {}, _updates(base, units))
+        if one.gradients
+    ]
+    if not passes:
+        return []
+    counts = {len(one.gradients) for one in passes}
+    repeats = len(counts) == 1  # micro-batches accumulate the same gradients
+    ops = _UnitOps(base, units)
+    found = []
+    for one in passes[-1:] if repeats else passes:
+        readers = (passes[0] if repeats else one).gradients
+        updated: dict[Unit, Unit] = {}
+        for gradient, unit in update_units(passes[-1]):
+            updated.setdefault(gradient, unit)
+        for unit, reader in zip(one.gradients, readers, strict=True):
+            found.append(
+                _Found(
+                    None
+                    if unit.inputs == MISSING
+                    else TensorShape.of(trace.op_inputs[unit.inputs]),
+                    ops.layer(unit),
+                    ops.last_device(unit),
+                    ops.first_device(updated.get(unit)) if updated else ops.first_update,
+                    ops.first_read(origins.get(reader)),
+                )
+            )
+    return found
+
+
+def _updates(base: Base, units: HostUnits) -> set[int]:
+    """Events that begin a unit of the optimizer, according to annotations."""
+    ops = np.flatnonzero(base.kind == Kind.UPDATE)
+    calls = np.where(base.on_device[ops], base.launch[ops], ops)
+    events = base.event[calls[calls != NONE]].tolist()
+    return {units.of_event[event].event for event in events if event in units.of_event}
+
+
+class _UnitOps:
+    """The ops of units in a base."""
+
+    def __init__(self, base: Base, units: HostUnits) -> None:
+        self.base = base
+        self.first: dict[Unit, int] = {}
+        self.last: dict[Unit, int] = {}
+        for op in np.flatnonzero((base.event != NONE) & ~base.on_device).tolist():
+            unit = units.of_event.get(int(base.event[op]))
+            if unit is not None:
+                self.first.setdefault(unit, op)
+                self.last[unit] = op
+        plain = base.launched[base.kind[base.launched] != Kind.COLLECTIVE]
+        self.launched: dict[int, tuple[list[int], IntArray]] = {}
+        for queue in np.unique(base.queue[base.launch[plain]]).tolist():
+            own = plain[base.queue[base.launch[plain]] == queue]
+            own = own[np.argsort(base.launch[own], kind="stable")]
+            self.launched[queue] = base.launch[own].tolist(), own
+        self.first_update = self._first_update()
+
+    def _first_update(self) -> int:
+        base = self.base
+        updates = base.launched[base.kind[base.launched] == Kind.UPDATE]
+        if not len(updates):
+            updates = np.flatnonzero(base.kind == Kind.UPDATE)
+        return int(updates[0]) if len(updates) else NONE
+
+    def layer(self, unit: Unit) -> str:
+        layer = int(self.base.layer[self.first[unit]]) if unit in self.first else NONE
+        return "" if layer == NONE else self.base.names.layers[layer]
+
+    def last_device(self, unit: Unit) -> int:
+        """The last device op that the thread launches up to the unit's end; else its last op."""
+        op = self.last[unit]
+        launches, device = self.launched.get(int(self.base.queue[op]), ([], np.empty(0, int)))
+        place = bisect.bisect_right(launches, op)
+        return int(device[place - 1]) if place else op
+
+    def first_read(self, unit: Unit | None) -> int:
+        """The first op that reads a parameter of a forward unit."""
+        if unit is not None and recomputes(unit) and unit in self.first:
+            layer = int(self.base.layer[self.first[unit]])
+            same = self.base.on_device & (self.base.layer == layer) & (layer != NONE)
+            return int(np.argmax(same)) if same.any() else NONE
+        return self.first_device(unit)
+
+    def first_device(self, unit: Unit | None) -> int:
+        """The first device op that the thread launches from the unit on; else its first op."""
+        if unit is None or unit not in self.first:
+            return NONE
+        op = self.first[unit]
+        launches, device = self.launched.get(int(self.base.queue[op]), ([], np.empty(0, int)))
+        place = bisect.bisect_left(launches, op)
+        return int(device[place]) if place < len(device) else op
