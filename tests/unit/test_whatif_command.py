@@ -114,7 +114,8 @@ def test_timelines_and_report_are_written(trace, tmp_path, capsys) -> None:
 
 
 def test_perfetto_timelines_hold_every_op(trace, tmp_path, capsys) -> None:
-    protos = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
+    from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as protos
+
     base = recorded_base(training(5, 100), 0)
     timeline = steady(base).timeline
     last, before = period_ops(base)
