@@ -1,4 +1,4 @@
-"""Write a timeline as a Perfetto trace (protobuf): a sixth of the bytes of a Chrome trace.
+"""Write a timeline as a Perfetto trace (protobuf): a quarter of the bytes of a Chrome trace.
 
 The messages are those of the package `perfetto` (extra `perfetto`). Each worker is a process with a
 track for each queue. The critical path has a track of its own, with its delays. Other delays are
