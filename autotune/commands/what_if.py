@@ -17,8 +17,9 @@ from autotune.dfg.perfetto_trace import write_perfetto_trace
 from autotune.errors import InvalidInput
 from autotune.jobs.check import CheckPlan, check_all, progress_items, to_check
 from autotune.jobs.sources import named_cluster
-from autotune.jobs.what_if import Wanted, answered, checked_workers, items
+from autotune.jobs.what_if import Wanted, answered, checked_workers, items, measure_operators
 from autotune.profiling.traces.job import read_job
+from autotune.recordings.memory_file import RecordedMemory
 from autotune.reports.whatif_page import write_whatif_report
 from autotune.units import parse_seconds
 from autotune.whatif.answered import Answered
@@ -60,6 +61,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="sizes of the parameters, if the trace does not state them (JSON, name to shape)",
+    )
+    parser.add_argument(
+        "--measure",
+        type=Path,
+        metavar="FILE.csv",
+        help="time each distinct operator and shape of the trace on this machine, write the times, "
+        "and predict with them (kernel_times=FILE.csv)",
+    )
+    parser.add_argument(
+        "--measure-time",
+        default="2min",
+        help="time for --measure, longest ops first (default 2min)",
     )
     parser.add_argument(
         "--load",
@@ -114,8 +127,16 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     wanted = _wanted(options)
     command = _command(options)
     job = read_job(options.traces, ranks=options.ranks)
+    notes: tuple[str, ...] = ()
+    if options.measure is not None:
+        budget_s = parse_seconds(options.measure_time, "--measure-time")
+        with CountedProgress(Terminal(), "part", 1) as progress:
+            notes = (
+                measure_operators(job, wanted.rank, options.measure, budget_s, progress.begin),
+            )
     with CountedProgress(Terminal(), "part", items(job, wanted)) as progress:
         found = answered(job, wanted, progress.begin)
+    found = replace(found, notes=(*found.notes, *notes))
     if command is not None:
         found = _checked(found, command, options)
     written = []
@@ -173,6 +194,12 @@ def _wanted(options: argparse.Namespace) -> Wanted:
         asked = read_asked(options.check)
     if options.check and options.check not in [one.text for one in asked]:
         asked += read_asked(options.check)
+    if options.measure is not None:
+        path = str(options.measure)
+        if "," in path or "+" in path:
+            raise InvalidInput(f"--measure needs a path without ',' and '+', but it is {path}")
+        asked += read_asked(f"kernel_times={path}")
+    memory = RecordedMemory.read(Path(options.traces[0])) if len(options.traces) == 1 else None
     return Wanted(
         asked=asked,
         cluster=None if options.cluster is None else named_cluster(options.cluster),
@@ -180,6 +207,7 @@ def _wanted(options: argparse.Namespace) -> Wanted:
         parameters=options.parameters,
         rank=options.rank,
         curves=options.report is not None,
+        memory=memory,
     )
 
 

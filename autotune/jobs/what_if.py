@@ -10,15 +10,18 @@ import numpy as np
 
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
+from autotune.jobs.operator_times import measured_operators, working_operators, write_operator_times
 from autotune.profiling.formats.rank_trace import listed_numbers, repair_lines
 from autotune.profiling.graph.global_graph import build_dfg
 from autotune.profiling.graph.traced_steps import TracedSteps
 from autotune.profiling.traces.job import TraceJob
+from autotune.recordings.memory_file import RecordedMemory
 from autotune.whatif.answered import Answered
 from autotune.whatif.answers import Answer, Asked, answers
 from autotune.whatif.base import Base, bounds_s, steady
 from autotune.whatif.curves import bandwidth_curves, worker_curves
 from autotune.whatif.limits import limits
+from autotune.whatif.memory import replica_memory
 from autotune.whatif.question import Question
 from autotune.whatif.recorded import recorded_base
 from autotune.whatif.slow_rank import SlowRank, alone_s, slow_rank
@@ -32,7 +35,7 @@ class Wanted:
     """What a user asks of a job. `rank`: None chooses the slowest one.
 
     `workers`: numbers to predict for; () takes that of the cluster, if there is one. `curves`:
-    whether to predict them as well.
+    whether to predict them as well. `memory`: of the recorded replica, None if it is unknown.
     """
 
     asked: tuple[Asked, ...]
@@ -41,6 +44,7 @@ class Wanted:
     parameters: Path | None = None
     rank: int | None = None
     curves: bool = False
+    memory: RecordedMemory | None = None
 
 
 def answered(job: TraceJob, wanted: Wanted, progress: Progress = lambda item: None) -> Answered:
@@ -154,7 +158,30 @@ def _question(job: TraceJob, place: int, base: Base, wanted: Wanted) -> Question
     workers = wanted.workers[0] if wanted.workers else None
     if workers is None and wanted.cluster is not None:
         workers = wanted.cluster.world_size
-    return Question(cluster=wanted.cluster, workers=workers)
+    memory = replica_memory(job, place, wanted.memory)
+    return Question(cluster=wanted.cluster, workers=workers, memory=memory)
+
+
+def measure_operators(
+    job: TraceJob, rank: int | None, path: Path, budget_s: float, progress: Progress
+) -> str:
+    """Time the operators of a rank (None: the first) on this machine, for `kernel_times=path`.
+
+    Returns a line for people. Raises `InvalidInput` if none can be timed.
+    """
+    place = 0 if rank is None else job.rank_numbers.index(rank)
+    base = recorded_base(job, place)
+    known = working_operators(base)
+    measured = []
+    progress(f"timing {len(known)} operators")
+    for one in measured_operators(base, budget_s=budget_s):
+        measured.append(one)
+    rows = write_operator_times(path, measured)
+    timed_s = sum(one.step_s for one in measured if one.seconds is not None)
+    return (
+        f"{rows} operators were timed on this machine ({path}); they take "
+        f"{100 * timed_s / sum(known.values()):.0f} % of the operators' time in the trace"
+    )
 
 
 def checked_workers(numbers: Sequence[int]) -> tuple[int, ...]:

@@ -174,6 +174,7 @@ def test_a_step_bound_by_its_host_is_host_work() -> None:
     assert sum(found.path_s.values()) == pytest.approx(found.step_s)
     assert found.path_s["host"] > 0.8 * found.step_s
     assert found.host_only_s > found.device_only_s
+    assert found.host_only_s + found.both_s == pytest.approx(found.step_s, rel=1e-3)  # with gaps
 
 
 def test_a_message_that_nothing_hides_is_exposed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from periodic_training import training, training_text
 from synthetic_traces import span
 
+from autotune.commands.render.what_if import memory_text
 from autotune.dfg.chrome_trace import Section
 from autotune.dfg.perfetto_trace import write_perfetto_trace
 from autotune.jobs.what_if import Wanted, answered
@@ -21,6 +23,7 @@ from autotune.profiling.traces.job import read_job
 from autotune.whatif.answers import Asked
 from autotune.whatif.base import steady
 from autotune.whatif.limits import period_ops
+from autotune.whatif.memory import MemoryOutcome
 from autotune.whatif.recorded import recorded_base
 from autotune.whatif.registry import WHAT_IFS
 from autotune.whatif.user_file import load_what_ifs
@@ -149,6 +152,16 @@ def test_perfetto_timelines_hold_every_op(trace, tmp_path, capsys) -> None:
     assert data["files"] == [str(tmp_path / f"{name}.pftrace") for name in ("before", "quick")]
 
 
+def test_memory_is_shown_with_the_largest_batch_that_is_known() -> None:
+    peaks = "peak 2 GiB -> 1 GiB"
+    unknown = MemoryOutcome(2**31, 2**30, None, None, None, None)
+    assert memory_text(unknown) == peaks
+    times = replace(unknown, batch_times_before=1.5, batch_times_after=3.0)
+    assert memory_text(times) == f"{peaks}; largest batch 1.50 -> 3.00 times the recorded one"
+    samples = replace(times, largest_batch_before=24, largest_batch_after=48)
+    assert memory_text(samples) == f"{peaks}; largest batch 24 -> 48"
+
+
 def two_ranks(folder: Path, slow_us: float) -> list[Path]:
     """Steps of an op, an all-reduce that both ranks must reach, and an op; rank 1 is slower."""
     group: dict[str, Any] = {
@@ -207,6 +220,8 @@ def test_one_rank_can_be_asked_for(tmp_path, capsys) -> None:
         (("--workers", "0"), "--workers needs numbers of at least 1"),
         (("--cluster", "nowhere"), "the cluster must be a cluster file"),
         (("--load", "nowhere.py"), "--load needs a Python file"),
+        (("--measure", "times.csv"), "operators can be timed where the trace states them"),
+        (("--measure", "a,b.csv"), "--measure needs a path without ','"),
         (("--check", "quick"), "--check needs the script behind --"),
         (("--", "train.py"), "--check is missing"),
     ],

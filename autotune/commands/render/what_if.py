@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from autotune.commands.render.tables import plain_table
-from autotune.units import format_seconds
+from autotune.units import format_bytes, format_seconds
 from autotune.whatif.answered import Answered, MeasuredChange
 from autotune.whatif.answers import Answer
 from autotune.whatif.curves import Curve
 from autotune.whatif.limits import Limits
+from autotune.whatif.memory import MemoryOutcome
 
 SHOWN_PARTS = 3
 COLUMNS = ("what-if", "workers", "step", "speed-up", "interval", "host/device/both/comm/idle")
@@ -24,7 +26,7 @@ def answered_text(found: Answered) -> str:
         columns = (*COLUMNS, "critical path")
         keep = [k for k, _ in enumerate(columns) if k != 1 or any(row[1] for row in rows)]
         table = plain_table([columns[k] for k in keep], [[row[k] for k in keep] for row in rows])
-        lines += [table.rstrip("\n"), "", *_enacting(predicted)]
+        lines += [table.rstrip("\n"), "", *_enacting(predicted), *_memory(predicted)]
     lines += _refused(found)
     lines += _slow_rank(found)
     lines += _checked(found)
@@ -81,6 +83,32 @@ def _enacting(predicted: tuple[Answer, ...]) -> list[str]:
     lines = {one.name: one.enact for answer in predicted for one in answer.what_ifs}
     width = max(map(len, lines))
     return ["enacted by:"] + [f"  {name.ljust(width)}  {line}" for name, line in lines.items()]
+
+
+def _memory(predicted: tuple[Answer, ...]) -> list[str]:
+    """The peak memory of what-ifs that are about it, or why it is unknown."""
+    lines = []
+    for one in predicted:
+        assert one.prediction is not None
+        memory, reason = one.prediction.memory, one.prediction.memory_reason
+        if memory is not None:
+            lines.append(f"  {one.asked.text}: {memory_text(memory)}")
+        elif reason:
+            lines.append(f"  {one.asked.text}: {reason}")
+    return ["memory of a replica:", *lines] if lines else []
+
+
+def memory_text(memory: MemoryOutcome) -> str:
+    """Peaks, and the largest batch if the device is known."""
+    text = f"peak {format_bytes(memory.before_bytes)} -> {format_bytes(memory.after_bytes)}"
+    if memory.largest_batch_before is not None and memory.largest_batch_after is not None:
+        return (
+            f"{text}; largest batch {memory.largest_batch_before} -> {memory.largest_batch_after}"
+        )
+    if memory.batch_times_before is not None and memory.batch_times_after is not None:
+        times = f"{memory.batch_times_before:.2f} -> {memory.batch_times_after:.2f}"
+        return f"{text}; largest batch {times} times the recorded one"
+    return text
 
 
 def _refused(found: Answered) -> list[str]:
@@ -197,6 +225,8 @@ def _answer_data(one: Answer) -> dict[str, Any]:
         "speedup_low": prediction.speedup_low,
         "speedup_high": prediction.speedup_high,
         "limits": limits_data(limits),
+        "memory": None if prediction.memory is None else asdict(prediction.memory),
+        "memory_reason": prediction.memory_reason,
     }
 
 
