@@ -12,7 +12,7 @@ from autotune.commands.arguments import add_ranks
 from autotune.commands.render.counted import CountedProgress
 from autotune.commands.render.terminal import Terminal
 from autotune.commands.render.what_if import answered_data, answered_text
-from autotune.dfg.chrome_trace import Section, write_chrome_trace
+from autotune.dfg.chrome_trace import write_chrome_trace
 from autotune.dfg.perfetto_trace import write_perfetto_trace
 from autotune.errors import InvalidInput
 from autotune.jobs.check import CheckPlan, check_all, progress_items, to_check
@@ -24,8 +24,8 @@ from autotune.reports.whatif_page import write_whatif_report
 from autotune.units import parse_seconds
 from autotune.whatif.answered import Answered
 from autotune.whatif.answers import Asked, all_asked, read_asked
-from autotune.whatif.base import Base, Steady
-from autotune.whatif.limits import period_ops
+from autotune.whatif.base import Base
+from autotune.whatif.limits import surrounded_step
 from autotune.whatif.user_file import load_what_ifs
 from runtime_rewriter.world.command import read_command
 from runtime_rewriter.world.script_command import ScriptCommand
@@ -220,20 +220,17 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def write_timelines(found: Answered, folder: Path, form: str) -> list[Path]:
     """Write one steady step before and after each predicted combination; the files."""
-    written = [_write_timeline(found.base, found.before, folder / "before", form)]
+    written = [_write_timeline(found.base, folder / "before", form)]
     for one in found.predicted:
         assert one.prediction is not None
         name = one.asked.text.replace("/", "_")
         name += "" if one.workers is None else f".{one.workers}_workers"
-        prediction = one.prediction
-        written.append(_write_timeline(prediction.base, prediction.timeline, folder / name, form))
+        written.append(_write_timeline(one.prediction.base, folder / name, form))
     return written
 
 
-def _write_timeline(base: Base, steady: Steady, stem: Path, form: str) -> Path:
-    last, before = period_ops(base)
-    timeline = steady.timeline
-    section = Section(float(timeline.end_s[before]), float(timeline.end_s[last]), last)
+def _write_timeline(base: Base, stem: Path, form: str) -> Path:
+    timeline, section = surrounded_step(base)
     if form == "perfetto" or (form == "auto" and base.ops > JSON_OPS):
         path = stem.with_name(f"{stem.name}.pftrace")
         write_perfetto_trace(timeline, path, section)

@@ -9,16 +9,20 @@ N        ops of the base; op i of copy c is op c * N + i of the timeline, delays
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from autotune.arrays import BoolArray
+from autotune.dfg.chrome_trace import Section
 from autotune.dfg.graph import COMMUNICATION, NONE, Kind
-from autotune.dfg.replay import Timeline
+from autotune.dfg.replay import Timeline, replay
 from autotune.dfg.utilisation import covered_s
 from autotune.whatif.base import Base, Steady
 
+STEPS_BEHIND = 2
+"""Steps that follow a drawn one: the host may already work for them."""
 COMMUNICATION_PART, HOST_PART, GAP_PART, DELAY_PART = (
     "communication",
     "host",
@@ -53,8 +57,10 @@ def limits(base: Base, steady: Steady) -> Limits:
     """The limits of the replayed base."""
     last, before = period_ops(base)
     begin_s, end_s = (float(steady.timeline.end_s[op]) for op in (before, last))
-    host, device, links = _resources(base, steady.timeline)
-    busy = _Busy(base, steady.timeline, begin_s, end_s)
+    links = np.isin(base.kind, [int(kind) for kind in COMMUNICATION]) & (base.queue != NONE)
+    computes = (base.queue != NONE) & ~links
+    host, device = computes & ~base.on_device, computes & base.on_device
+    busy = _Busy(base, steady.timeline, begin_s, end_s - begin_s)
     host_s, device_s, either_s = (
         busy.seconds(host),
         busy.seconds(device),
@@ -80,28 +86,40 @@ def period_ops(base: Base) -> tuple[int, int]:
     return last, last - base.ops
 
 
-def _resources(base: Base, timeline: Timeline) -> tuple[BoolArray, BoolArray, BoolArray]:
-    """(ops of the timeline,) each: computing on the host, computing on a device, communicating."""
-    dfg = timeline.dfg
-    copied = np.zeros(dfg.ops, dtype=np.bool_)
-    count = base.ops * base.copies()
-    copied[:count] = np.tile(base.on_device, base.copies())
-    links = np.isin(dfg.kind, [int(kind) for kind in COMMUNICATION])
-    queued = (dfg.queue != NONE) & ~links
-    return queued & ~copied, queued & copied, links
+def surrounded_step(base: Base) -> tuple[Timeline, Section]:
+    """A replay in which other steps follow the steady one, and the section that is this step."""
+    timeline = replay(base.dfg(base.copies() + STEPS_BEHIND))
+    last, before = period_ops(base)
+    return timeline, Section(float(timeline.end_s[before]), float(timeline.end_s[last]), last)
 
 
 class _Busy:
-    def __init__(self, base: Base, timeline: Timeline, begin_s: float, end_s: float) -> None:
-        host_gap_s = timeline.dfg.gap_s.copy()
-        count = base.ops * base.copies()
-        host_gap_s[:count] *= ~np.tile(base.on_device, base.copies())
-        self.start_s = np.clip(timeline.start_s, begin_s, end_s)
-        self.end_s = np.clip(timeline.end_s + host_gap_s, begin_s, end_s)
+    """When ops run in a period, which repeats: an op outside of it is that of another step."""
+
+    def __init__(self, base: Base, timeline: Timeline, begin_s: float, period_s: float) -> None:
+        first = base.ops * (base.copies() - 1)
+        own = slice(first, first + base.ops)
+        self.period_s = period_s
+        self.start_s = timeline.start_s[own] - begin_s
+        self.end_s = timeline.end_s[own] - begin_s + np.where(base.on_device, 0.0, base.gap_s)
 
     def seconds(self, ops: BoolArray) -> float:
-        """How long at least one of `ops` runs."""
-        return covered_s(self.start_s[ops], self.end_s[ops])
+        """How long at least one of `ops`, shape (N,), runs."""
+        if not ops.any() or self.period_s <= 0:
+            return 0.0
+        start_s, end_s = self.start_s[ops], self.end_s[ops]
+        steps = range(
+            math.floor(start_s.min() / self.period_s), math.floor(end_s.max() / self.period_s) + 1
+        )
+        shifted = [
+            (
+                np.clip(start_s - step * self.period_s, 0.0, self.period_s),
+                np.clip(end_s - step * self.period_s, 0.0, self.period_s),
+            )
+            for step in steps
+        ]
+        starts_s, ends_s = (np.concatenate(times) for times in zip(*shifted, strict=True))
+        return covered_s(starts_s, ends_s)
 
 
 def _path_s(base: Base, timeline: Timeline, last: int, begin_s: float) -> dict[str, float]:

@@ -16,13 +16,11 @@ from periodic_training import training, training_text
 from synthetic_traces import span
 
 from autotune.commands.render.what_if import memory_text
-from autotune.dfg.chrome_trace import Section
 from autotune.dfg.perfetto_trace import write_perfetto_trace
 from autotune.jobs.what_if import Wanted, answered
 from autotune.profiling.traces.job import read_job
 from autotune.whatif.answers import Asked
-from autotune.whatif.base import steady
-from autotune.whatif.limits import period_ops
+from autotune.whatif.limits import surrounded_step
 from autotune.whatif.memory import MemoryOutcome
 from autotune.whatif.recorded import recorded_base
 from autotune.whatif.registry import WHAT_IFS
@@ -120,10 +118,8 @@ def test_perfetto_timelines_hold_every_op(trace, tmp_path, capsys) -> None:
     from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as protos
 
     base = recorded_base(training(5, 100), 0)
-    timeline = steady(base).timeline
-    last, before = period_ops(base)
+    timeline, section = surrounded_step(base)
     path = tmp_path / "one.pftrace"
-    section = Section(float(timeline.end_s[before]), float(timeline.end_s[last]), last)
     shown = write_perfetto_trace(timeline, path, section)
     read = protos.Trace()
     read.ParseFromString(path.read_bytes())
@@ -220,7 +216,7 @@ def test_one_rank_can_be_asked_for(tmp_path, capsys) -> None:
         (("--workers", "0"), "--workers needs numbers of at least 1"),
         (("--cluster", "nowhere"), "the cluster must be a cluster file"),
         (("--load", "nowhere.py"), "--load needs a Python file"),
-        (("--measure", "times.csv"), "operators can be timed where the trace states them"),
+        (("--measure", "times.csv"), "operators can be timed with the shapes of their inputs"),
         (("--measure", "a,b.csv"), "--measure needs a path without ','"),
         (("--check", "quick"), "--check needs the script behind --"),
         (("--", "train.py"), "--check is missing"),
