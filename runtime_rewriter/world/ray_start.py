@@ -18,8 +18,8 @@ REGISTERED_S = 30.0
 
 @contextlib.contextmanager
 def quick_start() -> Iterator[None]:
-    """Within it, `ray.init` starts neither an autoscaler nor a monitor of logs, and goes on as soon
-    as its node is registered.
+    """Within it, `ray.init` starts no autoscaler, no monitor of logs and no dashboard, and goes on as
+    soon as its node is registered.
 
     Nobody reads what these would collect, and each takes a core for a part of a second.
     """
@@ -40,10 +40,17 @@ def quick_start() -> Iterator[None]:
             time.sleep(POLL_S)
         return own_get_node(gcs_address, node_id)
 
+    def no_dashboard(*arguments: Any, **options: Any) -> tuple[None, None]:
+        """As if it had failed to start. `include_dashboard=False` starts the process, too."""
+        return None, None
+
     own_node: Callable[..., Any] = node.Node
     own_get_node: Callable[..., Any] = services.get_node
+    own_start: Callable[..., Any] = services.start_api_server
     node.Node, services.get_node = lean_node, registered_node  # type: ignore[misc, assignment]
+    services.start_api_server = no_dashboard
     try:
         yield
     finally:
         node.Node, services.get_node = own_node, own_get_node  # type: ignore[misc, assignment]
+        services.start_api_server = own_start

@@ -5,6 +5,7 @@ The ranks are forked from a process that has torch imported: that is most of wha
 
 from __future__ import annotations
 
+import multiprocessing.context
 import os
 import socket
 import subprocess
@@ -12,8 +13,9 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import IO
+from typing import IO, ClassVar
 
 import torch
 from torch_world import fork_server
@@ -32,6 +34,8 @@ from runtime_rewriter.world.world import PROBE_S, World
 class ForkedRank:
     """Implements `Process`; the class itself is a `Spawn`."""
 
+    kind: ClassVar[type[BaseProcess]] = multiprocessing.context.ForkServerProcess
+
     def __init__(
         self,
         words: list[str],
@@ -42,7 +46,7 @@ class ForkedRank:
     ) -> None:
         context = fork_server()
         receiver, sender = context.Pipe(duplex=False)
-        self._process = context.Process(
+        self._process = self.kind(
             target=_rank, args=(sender, words, environment, directory, log.name, line), daemon=True
         )
         self._process.start()

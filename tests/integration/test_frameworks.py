@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,11 @@ LAUNCHES = {
     ),
     "mpirun": ("mpirun -np 2 --oversubscribe python {scripts}/train_mpi.py", ""),
 }
+if find_spec("horovod") is not None:
+    LAUNCHES["mpirun, Horovod"] = (
+        "mpirun -np 2 --oversubscribe python {scripts}/train_horovod.py",
+        "",
+    )
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:

@@ -8,7 +8,7 @@ import copy
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,17 +16,30 @@ from typing import Any
 
 import numpy as np
 import pytest
-from odd_scripts.horovod_tensorflow import TENSORFLOW_SCRIPTS, batch, network, of_tensorflow
-from test_horovod_torch import FP16, WAITS, WAYS, PlanSession, as_launched, free_port
+from odd_scripts.horovod_tensorflow import TENSORFLOW_SCRIPTS, step_of
+from odd_scripts.refused_horovod_tensorflow import REFUSED, THREADS, recorded
+from tensorflow_ranks import TensorflowProcess
+from test_horovod_torch import (
+    FP16,
+    WAITS,
+    WAYS,
+    PlanSession,
+    as_launched,
+    free_port,
+    keep_imports_from_collections,
+)
 from torch_plans import uniform
 from torch_world import run_world
 
-from autotune.errors import AutotuneError
+from autotune.errors import AutotuneError, InvalidInput
 from runtime_rewriter.emulation import Timetable
+from runtime_rewriter.horovod.tensorflow_refusals import check_threads
 from runtime_rewriter.horovod.tensorflow_scripts import tensorflow_horovod_steered
 from runtime_rewriter.pytorch.emulation import accelerator_of
 from runtime_rewriter.pytorch.numerics import GradientGate
 from runtime_rewriter.pytorch.profile import WorkloadProfiler
+from runtime_rewriter.recording.session import RecordingSession
+from runtime_rewriter.recording.settings import RecordSettings
 
 pytest.importorskip("horovod", reason="`make horovod` builds it")
 
@@ -48,7 +61,9 @@ def check_all(rank: int, port: int, timeline: str) -> dict[str, Any]:
     """Everything that the tests look at, in one job."""
     as_launched(rank, port)
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    keep_imports_from_collections()
     names = list(TENSORFLOW_SCRIPTS)
+    one_thread = refusal_of_one_thread()  # TensorFlow takes no other number after its first step
     return {
         "scripts": [f"{name}: {p}" for name in names for p in problems_of(name, rank)],
         "sent": sent(rank, timeline),
@@ -57,7 +72,21 @@ def check_all(rank: int, port: int, timeline: str) -> dict[str, Any]:
         "emulated": emulated(rank),
         "one rank": on_one_rank(rank),
         "refusals": refusals(rank),
+        "one_thread": one_thread,
     }
+
+
+def refusal_of_one_thread() -> str:
+    import tensorflow as tf
+
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    try:
+        check_threads()
+    except InvalidInput as refusal:
+        return str(refusal)
+    finally:
+        tf.config.threading.set_inter_op_parallelism_threads(0)
+    return "not refused"
 
 
 @contextmanager
@@ -108,25 +137,6 @@ def compare(run: Any, own: Any, tolerance: float) -> None:
         np.testing.assert_allclose(np.asarray(run), own, rtol=0, atol=tolerance * largest)
     else:
         np.testing.assert_array_equal(run, own)
-
-
-def step_of(hvd: Any, rank: int, **options: Any) -> Any:
-    """A model's variables, and a function that trains it for a step."""
-    import tensorflow as tf
-
-    model = network()
-    variables = of_tensorflow(model.trainable_variables)
-
-    @tf.function
-    def train_step(x: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(model(x, training=True) ** 2)
-        gradients = hvd.DistributedGradientTape(tape, **options).gradient(loss, variables)
-        for gradient, variable in zip(gradients, variables, strict=True):
-            variable.assign_sub(0.05 * gradient)
-        return loss
-
-    return variables, lambda step: train_step(batch(rank, step))
 
 
 def sent(rank: int, timeline: str) -> list[str]:
@@ -263,66 +273,15 @@ def on_one_rank(rank: int) -> bool:
     )
 
 
-def keras_refusals() -> list[Callable[[], object]]:
-    """Uses of Horovod's modules for Keras."""
-    import horovod.keras
-    import horovod.tensorflow as hvd
-    import horovod.tensorflow.keras
-    import keras
-
-    def optimizer() -> None:
-        hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
-
-    def optimizer_of_keras() -> None:
-        horovod.tensorflow.keras.DistributedOptimizer(keras.optimizers.SGD(0.1))
-
-    def optimizer_of_old_keras() -> None:
-        horovod.keras.DistributedOptimizer(keras.optimizers.SGD(0.1))
-
-    def callback() -> None:
-        horovod.tensorflow.keras.callbacks.BroadcastGlobalVariablesCallback(0)
-
-    return [optimizer, optimizer_of_keras, optimizer_of_old_keras, callback]
-
-
 def refusals(rank: int) -> dict[str, str]:
     """The message of each script that cannot be tuned."""
-    import horovod.tensorflow as hvd
-    import tensorflow as tf
-
-    def adasum() -> None:
-        step_of(hvd, rank, op=hvd.Adasum)[1](0)
-
-    def maximum() -> None:
-        step_of(hvd, rank, op=hvd.Max)[1](0)
-        assert session.synchronizer is not None
-        session.synchronizer.load(uniform(session.synchronizer.module, 2))
-
-    def keras_variables() -> None:
-        model = network()
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(model(batch(rank, 0)) ** 2)
-        hvd.DistributedGradientTape(tape).gradient(loss, model.trainable_variables)
-
-    def loop() -> None:
-        train = step_of(hvd, rank)[1]
-
-        @tf.function
-        def steps() -> None:
-            for _ in tf.range(2):
-                train(0)
-
-        steps()
-
-    def elastic() -> None:
-        hvd.elastic.run(print)
-
     messages = {}
-    for script in (*keras_refusals(), adasum, maximum, keras_variables, loop, elastic):
+    for script in REFUSED:
         session = PlanSession(lambda module: None, in_trial=False)
-        with launched(session):
+        recorder = RecordingSession(RecordSettings("unused"))
+        with launched(recorder if script is recorded else session):
             try:
-                script()
+                script(rank, session)
                 messages[script.__name__] = "not refused"
             except AutotuneError as refusal:
                 messages[script.__name__] = str(refusal)
@@ -332,7 +291,8 @@ def refusals(rank: int) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     timeline = tmp_path_factory.mktemp("horovod") / "timeline.json"
-    return run_world(check_all, 2, free_port(), str(timeline), timeout_s=500.0)
+    arguments = (free_port(), str(timeline))
+    return run_world(check_all, 2, *arguments, timeout_s=500.0, process=TensorflowProcess)
 
 
 def test_every_script_sees_and_trains_what_its_own_horovod_gives(found) -> None:
@@ -371,19 +331,11 @@ def test_gradients_of_one_rank_are_averaged_with_zeros(found) -> None:
 
 
 def test_a_script_that_cannot_be_tuned_is_told_why(found) -> None:
-    tape = "tape = hvd.DistributedGradientTape(tape)"
-    expected = {
-        "optimizer": tape,
-        "optimizer_of_keras": tape,
-        "optimizer_of_old_keras": tape,
-        "callback": "call hvd.broadcast_variables([variable.value",
-        "adasum": "use op=hvd.Average",
-        "maximum": "op other than hvd.Average and hvd.Sum",
-        "keras_variables": "[variable.value for variable in model.trainable_variables]",
-        "loop": "a tf.function of one step in a Python loop",
-        "elastic": "elastic Horovod cannot be controlled",
-    }
     for of_rank in found:
-        assert of_rank["refusals"].keys() == expected.keys()
-        for name, part in expected.items():
-            assert part in of_rank["refusals"][name]
+        for script, part in REFUSED.items():
+            assert part in of_rank["refusals"][script.__name__]
+
+
+def test_one_thread_between_operations_is_refused_with_the_call_that_sets_two(found) -> None:
+    for of_rank in found:
+        assert THREADS in of_rank["one_thread"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import socket
 import warnings
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from horovod_timelines import operations_of
 from odd_scripts.basics import Net
-from odd_scripts.horovod import HOROVOD_SCRIPTS
+from odd_scripts.horovod import HOROVOD_SCRIPTS, Branches
 from test_odd_scripts import detached
 from torch import nn
 from torch_plans import mixed, uniform
@@ -116,7 +117,14 @@ def as_launched(rank: int, port: int) -> None:
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
         "HOROVOD_TIMELINE": "DYNAMIC",
+        "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
     }
+
+
+def keep_imports_from_collections() -> None:
+    """Let no plan be loaded with a collection, and no search for a module visit all imports."""
+    gc.disable()
+    gc.freeze()
 
 
 def free_port() -> int:
@@ -128,6 +136,7 @@ def free_port() -> int:
 def check_all(rank: int, port: int, timeline: str) -> dict[str, Any]:
     """Everything that the tests look at, in one job."""
     as_launched(rank, port)
+    keep_imports_from_collections()
     names = list(HOROVOD_SCRIPTS)
     with updates_counted() as crossed:
         problems = {}
@@ -141,6 +150,8 @@ def check_all(rank: int, port: int, timeline: str) -> dict[str, Any]:
         "fp16": compressed(rank),
         "restarts": restarts(rank),
         "sparse on one rank": sparse_on_one_rank(rank),
+        "sparse on one rank, in a group": sparse_on_one_rank(rank, grouped=True),
+        "unused on one rank, in a group": unused_in_a_group(rank),
         "refusals": refusals(rank),
         "apply": applied(rank),
     }
@@ -292,13 +303,17 @@ class Sometimes(nn.Module):
         return self.head(x) + rows
 
 
-def sparse_on_one_rank(rank: int) -> bool:
-    """Whether a plan averages rows that only rank 0 has, as if rank 1 had sent zeros."""
+def sparse_on_one_rank(rank: int, grouped: bool = False) -> bool:
+    """Whether a plan averages rows that only rank 0 has, as if rank 1 had sent zeros.
+
+    `grouped`: the script has a group of the embedding and a parameter that all ranks use.
+    """
     session = PlanSession(lambda module: uniform(module, 2), in_trial=False)
     with launched(session):
         model = Sometimes()
         before = model.embedding.weight.detach().clone()
-        optimizer = wrapped(model)
+        groups = [[model.embedding.weight, model.head.bias]] if grouped else None
+        optimizer = wrapped(model, groups=groups)
         x = torch.ones(1, 6)
         model(x, used=rank == 0).sum().backward()
         optimizer.step()
@@ -307,6 +322,33 @@ def sparse_on_one_rank(rank: int) -> bool:
     rows = torch.zeros(8, 6)
     rows[1], rows[3] = 2.0, 4.0  # two outputs
     return torch.equal(model.embedding.weight, before - 0.05 * rows / 2)
+
+
+def unused_in_a_group(rank: int) -> bool:
+    """Whether a plan trains a script whose groups have parameters that some ranks do not use as
+    Horovod trains it without groups. With them Horovod itself stalls: the ranks enqueue different
+    operations."""
+    results = []
+    plans: tuple[PlanOf, PlanOf] = (lambda module: None, lambda module: uniform(module, 2))
+    for grouped, plan_of in enumerate(plans):
+        session = PlanSession(plan_of, in_trial=False)
+        with launched(session):
+            torch.manual_seed(0)
+            model = Branches()
+            of_layers = [
+                [model.left.weight, model.right.weight],
+                [model.left.bias, model.idle.bias],
+            ]
+            optimizer = wrapped(model, groups=of_layers if grouped else None)
+            for step in range(3):
+                optimizer.zero_grad()
+                x = torch.randn(5, 6, generator=seeded(10 * rank + step))
+                model(x, left=rank == step % 2).square().mean().backward()
+                optimizer.step()
+        assert session.synchronizer is not None
+        session.synchronizer.close()
+        results.append([parameter.detach() for parameter in model.parameters()])
+    return all(map(torch.equal, *results))
 
 
 def refusals(rank: int) -> dict[str, str]:
@@ -335,8 +377,11 @@ def refusals(rank: int) -> dict[str, str]:
     def elastic() -> None:
         hvd.elastic.run(print)
 
+    def some_ranks() -> None:
+        wrapped(Net(), process_set=hvd.add_process_set([0]))
+
     messages = {}
-    for script in (adasum, part_of_a_module, maximum, different_plans, elastic):
+    for script in (adasum, part_of_a_module, maximum, different_plans, elastic, some_ranks):
         session = PlanSession(lambda module: None, in_trial=False)
         with launched(session):
             try:
@@ -385,7 +430,12 @@ def test_only_a_script_with_groups_of_its_own_costs_restarts(found) -> None:
 
 
 def test_rows_of_one_rank_are_averaged_with_zeros(found) -> None:
-    assert found[0]["sparse on one rank"] and found[1]["sparse on one rank"]
+    for of_rank in found:
+        assert of_rank["sparse on one rank"] and of_rank["sparse on one rank, in a group"]
+
+
+def test_a_parameter_of_a_group_may_be_unused_on_one_rank(found) -> None:
+    assert all(of_rank["unused on one rank, in a group"] for of_rank in found)
 
 
 def test_apply_leaves_a_script_to_its_launcher(found) -> None:
@@ -399,6 +449,7 @@ def test_a_script_that_cannot_be_tuned_is_told_why(found) -> None:
         "maximum": "op other than hvd.Average and hvd.Sum",
         "different_plans": "every rank must hold the same plan",
         "elastic": "elastic Horovod cannot be controlled",
+        "some_ranks": "its process set has ranks 0 of 2; tune with only these ranks",
     }
     for of_rank in found:
         assert of_rank["refusals"].keys() == expected.keys()

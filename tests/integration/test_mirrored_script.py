@@ -16,6 +16,7 @@ if find_spec("tensorflow") is None:  # an import takes 7 s
     pytest.skip("the extra tensorflow is not installed", allow_module_level=True)
 
 import numpy as np
+from tensorflow_ranks import with_tensorflow
 
 from autotune.cluster import Cluster
 from autotune.records import Failed, FailureKind, Measured, Role, TrialRequest
@@ -40,6 +41,7 @@ def test_trials_change_the_messages_of_the_script_s_own_step(make_world, tmp_pat
         step_timeout_s=120.0,
         start_timeout_s=240.0,
         probe_s=0.0,
+        supervisor=with_tensorflow,
     )
     profile = world.profile()
     workload = profile.workload

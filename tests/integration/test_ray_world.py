@@ -97,7 +97,8 @@ def test_a_private_cluster_runs_no_server_without_a_reader(clusters) -> None:
     folder = Path(os.environ[FOLDER_VARIABLE])
     commands = [Path(f"/proc/{one}/cmdline").read_bytes() for one in processes_of(folder)]
     assert any(b"gcs_server" in words for words in commands)
-    assert not [words for words in commands if b"monitor.py" in words]
+    for unread in (b"monitor.py", b"dashboard.py"):
+        assert not [words for words in commands if unread in words]
 
 
 @pytest.fixture

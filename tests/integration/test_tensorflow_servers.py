@@ -10,6 +10,8 @@ import pytest
 if find_spec("tensorflow") is None:  # an import takes 7 s
     pytest.skip("the extra tensorflow is not installed", allow_module_level=True)
 
+from tensorflow_ranks import with_tensorflow
+
 from autotune.cluster import Cluster
 from autotune.records import Failed, FailureKind, Measured, Role, TrialRequest
 from autotune.strategy_space.builders.cross_step import cross_step_all_reduce
@@ -33,7 +35,8 @@ def test_trials_change_plans_in_one_run_and_failed_servers_cost_a_restart_each(
     make_world, tmp_path
 ) -> None:
     planted = tmp_path / "planted"
-    world = make_world("100000", str(planted), script=SCRIPT, step_timeout_s=20.0)
+    words = ("100000", str(planted))
+    world = make_world(*words, script=SCRIPT, step_timeout_s=20.0, supervisor=with_tensorflow)
     profile = world.profile()
     workload = profile.workload
     assert {one.shape for one in workload.variables} == {(16, 32), (32,), (32, 4), (4,)}

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from short_jobs import FEW_STEPS, SHORT_PROBE, take_interrupts, with_tracking_store
 
 from autotune.export import read_export
-from autotune.records import Accelerators, Network
+from autotune.records import Accelerators, Measured, Network
 from autotune.storage.store import Store
 from autotune.testbed import bed
 from autotune.testbed.capabilities import capabilities
+from autotune.workload import Library
 
 ABLE = capabilities()
 pytestmark = [pytest.mark.skipif(not ABLE.possible, reason=ABLE.message), pytest.mark.slow]
@@ -87,6 +90,57 @@ def test_a_job_on_a_testbed_states_so_everywhere_and_leaves_nothing(tmp_path) ->
     assert read_export(Path(result["best"])).conditions.network is Network.EMULATED
     assert beds_of("say-so") == []
     assert result["unsent_tracking_items"] == 0
+
+
+@pytest.mark.skipif(find_spec("horovod") is None, reason="`make horovod` builds it")
+def test_a_tensorflow_script_of_horovod_is_tuned_on_emulated_accelerators_and_runs_its_export(
+    tmp_path, tracking_store
+) -> None:
+    with_tracking_store(tmp_path, tracking_store)
+
+    def autotune(*words: str) -> subprocess.CompletedProcess[str]:
+        commands = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        done = subprocess.run(
+            [*AUTOTUNE, *words],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=280,
+            env={**os.environ, "PATH": commands},
+        )
+        assert done.returncode == 0, done.stderr
+        return done
+
+    script = (
+        "horovodrun",
+        "-np",
+        "2",
+        "--cycle-time-ms",
+        "2",
+        "python",
+        str(SMALL.with_name("train_horovod_tensorflow.py")),
+    )
+    few = ("--budget-trials", "1", "--top-k", "1", "--samples-per-round", "20", *FEW_STEPS)
+    testbed = ("--testbed", str(cluster_file(tmp_path, "graphs")), "--accelerators", "emulated")
+    job = ("--directory", str(tmp_path), "--job", "bed", "--search", "random", "--json")
+    tuned = json.loads(autotune("tune", *testbed, *job, *few, *SHORT_PROBE, "--", *script).stdout)
+    with Store.open(tmp_path / "autotune.db") as store:
+        history = store.history("bed")
+    assert history.profiled is not None
+    assert history.profiled.workload.source == "measured"
+    planned = [trial for trial in history.trials if trial.plan_id is not None]
+    for trial in (history.trials[0], planned[0]):
+        assert isinstance(trial.outcome, Measured), trial.outcome
+        assert trial.conditions.accelerators is Accelerators.EMULATED
+    assert planned[0].outcome.gradient_error == 0.0
+    assert read_export(Path(tuned["best"])).library is Library.HOROVOD
+    strategy, export = planned[0].request.strategy_id, tmp_path / "planned.json"
+    chosen = ("--strategy", strategy, "--directory", str(tmp_path), "-o", str(export))
+    autotune("export", *chosen)
+    ran = autotune("run", "--strategy", str(export), "--", "env", "STEPS=3", *script)
+    assert f"ran with {strategy} (carried out by" in ran.stdout
+    sums = {line.partition(" sums ")[2] for line in ran.stdout.splitlines() if " sums " in line}
+    assert len(sums) == 1, "all ranks hold the same variables"
 
 
 def test_ctrl_c_takes_the_testbed_down_and_resume_builds_it_again(tmp_path, tracking_store) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -34,10 +35,12 @@ def run_world(
     timeout_s: float = 90.0,
     backend: str = BACKEND,
     device: str = DEVICE,
+    process: Callable[..., BaseProcess] | None = None,
 ) -> list[Any]:
     """Run `check(rank, *arguments)` in `size` processes with a process group; results by rank.
 
     A rank that raises fails the test with its traceback. One that exits silently returns None.
+    `process`: builds the processes; by default they are forked from `fork_server`.
     `device`: the default device of tensors. On `cuda` all ranks share one GPU. On `cuda:0` the
     process group is also bound to it, and splits its communicators.
     """
@@ -50,18 +53,19 @@ def run_world(
     where = (store.port, backend, device)
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     shares = [(pipes[rank][1], check, rank, size, where, arguments) for rank in range(size)]
-    processes = [context.Process(target=_rank_main, args=share, daemon=True) for share in shares]
-    for process in processes:
-        process.start()
+    build = process or context.Process
+    processes = [build(target=_rank_main, args=share, daemon=True) for share in shares]
+    for started in processes:
+        started.start()
     for _, sending in pipes:
         sending.close()
     deadline = time.monotonic() + timeout_s
     results = [_receive(receiving, deadline) for receiving, _ in pipes]
-    for process in processes:
-        process.join(timeout=max(0.1, min(10.0, deadline - time.monotonic())))
-        if process.is_alive():
-            process.kill()
-            process.join()
+    for started in processes:
+        started.join(timeout=max(0.1, min(10.0, deadline - time.monotonic())))
+        if started.is_alive():
+            started.kill()
+            started.join()
     errors = [f"rank {r}:\n{value}" for r, (kind, value) in enumerate(results) if kind == "error"]
     assert not errors, "\n".join(errors)
     return [value for _, value in results]
@@ -109,11 +113,17 @@ def set_host(rank: int, layout: tuple[int, ...]) -> int:
     raise ValueError(f"{layout} has no rank {rank}")
 
 
+IMPORTED = (
+    "torch",
+    "torch._dynamo.utils",
+    *(f"runtime_rewriter.{name}" for name in ("rank.launch", "rank.session", "pytorch.ddp")),
+)
+
+
 def fork_server() -> multiprocessing.context.ForkServerContext:
     """A server that has imported torch: a process costs a fork instead of seconds of imports."""
-    ours = [f"runtime_rewriter.{name}" for name in ("rank.launch", "rank.session", "pytorch.ddp")]
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo.utils", *ours])
+    context.set_forkserver_preload(list(IMPORTED))
     return context
 
 

@@ -1,7 +1,9 @@
 """Enacts the export in FOLDER without a launcher of autotune: `horovod_by_hand.py FOLDER STEPS`.
 
 First by its code for Horovod alone, then by `autotune.apply`, which restarts Horovod since the
-variable of the code is gone. Each writes a timeline, and prints a digest of the parameters.
+variable of the code is gone. The script itself must not: Horovod's own rendezvous keeps addresses
+of the first start, and on a busy machine aborts the second one. Each way writes a timeline, and
+prints a digest of the parameters.
 """
 
 import os
@@ -48,8 +50,6 @@ def by_autotune(optimizer: Any, model: torch.nn.Module) -> Any:
 torch.set_num_threads(1)
 hvd.init()
 train("groups", best_horovod.distributed)
-hvd.shutdown()
 del os.environ["HOROVOD_DISABLE_GROUP_FUSION"]
-hvd.init()
 train("apply", by_autotune)
 hvd.shutdown()

@@ -53,6 +53,25 @@ def values(variables: Any) -> list[Any]:
     ]
 
 
+def step_of(hvd: Any, rank: int, **options: Any) -> Any:
+    """A model's variables, and a function that trains it for a step."""
+    import tensorflow as tf
+
+    model = network()
+    variables = of_tensorflow(model.trainable_variables)
+
+    @tf.function
+    def train_step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x, training=True) ** 2)
+        gradients = hvd.DistributedGradientTape(tape, **options).gradient(loss, variables)
+        for gradient, variable in zip(gradients, variables, strict=True):
+            variable.assign_sub(0.05 * gradient)
+        return loss
+
+    return variables, lambda step: train_step(batch(rank, step))
+
+
 def plain(run: TensorflowRun) -> None:
     """A Keras model and optimizer in a step of tf.function; another shape traces it once more."""
     import horovod.tensorflow as hvd

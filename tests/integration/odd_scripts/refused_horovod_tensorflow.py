@@ -1,0 +1,174 @@
+"""TensorFlow scripts of Horovod that are refused, and a part of each one's message.
+
+A script gets its rank and the session that steers it.
+"""
+
+# mypy: allow-untyped-decorators
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from torch_plans import uniform
+
+from odd_scripts.horovod_tensorflow import batch, network, step_of
+
+Script = Callable[[int, Any], None]
+
+
+def optimizer(rank: int, session: Any) -> None:
+    import horovod.tensorflow as hvd
+    import keras
+
+    hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+
+
+def optimizer_of_keras(rank: int, session: Any) -> None:
+    import horovod.tensorflow.keras
+    import keras
+
+    horovod.tensorflow.keras.DistributedOptimizer(keras.optimizers.SGD(0.1))
+
+
+def optimizer_of_old_keras(rank: int, session: Any) -> None:
+    import horovod.keras
+    import keras
+
+    horovod.keras.DistributedOptimizer(keras.optimizers.SGD(0.1))
+
+
+def callback(rank: int, session: Any) -> None:
+    import horovod.tensorflow.keras
+
+    horovod.tensorflow.keras.callbacks.BroadcastGlobalVariablesCallback(0)
+
+
+def adasum(rank: int, session: Any) -> None:
+    import horovod.tensorflow as hvd
+
+    step_of(hvd, rank, op=hvd.Adasum)[1](0)
+
+
+def maximum(rank: int, session: Any) -> None:
+    import horovod.tensorflow as hvd
+
+    step_of(hvd, rank, op=hvd.Max)[1](0)
+    session.synchronizer.load(uniform(session.synchronizer.module, 2))
+
+
+def keras_variables(rank: int, session: Any) -> None:
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    model = network()
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(model(batch(rank, 0)) ** 2)
+    hvd.DistributedGradientTape(tape).gradient(loss, model.trainable_variables)
+
+
+def loop(rank: int, session: Any) -> None:
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    train = step_of(hvd, rank)[1]
+
+    @tf.function
+    def steps() -> None:
+        for _ in tf.range(2):
+            train(0)
+
+    steps()
+
+
+def elastic(rank: int, session: Any) -> None:
+    import horovod.tensorflow as hvd
+
+    hvd.elastic.run(print)
+
+
+def some_ranks(rank: int, session: Any) -> None:
+    import horovod.tensorflow as hvd
+
+    step_of(hvd, rank, process_set=hvd.add_process_set([0]))[1](0)
+
+
+def one_core(rank: int, session: Any) -> None:
+    """TensorFlow has as many threads between operations as cores."""
+    import horovod.tensorflow as hvd
+
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        step_of(hvd, rank)[1](0)
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def graph_of_tensorflow_1(rank: int, session: Any) -> None:
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    with tf.Graph().as_default():
+        weight = tf.Variable(tf.ones(2))
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight * weight)
+        hvd.DistributedGradientTape(tape).gradient(loss, [weight])
+
+
+def recorded(rank: int, session: Any) -> None:
+    """Steered by `autotune profile`."""
+    import horovod.tensorflow as hvd
+
+    step_of(hvd, rank)[1](0)
+
+
+def _other_gradients(session: Any, wrapped: Callable[..., Any]) -> None:
+    """The last step leaves out the bias, which those before it used, also under the plan."""
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    head, bias = tf.Variable(tf.ones(2), name="head"), tf.Variable(tf.ones(2), name="bias")
+
+    @wrapped
+    def train_step(used: bool) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(head * head) + (tf.reduce_sum(bias) if used else 0.0)
+        return hvd.DistributedGradientTape(tape).gradient(loss, [head, bias])
+
+    train_step(True)
+    session.synchronizer.load(uniform(session.synchronizer.module, 2))
+    train_step(True)
+    train_step(False)
+
+
+def other_gradients_eagerly(rank: int, session: Any) -> None:
+    _other_gradients(session, lambda step: step)
+
+
+def other_gradients_in_a_graph(rank: int, session: Any) -> None:
+    import tensorflow as tf
+
+    _other_gradients(session, tf.function)
+
+
+TAPE = "tape = hvd.DistributedGradientTape(tape)"
+THREADS = "but has 1; call tf.config.threading.set_inter_op_parallelism_threads(2)"
+REFUSED: dict[Script, str] = {
+    optimizer: TAPE,
+    optimizer_of_keras: TAPE,
+    optimizer_of_old_keras: TAPE,
+    callback: "call hvd.broadcast_variables([variable.value",
+    adasum: "use op=hvd.Average",
+    maximum: "op other than hvd.Average and hvd.Sum",
+    keras_variables: "[variable.value for variable in model.trainable_variables]",
+    loop: "a tf.function of one step in a Python loop",
+    elastic: "elastic Horovod cannot be controlled",
+    some_ranks: "its process set has ranks 0 of 2; tune with only these ranks",
+    one_core: THREADS,
+    graph_of_tensorflow_1: "put the step into a tf.function, or compute it eagerly",
+    recorded: "cannot be recorded this way; `autotune tune` profiles them",
+    other_gradients_eagerly: "those of bias are not; compute each in every step",
+    other_gradients_in_a_graph: "those of bias are not; compute each in every step",
+}
