@@ -18,8 +18,8 @@ REGISTERED_S = 30.0
 
 @contextlib.contextmanager
 def quick_start() -> Iterator[None]:
-    """Within it, `ray.init` starts no autoscaler, no monitor of logs and no dashboard, and goes on as
-    soon as its node is registered.
+    """Within it, `ray.init` starts no autoscaler, monitor of logs or dashboard, and goes on as soon
+    as its node is registered.
 
     Nobody reads what these would collect, and each takes a core for a part of a second.
     """
