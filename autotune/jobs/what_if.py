@@ -20,6 +20,7 @@ from autotune.whatif.answered import Answered
 from autotune.whatif.answers import Answer, Asked, answers
 from autotune.whatif.base import Base, bounds_s, steady
 from autotune.whatif.curves import bandwidth_curves, worker_curves
+from autotune.whatif.gradients import gradients_of
 from autotune.whatif.limits import limits
 from autotune.whatif.memory import replica_memory
 from autotune.whatif.question import Question
@@ -159,7 +160,8 @@ def _question(job: TraceJob, place: int, base: Base, wanted: Wanted) -> Question
     if workers is None and wanted.cluster is not None:
         workers = wanted.cluster.world_size
     memory = replica_memory(job, place, wanted.memory)
-    return Question(cluster=wanted.cluster, workers=workers, memory=memory)
+    gradients = gradients_of(job, place, base, wanted.parameters)
+    return Question(cluster=wanted.cluster, workers=workers, gradients=gradients, memory=memory)
 
 
 def measure_operators(

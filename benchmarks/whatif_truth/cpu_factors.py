@@ -1,8 +1,11 @@
 """Factors of operators under a change on this CPU, learned from other models (leave one out).
 
-Every model is recorded without and with the change. For one model, an operator's factor is the
-ratio of its total times in the recordings of the other models that have it; where none has, that of
-its class. Work that only the change adds, such as casts, is a share of the step.
+Every model is recorded without and with the change. Another model's factor of an operator is the
+ratio of its times in both recordings, over the ratio of what the change leaves alone: the rest of
+the step for the optimizer's change, and the optimizer for the others. So a machine that was slower
+during one of the recordings cancels out. For one model, an operator's factor is that of all other
+models together; where none has it, that of its class. Work that only the change adds, such as
+casts, is a share of the step.
 """
 
 from __future__ import annotations
@@ -15,16 +18,14 @@ import numpy as np
 
 from autotune.dfg.graph import NONE, Kind
 from autotune.whatif.base import Base, steady
-from autotune.whatif.primitives import scale, select
+from autotune.whatif.primitives import scale
 
+OPTIMIZER = "optimizer"
+"""All ops of the optimizer count as one operator."""
 LEAST_SHARE = 0.002
 """Operators below this share of a step do not teach a factor of their own."""
 MOST_FACTOR = 20.0
-CLASSES = (
-    ("matrix", re.compile(r"mm$|addmm|linear|convolution|conv|lstm|rnn|matmul|attention")),
-    ("update", re.compile(r"optimizer|_fused_|foreach")),
-    ("other", re.compile(r"")),
-)
+MATRIX = re.compile(r"mm$|addmm|linear|conv|lstm|rnn|matmul|attention")
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,50 +36,75 @@ class RecordedPair:
     changed: Base
 
 
-def class_of(name: str) -> str:
-    return next(kind for kind, expression in CLASSES if expression.search(name))
+def class_of(operator: str) -> str:
+    return "class matrix" if MATRIX.search(operator) else "class other"
+
+
+def operators_of(base: Base) -> list[str]:
+    """(N,) the operator of each op."""
+    return [
+        OPTIMIZER if kind == Kind.UPDATE else name
+        for name, kind in zip(base.names.ops, base.kind.tolist(), strict=True)
+    ]
 
 
 def times_by_operator(base: Base) -> dict[str, float]:
-    """Seconds of each operator in a step; those of the optimizer are one operator."""
+    """Seconds of each operator in a step, gaps included."""
     times: dict[str, float] = {}
+    names = operators_of(base)
     for op in np.flatnonzero(base.queue != NONE).tolist():
-        name = "optimizer" if base.kind[op] == Kind.UPDATE else base.names.ops[op]
-        times[name] = times.get(name, 0.0) + float(base.duration_s[op] + base.gap_s[op])
+        seconds = float(base.duration_s[op] + base.gap_s[op])
+        times[names[op]] = times.get(names[op], 0.0) + seconds
     return times
 
 
-def predicted_speedup(model: Base, others: Sequence[RecordedPair]) -> float:
-    """The speed-up of `model` by the factors of the others."""
-    factors, added = _learned(others)
-    names = np.array(
-        [
-            "optimizer" if kind == Kind.UPDATE else name
-            for name, kind in zip(model.names.ops, model.kind.tolist(), strict=True)
-        ]
-    )
+def predicted_speedup(model: Base, others: Sequence[RecordedPair], of_optimizer: bool) -> float:
+    """The speed-up of `model` by the factors of the others.
+
+    `of_optimizer`: the change is one of the optimizer, and of nothing else.
+    """
+    learned = _learned(others, of_optimizer)
+    names = np.array(operators_of(model))
     changed = model
-    for name in set(names.tolist()):
-        factor = factors.get(name, factors.get(f"class {class_of(name)}", 1.0))
-        changed = scale(changed, (names == name) & select(model, on_device=False), factor)
+    for name in sorted(set(names.tolist())):
+        if (name == OPTIMIZER) is of_optimizer:
+            factor = learned.factors.get(name, learned.factors.get(class_of(name), 1.0))
+            changed = scale(changed, names == name, factor)
     before_s = steady(model).step_s
-    return before_s / (steady(changed).step_s + added * before_s)
+    return before_s / (steady(changed).step_s + learned.added * before_s)
 
 
-def _learned(others: Sequence[RecordedPair]) -> tuple[Mapping[str, float], float]:
+@dataclass(frozen=True)
+class _Learned:
+    """`factors` by operator and class. `added`: share of the step that only the change has."""
+
+    factors: Mapping[str, float]
+    added: float
+
+
+def _learned(others: Sequence[RecordedPair], of_optimizer: bool) -> _Learned:
     plain: dict[str, float] = {}
     changed: dict[str, float] = {}
-    added, total_s = 0.0, 0.0
+    added = total = 0.0
     for pair in others:
         before, after = times_by_operator(pair.plain), times_by_operator(pair.changed)
+        speed = _unchanged_s(before, of_optimizer) / _unchanged_s(after, of_optimizer)
+        after = {name: seconds * speed for name, seconds in after.items()}
         step_s = sum(before.values())
-        total_s += step_s
+        total += 1.0
         for name, seconds in before.items():
             if name in after and seconds >= LEAST_SHARE * step_s:
-                for key in (name, f"class {class_of(name)}"):
+                for key in (name, class_of(name)):
                     plain[key] = plain.get(key, 0.0) + seconds
                     changed[key] = changed.get(key, 0.0) + after[name]
-        added += sum(seconds for name, seconds in after.items() if name not in before)
-        added -= sum(seconds for name, seconds in before.items() if name not in after)
+        if not of_optimizer:
+            added += sum(s for name, s in after.items() if name not in before) / step_s
+            added -= sum(s for name, s in before.items() if name not in after) / step_s
     factors = {name: min(changed[name] / plain[name], MOST_FACTOR) for name in plain}
-    return factors, added / total_s if total_s else 0.0
+    return _Learned(factors, added / total if total else 0.0)
+
+
+def _unchanged_s(times: Mapping[str, float], of_optimizer: bool) -> float:
+    return sum(
+        seconds for name, seconds in times.items() if (name == OPTIMIZER) is not of_optimizer
+    )

@@ -62,64 +62,83 @@ def enacted(changes: Sequence[str], amounts: Mapping[str, float]) -> Iterator[En
         yield state
 
 
+_Enactor = Callable[[Enacted, Mapping[str, float]], AbstractContextManager[None]]
+
 # -- optimizers ----------------------------------------------------------------------------------
 
 
-@contextmanager
-def _fused_optimizers(state: Enacted, amounts: Mapping[str, float]) -> Iterator[None]:
-    """`fused=True` for every optimizer of torch that has a fused implementation."""
-    state.reasons["fused_adam"] = (
-        "it builds no optimizer of torch.optim with a fused implementation; those are "
-        + ", ".join(one.__name__ for one in _fusable())
-    )
-    inside = False
+def _optimizers(change: str, option: str, value: bool) -> _Enactor:
+    """Set `option` of every optimizer of torch that has it, such as `fused=True`."""
 
-    def patched(kind: type[torch.optim.Optimizer]) -> Callable[..., None]:
-        original = kind.__init__
-        signature = inspect.signature(original)
+    @contextmanager
+    def enact(state: Enacted, amounts: Mapping[str, float]) -> Iterator[None]:
+        kinds = _with_option(option)
+        state.reasons[change] = (
+            f"it builds no optimizer of torch.optim with a choice of {option}; those are "
+            + ", ".join(kind.__name__ for kind in kinds)
+        )
+        building = _Building()
+        with ExitStack() as restore:
+            for kind in kinds:
+                build = _patched(kind, change, option, value, state, building)
+                restore.enter_context(_replaced(kind, "__init__", build))
+            yield
 
-        @functools.wraps(original)
-        def build(self: torch.optim.Optimizer, *values: Any, **options: Any) -> None:
-            nonlocal inside
-            if inside:  # AdamW builds itself as an Adam
-                original(self, *values, **options)
-                return
-            given = signature.bind(self, *values, **options)
-            for option in ("fused", "foreach"):
-                if given.arguments.get(option) is not None:
-                    raise InvalidInput(
-                        f"fused_adam sets fused=True, but the script states {option}="
-                        f"{given.arguments[option]!r} for {kind.__name__}; change it there"
-                    )
-            given.arguments["fused"] = True
-            inside = True
-            try:
-                original(*given.args, **given.kwargs)
-            except RuntimeError as error:
-                raise InvalidInput(f"{kind.__name__} cannot be fused here: {error}") from error
-            finally:
-                inside = False
-            state.did("fused_adam")
-
-        return build
-
-    with ExitStack() as restore:
-        for kind in _fusable():
-            restore.enter_context(_replaced(kind, "__init__", patched(kind)))
-        yield
+    return enact
 
 
-def _fusable() -> list[type[torch.optim.Optimizer]]:
-    found = []
-    for name in sorted(vars(torch.optim)):
-        kind = getattr(torch.optim, name)
-        if (
-            inspect.isclass(kind)
-            and issubclass(kind, torch.optim.Optimizer)
-            and "fused" in inspect.signature(kind.__init__).parameters
-        ):
-            found.append(kind)
-    return found
+@dataclass
+class _Building:
+    """`inside`: within a patched constructor: AdamW builds itself as an Adam."""
+
+    inside: bool = False
+
+
+def _patched(
+    kind: type[torch.optim.Optimizer],
+    change: str,
+    option: str,
+    value: bool,
+    state: Enacted,
+    building: _Building,
+) -> Callable[..., None]:
+    original = kind.__init__
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def build(self: torch.optim.Optimizer, *values: Any, **options: Any) -> None:
+        if building.inside:
+            original(self, *values, **options)
+            return
+        given = signature.bind(self, *values, **options)
+        for stated in ("fused", "foreach"):
+            if given.arguments.get(stated) is not None:
+                raise InvalidInput(
+                    f"{change} sets {option}={value}, but the script states {stated}="
+                    f"{given.arguments[stated]!r} for {kind.__name__}; change it there"
+                )
+        given.arguments[option] = value
+        building.inside = True
+        try:
+            original(*given.args, **given.kwargs)
+        except RuntimeError as error:
+            raise InvalidInput(f"{kind.__name__} cannot have {option}={value}: {error}") from error
+        finally:
+            building.inside = False
+        state.did(change)
+
+    return build
+
+
+def _with_option(option: str) -> list[type[torch.optim.Optimizer]]:
+    kinds = [vars(torch.optim)[name] for name in sorted(vars(torch.optim))]
+    return [
+        kind
+        for kind in kinds
+        if inspect.isclass(kind)
+        and issubclass(kind, torch.optim.Optimizer)
+        and option in inspect.signature(kind.__init__).parameters
+    ]
 
 
 # -- models --------------------------------------------------------------------------------------
@@ -228,11 +247,12 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, original)
 
 
-_Enactor = Callable[[Enacted, Mapping[str, float]], AbstractContextManager[None]]
 _ENACTORS: dict[str, _Enactor] = {
     "amp": _amp,
     "channels_last": _channels_last,
-    "fused_adam": _fused_optimizers,
+    "fused_adam": _optimizers("fused_adam", "fused", True),
+    "foreach_optimizer": _optimizers("foreach_optimizer", "foreach", True),
+    "for_each_optimizer": _optimizers("for_each_optimizer", "foreach", False),
     "bucket_size": _bucket_size,
     "fp16_gradients": _fp16_gradients,
 }

@@ -10,7 +10,15 @@ from autotune.canonical import to_data
 from autotune.errors import InvalidInput
 from autotune.parsing import parse, read_json
 
-ENACTABLE = ("amp", "channels_last", "fused_adam", "bucket_size", "fp16_gradients")
+ENACTABLE = (
+    "amp",
+    "channels_last",
+    "fused_adam",
+    "foreach_optimizer",
+    "for_each_optimizer",
+    "bucket_size",
+    "fp16_gradients",
+)
 """What-ifs that can be enacted from outside (`enact.py`)."""
 
 

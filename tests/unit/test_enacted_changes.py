@@ -27,6 +27,7 @@ def group() -> Iterator[None]:
 def trained(
     *,
     fused: bool | None = None,
+    foreach: bool | None = None,
     autocast: bool = False,
     channels_last: bool = False,
     wrap: bool = True,
@@ -41,7 +42,7 @@ def trained(
         network = cast(Any, network).to(memory_format=torch.channels_last)
         images = images.to(memory_format=torch.channels_last)
     model = DistributedDataParallel(network) if wrap else network
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused, foreach=foreach)
     for _ in range(3):
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext():
@@ -64,6 +65,8 @@ def assert_equal_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Te
     ("change", "lines"),
     [
         ("fused_adam", {"fused": True}),
+        ("foreach_optimizer", {"foreach": True}),
+        ("for_each_optimizer", {"foreach": False}),
         ("amp", {"autocast": True}),
         ("channels_last", {"channels_last": True}),
     ],
@@ -112,7 +115,7 @@ def test_a_change_without_effect_is_refused() -> None:
     table = nn.Embedding(3, 3, sparse=True)
     with enacted(("fused_adam", "bucket_size"), {"bucket_size": 1.0}) as state:
         torch.optim.SparseAdam(list(table.parameters()))
-    with pytest.raises(InvalidInput, match=r"builds no optimizer .* fused .*Adam, .*SGD"):
+    with pytest.raises(InvalidInput, match=r"builds no optimizer .* fused; .*Adam, .*SGD"):
         state.check()
     with enacted(("channels_last",), {}) as state:
         nn.Linear(2, 2)(torch.zeros(1, 2))
