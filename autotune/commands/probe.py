@@ -16,10 +16,11 @@ from rich.table import Table
 
 from autotune.canonical import to_data
 from autotune.cluster import Cluster, CollectiveFit
-from autotune.cluster_file import cluster_yaml
+from autotune.cluster_file import cluster_yaml, read_cluster
 from autotune.commands.arguments import add_directory, add_ray, add_settings, given_settings
 from autotune.commands.render.tables import table_text
 from autotune.commands.render.terminal import Terminal
+from autotune.errors import InvalidInput
 from autotune.files import write_whole
 from autotune.jobs.places import Ranks, Where
 from autotune.jobs.probe import SCRIPT, measured_cluster, probe_request, run_probe
@@ -27,6 +28,8 @@ from autotune.jobs.results import taken_under
 from autotune.jobs.settings import read_ports, read_target, scheduled
 from autotune.jobs.signals import terminable
 from autotune.jobs.workspace import Workspace
+from autotune.profiling.fits.table_fits import table_fits
+from autotune.profiling.formats.collective_table import read_collective_table
 from autotune.units import format_bytes, format_rate, format_seconds, parse_seconds
 from runtime_rewriter.world.script_command import ScriptCommand
 
@@ -49,6 +52,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=Path("probed.yaml"),
         help="the cluster file to write (default probed.yaml)",
     )
+    parser.add_argument(
+        "--from-table",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="probe nothing: fit the times in these files (nccl-tests or CSV) for --cluster",
+    )
+    parser.add_argument(
+        "--ranks", type=int, help="ranks of tables that do not state them (with --from-table)"
+    )
+    parser.add_argument(
+        "--primitive", default="", help="collective of such tables (usually all_reduce)"
+    )
     for option, default, purpose in (
         ("--budget-time", "1min", "time for probing, after the ranks have started"),
         ("--step-timeout", "60s", "silence, beyond the budget, after which a rank counts as hung"),
@@ -58,7 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Probe, write the cluster file, and show the costs."""
+    """Probe, or read tables; write the cluster file, and show the costs."""
+    if options.from_table:
+        return _from_tables(options)
     target = read_target(given_settings(options), options.address)
     budget_s = parse_seconds(options.budget_time, "--budget-time")
     request = probe_request(target.cluster, options.workers, budget_s)
@@ -89,6 +107,25 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     }
     path = f"cluster file: {options.output}{taken_under(conditions)}"
     return data, _tables(cluster) + remark + path
+
+
+def _from_tables(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Fit tables for the hosts of a cluster file."""
+    if options.cluster is None:
+        raise InvalidInput(
+            "a table states no hosts, so --from-table needs the cluster that it was measured on; "
+            "describe it in a file and name this with --cluster"
+        )
+    given = read_cluster(Path(options.cluster))
+    rows = [
+        row
+        for path in options.from_table
+        for row in read_collective_table(path, options.ranks, options.primitive)
+    ]
+    cluster = given.with_fits(table_fits(rows))
+    write_whole(options.output, cluster_yaml(cluster), "the cluster file")
+    data = {"cluster": cluster.to_data(), "output": str(options.output), "remark": ""}
+    return data, _tables(cluster) + f"cluster file: {options.output}"
 
 
 class _Progress:

@@ -10,12 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from math import isfinite
 
+from autotune.costs.sync_cost import KERNEL_LATENCY_S
 from autotune.errors import InvalidInput
 
 _HERE = (
     "measured by `python -m benchmarks.runtime_costs --emulated`, one process, "
     "on the machine that docs/prediction.md names"
 )
+
+ASSUMED = "assumed"
+"""How the source of a value begins that nobody has measured on the device in question."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,10 @@ class Constant:
 
     value: float
     source: str
+
+    @property
+    def is_assumed(self) -> bool:
+        return self.source.startswith(ASSUMED)
 
     def __post_init__(self) -> None:
         if not (isfinite(self.value) and self.value >= 0):
@@ -67,6 +75,7 @@ class RuntimeCosts:
     | `rows_add_s_per_byte` | add the rows of all ranks, per byte of all | s/B |
     | `rows_write_s_per_byte` | write their sum as the gradient, per byte of it | s/B |
     | `low_rank_s`, `low_rank_s_per_flop` | PowerSGD: per slice and product; per operation | s |
+    | `collective_s` | start a collective that was not probed | s |
     | `threads` | collectives that one process group runs at the same time | - |
     | `payload` | share of a link's bytes that belong to messages | - |
 
@@ -104,6 +113,9 @@ class RuntimeCosts:
     rows_write_s_per_byte: Constant = Constant(1.6e-10, _HERE)
     low_rank_s: Constant = Constant(0.00017, _HERE)
     low_rank_s_per_flop: Constant = Constant(5e-10, _HERE)
+    collective_s: Constant = Constant(
+        KERNEL_LATENCY_S, "autotune.costs.sync_cost: an in-place all-reduce, torch 2.13, gloo, CPU"
+    )
     threads: Constant = Constant(
         2,
         "torch: options of ProcessGroupGloo, `threads = 2`, "

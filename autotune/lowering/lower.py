@@ -13,6 +13,7 @@ from autotune.dfg.replay import replay
 from autotune.errors import InvalidInput
 from autotune.lowering.compute import HostCosts, Worker
 from autotune.lowering.costs import RuntimeCosts
+from autotune.lowering.device_costs import costs_of
 from autotune.lowering.messages import MessageTimer, SliceTable
 from autotune.lowering.network import CORES, MessageOps, Network
 from autotune.lowering.pass_times import PassTimes
@@ -42,7 +43,7 @@ class Lowering:
     ) -> None:
         self.workload = workload
         self.cluster = cluster
-        self.costs = costs or RuntimeCosts()
+        self.costs = costs or costs_of(workload.device)
         self.taken_share = taken_share
         self.ports = Ports(cluster)
         timing = Timing(cluster, self.ports, self.costs)

@@ -16,7 +16,7 @@ waking threads) occupies no port, so a second message can use the link meanwhile
 
 The probe's root is rank 0 and its ring follows the ranks. Another root or ring has another a':
 t'(S) = t(S) + g (a' - a) S. Without a fit, t(S) = a S / payload + 2 latencies per round +
-`KERNEL_LATENCY_S`.
+`collective_s`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ import numpy as np
 
 from autotune.arrays import FloatArray
 from autotune.cluster import Cluster, CollectiveFit, Where
-from autotune.costs.sync_cost import KERNEL_LATENCY_S
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.steps import Scope, Step
 from autotune.lowering.traffic import Collective, Ports, Traffic
@@ -98,7 +97,7 @@ class Timing:
             link_s = slowest * size_bytes / payload
             cpu_s = self._cpu_s(size_bytes, size, step.scope)
             latencies_s = 2 * rounds * self._latency_s(step.scope)
-            alone_s = whole * size_bytes / payload + latencies_s + KERNEL_LATENCY_S
+            alone_s = whole * size_bytes / payload + latencies_s + self.costs["collective_s"]
         else:
             fitted_s, slope, cpu_s = fitted
             probed = self._probed_s_per_byte(step.collective, step.scope, size)
@@ -107,6 +106,10 @@ class Timing:
             link_s = np.minimum(g * slowest * size_bytes, alone_s)
         shares = s_per_byte / slowest if slowest > 0 else s_per_byte
         return StepTimes(alone_s, link_s, shares, rounds, cpu_s, cores)
+
+    def fitted(self, collective: Collective, size: int, scope: Scope) -> bool:
+        """Whether the collective itself was probed on this many ranks."""
+        return self._fit(collective.value, size, scope) is not None
 
     def traffic(self, collective: Collective, members: tuple[int, ...], root: int) -> Traffic:
         key = (collective, members, root)

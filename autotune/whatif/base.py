@@ -15,7 +15,8 @@ Q        queues: host threads and streams
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -79,6 +80,10 @@ class Base:
       ones.
     - `last`: the op whose executions the step time lies between.
     - `measured_s`: that distance in the trace, independent of the graph.
+    - `device`: the name of the device, "" for a CPU or if the trace does not state it.
+    - `waits_s`: collective -> the part of its duration in which it waits for other ranks. Only
+      the traces of all its ranks show it.
+    - `notes`: amounts that what-ifs assumed, and their sources, for reports.
     """
 
     duration_s: FloatArray
@@ -105,6 +110,9 @@ class Base:
     names: BaseNames
     last: int
     measured_s: float
+    device: str = ""
+    waits_s: Mapping[int, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def ops(self) -> int:

@@ -284,6 +284,27 @@ def _step_after_step(base: Base, ops: IntArray) -> Base:
     return connect(connect(grown, ops, end), end, ops, later=1)
 
 
+def insert_calls(
+    base: Base, after: IntArray, duration_s: FloatArray, names: Sequence[str], kind: Kind
+) -> Base:
+    """Insert an op of the host behind each host op of `after`, shape (K,), on its thread.
+
+    New ops have the numbers N to N + K - 1. Raises `InvalidInput` for a device op and for one that
+    is named twice.
+    """
+    if len(np.unique(after)) < len(after) or base.on_device[after].any():
+        raise InvalidInput(
+            "calls are inserted behind different ops of the host, but one is named twice or is of "
+            "a device; use `insert` there"
+        )
+    new = base.ops + np.arange(len(after))
+    behind = _behind(base, after, new)
+    grown, _ = add(behind, "", duration_s, names, kind)
+    queue, layer = grown.queue.copy(), grown.layer.copy()
+    queue[new], layer[new] = base.queue[after], base.layer[after]
+    return replace(grown, queue=queue, layer=layer)
+
+
 def usual_launch(base: Base) -> tuple[float, float]:
     """Median duration of the calls that launch, and median delay from a call to its op."""
     if not len(base.launched):

@@ -52,7 +52,7 @@ class Gradient:
 
     - `ready`: the op that completes it in the backward pass; `update`: the first op of the
       optimizer that reads it, NONE if it is unknown; `read`: the first op of the next forward pass
-      that reads the parameter, NONE if it is unknown.
+      that reads the parameter, NONE if it is unknown. `dtype`: as torch names it.
     """
 
     name: str
@@ -61,6 +61,7 @@ class Gradient:
     ready: int
     update: int
     read: int
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,24 @@ def recorded_base(job: TraceJob, place: int) -> Base:
     """
     trace, pairs = job.ranks[place], consecutive_steps(job.ranks[place])
     middle = median_place(step_distances_s(trace, pairs))
-    return _Cut(trace, job.collectives[place], *pairs[middle]).base()
+    waits_s = _waits_for_others(job, place)
+    return _Cut(trace, job.collectives[place], waits_s, *pairs[middle]).base()
+
+
+def _waits_for_others(job: TraceJob, place: int) -> dict[int, float]:
+    """Collective of the rank -> seconds that it waits for the last rank.
+
+    All members of a mutual collective end together, so the member that came last has the shortest
+    duration. This needs no common clock.
+    """
+    waits_s: dict[int, float] = {}
+    for index, number in job.joint_of[place].items():
+        joint = job.joints[number]
+        if joint.mutual and joint.complete:
+            members = [job.collectives[other][member] for other, member in joint.members]
+            one = job.collectives[place][index]
+            waits_s[index] = one.end_s - one.start_s - min(m.end_s - m.start_s for m in members)
+    return waits_s
 
 
 def consecutive_steps(trace: RankTrace) -> list[tuple[TracedStep, TracedStep]]:
@@ -108,6 +125,7 @@ class _Cut:
 
     trace: RankTrace
     collectives: Sequence[TracedCollective]
+    waits_s: Mapping[int, float]
     before: TracedStep
     step: TracedStep
 
@@ -227,6 +245,12 @@ class _BaseBuild:
             ),
             last=self.new[cut.lasts[1]],
             measured_s=cut.measured_s,
+            device=cut.trace.info.get("device_name", "") if any(cut.on_device) else "",
+            waits_s={
+                number: min(cut.waits_s[op.collective], op.duration_s)
+                for number, op in enumerate(ops)
+                if cut.waits_s.get(op.collective, 0.0) > 0
+            },
         )
 
     def _launched(self) -> IntArray:

@@ -16,6 +16,7 @@ from autotune.canonical import canonical_json
 from autotune.cli import main
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
+from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.replayed import LoweredSteps
 from autotune.optimizer.budget import Budget
 from autotune.optimizer.optimize import Optimized, optimize
@@ -199,7 +200,9 @@ def test_compressors_are_used_only_where_the_space_has_them() -> None:
 
 def test_other_climbs_end_apart_near_the_best_and_outside_avoided_plans() -> None:
     workload, space = chain().workload(), SearchSpace.default()
-    steps, budget = LoweredSteps(workload, NETWORK), Budget(replays=300)
+    # Packing costs enough on a CPU for plans to differ by more than `APART`.
+    steps = LoweredSteps(workload, NETWORK, costs=RuntimeCosts())
+    budget = Budget(replays=300)
     first = suggestions(steps, space, budget=budget)
     families = {"within the step", "across steps", "across steps, 2 in flight"}
     assert {one.name for one in first.best} == {f"lossless, {family}" for family in families}

@@ -311,8 +311,8 @@ class _KinetoReader:
         return find_steps(trace)
 
     def _devices(self) -> dict[str, str]:
-        """The number of visible devices, their digest, which all processes of a host share, and the
-        bytes of the smallest one's memory.
+        """The number of visible devices, the name of the first one, the digest of all, and the bytes
+        of the smallest one's memory. All processes of a host share them.
         """
         listed = self.fields.get("deviceProperties")
         if not isinstance(listed, list) or not listed:
@@ -322,6 +322,9 @@ class _KinetoReader:
         memories = [_whole(one.get("totalGlobalMem")) for one in listed if isinstance(one, dict)]
         if known := [size for size in memories if size > 0]:
             info[DEVICE_BYTES] = str(min(known))
+        name = listed[0].get("name") if isinstance(listed[0], dict) else None
+        if isinstance(name, str):
+            info["device_name"] = name[:MAX_NAME_CHARS]
         return info
 
     def _repairs(self) -> list[Repair]:

@@ -164,11 +164,24 @@ def all_reduce_positions(workload: Workload, variables_per_group: int) -> list[l
 
 
 def ddp_buckets(workload: Workload, bucket_bytes: int, first_bucket_bytes: int) -> list[list[int]]:
-    """Positions of DDP's buckets, by the rule of torch's `_compute_bucket_assignment_by_size`.
+    """Positions of DDP's buckets (`closed_buckets`). A sparse gradient is a bucket of its own."""
+    variables = workload.variables
+    keys = [None if variable.sparse else variable.dtype for variable in variables]
+    sizes_bytes = [variable.grad_bytes for variable in variables]
+    return closed_buckets(sizes_bytes, keys, bucket_bytes, first_bucket_bytes)
 
-    Gradients are added in order, per dtype. A bucket is closed once it holds its limit: the first
-    of a dtype `first_bucket_bytes`, the others `bucket_bytes`. A sparse gradient is a bucket of its
-    own.
+
+def closed_buckets(
+    sizes_bytes: Sequence[float],
+    keys: Sequence[str | None],
+    bucket_bytes: int,
+    first_bucket_bytes: int,
+) -> list[list[int]]:
+    """Positions of buckets, by the rule of torch's `_compute_bucket_assignment_by_size`.
+
+    Gradients are added in order, per key (their dtype); one without a key is a bucket of its own. A
+    bucket is closed once it holds its limit: the first of a key `first_bucket_bytes`, the others
+    `bucket_bytes`.
     """
     if bucket_bytes < 0 or first_bucket_bytes < 0:
         raise InvalidInput(
@@ -177,18 +190,17 @@ def ddp_buckets(workload: Workload, bucket_bytes: int, first_bucket_bytes: int) 
         )
     buckets: list[list[int]] = []
     filling: dict[str, list[int]] = {}
-    size: dict[str, int] = {}
+    size: dict[str, float] = {}
     limit: dict[str, int] = {}
-    for position, variable in enumerate(workload.variables):
-        dtype = variable.dtype
-        if variable.sparse:
+    for position, (size_bytes, key) in enumerate(zip(sizes_bytes, keys, strict=True)):
+        if key is None:
             buckets.append([position])
             continue
-        filling.setdefault(dtype, []).append(position)
-        size[dtype] = size.get(dtype, 0) + variable.grad_bytes
-        if size[dtype] >= limit.setdefault(dtype, first_bucket_bytes):
-            buckets.append(filling.pop(dtype))
-            size[dtype], limit[dtype] = 0, bucket_bytes
+        filling.setdefault(key, []).append(position)
+        size[key] = size.get(key, 0) + size_bytes
+        if size[key] >= limit.setdefault(key, first_bucket_bytes):
+            buckets.append(filling.pop(key))
+            size[key], limit[key] = 0, bucket_bytes
     return buckets + list(filling.values())
 
 

@@ -1,0 +1,149 @@
+"""What-ifs of data-parallel training: more workers, and how their messages are sent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from autotune.arrays import BoolArray, FloatArray
+from autotune.cluster import Cluster
+from autotune.dfg.graph import NONE, Kind
+from autotune.errors import InvalidInput
+from autotune.lowering.device_costs import costs_of
+from autotune.lowering.traffic import Collective
+from autotune.whatif.base import Base
+from autotune.whatif.cluster_size import sized, training_cluster
+from autotune.whatif.collective_times import CollectiveTimes, collective_of
+from autotune.whatif.ddp_buckets import buckets_of
+from autotune.whatif.primitives import select
+from autotune.whatif.question import Factor, Question, Reading
+from autotune.whatif.registry import what_if
+from autotune.whatif.synchronization import contended, synchronized
+
+CONTENTION = Factor(
+    expected=1 / (1 - 0.228),
+    optimistic=1.0,
+    pessimistic=1.34,
+    source="Daydream, sec. 6.5: NCCL's calls took 22.8 % less time behind a synchronization, and "
+    "34 % more than in theory",
+)
+"""Time of a message that competes with kernels for the device, over its time alone."""
+
+
+def collectives(base: Base) -> BoolArray:
+    """(N,) the messages of a step. Raises `InvalidInput` without any."""
+    messages: BoolArray = select(base, kinds=[Kind.COLLECTIVE]) & (base.queue != NONE)
+    if not messages.any():
+        raise InvalidInput(
+            "this what-if changes collectives, but the trace has none; combine it with training on "
+            "a cluster, such as distributed+faster_network"
+        )
+    return messages
+
+
+def has_collectives(base: Base) -> bool:
+    return bool((select(base, kinds=[Kind.COLLECTIVE]) & (base.queue != NONE)).any())
+
+
+def times_on(base: Base, cluster: Cluster) -> CollectiveTimes:
+    return CollectiveTimes(
+        cluster, costs_of("cuda" if base.on_device.any() else "cpu", base.device)
+    )
+
+
+def seconds_of(base: Base, messages: BoolArray, times: CollectiveTimes) -> FloatArray:
+    """Times of recorded or added collectives on a cluster, shape (K,).
+
+    An op whose collective or size the trace does not state keeps its duration.
+    """
+    ops = np.flatnonzero(messages)
+    seconds = base.duration_s[ops].copy()
+    kinds = [collective_of(base.names.ops[op]) for op in ops]
+    for kind in Collective:
+        chosen = np.array([one is kind for one in kinds], dtype=np.bool_)
+        chosen &= base.size_bytes[ops] > 0
+        if chosen.any():
+            seconds[chosen] = times.seconds(kind, base.size_bytes[ops[chosen]])
+    return seconds
+
+
+@what_if(
+    "distributed",
+    title="data-parallel training on the cluster",
+    source="Daydream, sec. 5.1 and 6.5, Alg. 6; buckets of torch.nn.parallel",
+    enact="model = DistributedDataParallel(model)",
+)
+def distributed(base: Base, question: Question) -> Base:
+    """Every worker of the cluster does this step on a batch of this size and sums the gradients.
+
+    DDP's buckets: the first of 1 MiB, then of 25 MiB, in the order in which gradients become ready.
+    A bucket is sent when its last gradient is ready, and read after the backward pass. Workers are
+    equally fast. Collectives that the trace holds already take the time that they have on the
+    cluster, without waiting for others. Messages are longer while kernels run (`CONTENTION`).
+    """
+    return on_cluster(base, question, training_cluster(question))
+
+
+@what_if(
+    "workers",
+    title="another number of workers",
+    source="Daydream, sec. 6.5 and Fig. 8",
+    enact="torchrun --nnodes NODES --nproc-per-node DEVICES train.py",
+)
+def workers(base: Base, question: Question) -> Base:
+    """As `distributed`, on as many workers as the amount states (`workers=8`).
+
+    They fill the hosts of the cluster in order. Beyond it there are more hosts of the same kind.
+    """
+    amount = question.amounts.get("workers", question.workers)
+    if amount is None or amount != int(amount):
+        raise InvalidInput(
+            f"another number of workers needs a whole number, but it is {amount}; name it, such as "
+            "workers=8"
+        )
+    return on_cluster(base, question, sized(question.known_cluster(), int(amount)))
+
+
+def on_cluster(base: Base, question: Question, cluster: Cluster) -> Base:
+    """The step on every worker of a cluster; one worker alone sends nothing."""
+    if has_collectives(base):
+        messages = collectives(base)
+        seconds = seconds_of(base, messages, times_on(base, cluster))
+        durations_s = base.duration_s.copy()
+        durations_s[messages] = seconds * fit_error(cluster, question.reading)
+        base = replace(base, duration_s=durations_s, waits_s={})
+    elif cluster.world_size > 1:
+        gradients = question.known_gradients()
+        buckets = buckets_of(gradients)
+        sizes_bytes = np.array([bucket.size_bytes for bucket in buckets])
+        times = times_on(base, cluster)
+        seconds = times.seconds(Collective.ALL_REDUCE, sizes_bytes)
+        seconds = seconds * fit_error(cluster, question.reading)
+        costs = costs_of("cuda" if base.on_device.any() else "cpu", base.device)
+        base = synchronized(base, gradients, buckets, seconds, costs)
+    else:
+        return base
+    base = contended(base, collectives(base), CONTENTION.at(question.reading))
+    return replace(base, notes=(*base.notes, *_notes(base, cluster)))
+
+
+def fit_error(cluster: Cluster, reading: Reading) -> float:
+    """Factor of the all-reduce's time that the error of its fit allows; 1 without a fit."""
+    fit = cluster.fit("all_reduce", cluster.world_size)
+    error = 0.0 if fit is None else min(fit.large_error or fit.relative_error, 0.9)
+    return {Reading.OPTIMISTIC: 1 - error, Reading.PESSIMISTIC: 1 + error}.get(reading, 1.0)
+
+
+def _notes(base: Base, cluster: Cluster) -> tuple[str, ...]:
+    """What a prediction on this cluster takes for granted, with its source."""
+    notes = [f"contention of messages with kernels: {CONTENTION.source}"]
+    if cluster.fit("all_reduce", cluster.world_size) is None:
+        notes.append(
+            f"the all-reduce on {cluster.world_size} workers: from the bandwidths of cluster "
+            f"{cluster.name!r} ({cluster.source}), not fitted"
+        )
+    if base.on_device.any():
+        costs = costs_of("cuda", base.device)
+        notes.append(f"copies into buckets and back: {costs.pack_s_per_byte.source}")
+    return tuple(notes)
