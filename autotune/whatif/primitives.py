@@ -222,7 +222,11 @@ def connect(
 
 
 def insert_calls(
-    base: Base, after: IntArray, duration_s: FloatArray, names: Sequence[str]
+    base: Base,
+    after: IntArray,
+    duration_s: FloatArray,
+    names: Sequence[str],
+    kind: Kind = Kind.LAUNCH,
 ) -> tuple[Base, IntArray]:
     """Insert a call of the host behind each op of `after`, shape (K,), on its thread.
 
@@ -237,7 +241,7 @@ def insert_calls(
         here = np.flatnonzero(base.queue[after] == queue)
         name = base.names.queues[queue]
         base, calls[here] = add(
-            base, name, duration_s[here], [names[one] for one in here.tolist()], Kind.LAUNCH
+            base, name, duration_s[here], [names[one] for one in here.tolist()], kind
         )
     return _behind(base, after, calls), calls
 
@@ -282,27 +286,6 @@ def _step_after_step(base: Base, ops: IntArray) -> Base:
     """Let `ops` of a step begin after all of them in the step before, by way of a virtual op."""
     grown, (end,) = add(base, "", np.zeros(1), ["end of the step"], Kind.VIRTUAL)
     return connect(connect(grown, ops, end), end, ops, later=1)
-
-
-def insert_calls(
-    base: Base, after: IntArray, duration_s: FloatArray, names: Sequence[str], kind: Kind
-) -> Base:
-    """Insert an op of the host behind each host op of `after`, shape (K,), on its thread.
-
-    New ops have the numbers N to N + K - 1. Raises `InvalidInput` for a device op and for one that
-    is named twice.
-    """
-    if len(np.unique(after)) < len(after) or base.on_device[after].any():
-        raise InvalidInput(
-            "calls are inserted behind different ops of the host, but one is named twice or is of "
-            "a device; use `insert` there"
-        )
-    new = base.ops + np.arange(len(after))
-    behind = _behind(base, after, new)
-    grown, _ = add(behind, "", duration_s, names, kind)
-    queue, layer = grown.queue.copy(), grown.layer.copy()
-    queue[new], layer[new] = base.queue[after], base.layer[after]
-    return replace(grown, queue=queue, layer=layer)
 
 
 def usual_launch(base: Base) -> tuple[float, float]:

@@ -107,14 +107,13 @@ def _with_copies(
     host_s = costs["bucket_s"] * count
     tail = _last(base, ops)
     if base.on_device.any():
-        first = base.ops
+        copies = base.ops + np.arange(len(ops))
         base = insert(base, ops, packed_s, names, Kind.PACK)
-        base = _set_duration(base, first + len(ops) + np.arange(len(ops)), host_s)
+        base = _set_duration(base, copies + len(ops), host_s)
     else:
-        first = base.ops
-        base = insert_calls(base, ops, packed_s + host_s, names, Kind.PACK)
-    packs = (first + np.arange(len(ops)))[group]
-    behind = first + int(np.flatnonzero(ops == tail)[0])
+        base, copies = insert_calls(base, ops, packed_s + host_s, names, Kind.PACK)
+    packs = copies[group]
+    behind = int(copies[ops == tail][0])
     reads = []
     for number, bucket in enumerate(buckets):
         copied_s = np.array([costs["unpack_s_per_byte"] * bucket.size_bytes])
@@ -125,7 +124,7 @@ def _with_copies(
             base = insert(base, after, copied_s, name, Kind.UNPACK)
             base = _set_duration(base, np.array([new + 1]), calls_s)
         else:
-            base = insert_calls(base, after, copied_s + calls_s, name, Kind.UNPACK)
+            base, _ = insert_calls(base, after, copied_s + calls_s, name, Kind.UNPACK)
         reads.append(new)
         behind = new
     return base, _Copies(packs, np.array(reads, dtype=np.int64))
@@ -157,7 +156,7 @@ def _issues(
         last[call] = base.ops
         issues.append(base.ops)
         names = [f"issue bucket {number}"]
-        base = insert_calls(base, np.array([after]), np.array([issue_s]), names, Kind.LAUNCH)
+        base, _ = insert_calls(base, np.array([after]), np.array([issue_s]), names)
     return base, np.array(issues, dtype=np.int64)
 
 

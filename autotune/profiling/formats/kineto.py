@@ -311,8 +311,8 @@ class _KinetoReader:
         return find_steps(trace)
 
     def _devices(self) -> dict[str, str]:
-        """The number of visible devices, the name of the first one, the digest of all, and the bytes
-        of the smallest one's memory. All processes of a host share them.
+        """The number of visible devices, the first one's name, the digest of all, and the smallest
+        memory in bytes. All processes of a host share them.
         """
         listed = self.fields.get("deviceProperties")
         if not isinstance(listed, list) or not listed:

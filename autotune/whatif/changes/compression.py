@@ -91,9 +91,11 @@ def _found_before(base: Base, messages: IntArray, find_s: FloatArray) -> Base:
     after = np.array(sorted(total), dtype=np.int64)
     seconds = np.array([total[op] for op in after.tolist()])
     names = [f"find the largest of {base.names.ops[op]}" for op in after.tolist()]
-    first = base.ops
-    put = insert if has_device else insert_calls
-    base = put(base, after, seconds, names, Kind.PACK)
-    for place, at in enumerate(after.tolist()):
-        base = connect(base, first + place, behind[at])
+    found = base.ops + np.arange(len(after))
+    if has_device:
+        base = insert(base, after, seconds, names, Kind.PACK)
+    else:
+        base, found = insert_calls(base, after, seconds, names, Kind.PACK)
+    for op, at in zip(found.tolist(), after.tolist(), strict=True):
+        base = connect(base, op, behind[at])
     return base
