@@ -17,14 +17,13 @@ from pathlib import Path
 
 import numpy as np
 
-from autotune.dfg.graph import NONE, Kind
+from autotune.dfg.graph import Kind
 from autotune.profiling.formats.rank_trace import MISSING, Category, RankTrace
 from autotune.profiling.traces.job import read_job
-from autotune.recordings.job_file import RecordedJob
 from autotune.whatif.base import Base
 from autotune.whatif.collective_times import collective_of
-from autotune.whatif.ddp_buckets import buckets_of, recorded_reducer
-from autotune.whatif.question import Gradient
+from autotune.whatif.ddp_buckets import buckets_of
+from autotune.whatif.gradients import gradients_of
 from autotune.whatif.recorded import recorded_base
 from autotune.whatif.synchronization import producers
 from benchmarks.repository import ROOT
@@ -101,7 +100,8 @@ def predicted_messages(folder: Path) -> tuple[Sent, ...]:
     """
     job = read_job([folder])
     base = recorded_base(job, 0)
-    gradients = gradients_of_recording(base, folder)
+    gradients = gradients_of(job, 0, base)
+    assert gradients is not None, f"{folder} states no sizes of gradients"
     buckets = buckets_of(gradients)
     kernels = _kernels(base)
     after = producers(base, gradients, buckets).tolist()
@@ -142,18 +142,6 @@ def _broadcasts(
     for size_bytes, call in zip(sizes, calls[::segments] if segments else [], strict=True):
         before = [op for op in base.launched.tolist() if base.launch[op] < call]
         yield Sent("broadcast", size_bytes, *(kernels[before[-1]] if before else ("", 0)))
-
-
-def gradients_of_recording(base: Base, folder: Path) -> tuple[Gradient, ...]:
-    """The variables of the recording, which name no op; the reducer's copies complete them."""
-    workload = RecordedJob.read(folder).workload
-    assert workload is not None, folder
-    reducer = recorded_reducer(base, len(workload.variables))
-    assert reducer is not None, f"{folder} was not recorded under DDP"
-    return tuple(
-        Gradient(one.name, one.grad_bytes, "", ready, NONE, NONE, one.dtype)
-        for one, ready in zip(workload.variables, reducer.packs.tolist(), strict=True)
-    )
 
 
 def table(rows: Sequence[Compared]) -> str:

@@ -27,6 +27,7 @@ from statistics import fmean, median
 import numpy as np
 from scipy.optimize import minimize
 
+from autotune.arrays import FloatArray
 from autotune.cluster import Cluster, Host
 from autotune.lowering.lower import Lowering
 from autotune.strategy_space.builders.collectives import ddp_default
@@ -136,9 +137,9 @@ class Calibrated:
         self.workload = workload_of(table)
         self.compute_s = {row.batch: row.step_s for row in rows if row.placement == ALONE}
         given = [row for row in rows if row.placement == second and row.batch in self.compute_s]
-        start = np.log([FIRST_BYTES_PER_S, FIRST_LATENCY_S])
+        start: FloatArray = np.log(np.array([FIRST_BYTES_PER_S, FIRST_LATENCY_S]))
 
-        def misfit(logs: Sequence[float]) -> float:
+        def misfit(logs: FloatArray) -> float:
             links = float(np.exp(logs[0])), float(np.exp(logs[1]))
             return sum((self.step_s(row, *links) / row.step_s - 1) ** 2 for row in given)
 

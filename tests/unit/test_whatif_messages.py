@@ -6,14 +6,11 @@ import pytest
 
 from autotune.profiling.traces.job import read_job
 from autotune.whatif.changes.distributed import distributed
+from autotune.whatif.gradients import gradients_of
 from autotune.whatif.question import Question
 from autotune.whatif.recorded import recorded_base
 from benchmarks.repository import ROOT
-from benchmarks.whatif_truth.messages import (
-    gradients_of_recording,
-    predicted_messages,
-    recorded_messages,
-)
+from benchmarks.whatif_truth.messages import predicted_messages, recorded_messages
 
 H100 = ROOT / "datasets" / "gpu_traces" / "h100"
 
@@ -31,8 +28,9 @@ def test_a_recorded_step_of_ddp_keeps_its_own_copies() -> None:
     from synthetic_cluster import cluster
 
     folder = H100 / "vgg19.fp32"
-    base = recorded_base(read_job([folder]), 0)
-    gradients = gradients_of_recording(base, folder)
+    job = read_job([folder])
+    base = recorded_base(job, 0)
+    gradients = gradients_of(job, 0, base)
     question = Question(cluster=cluster((1, 1e5), (1, 1e5)), gradients=gradients)
     changed = distributed(base, question)
     new = changed.names.ops[base.ops :]

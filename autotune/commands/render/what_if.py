@@ -27,6 +27,7 @@ def answered_text(found: Answered) -> str:
         keep = [k for k, _ in enumerate(columns) if k != 1 or any(row[1] for row in rows)]
         table = plain_table([columns[k] for k in keep], [[row[k] for k in keep] for row in rows])
         lines += [table.rstrip("\n"), "", *_enacting(predicted), *_memory(predicted)]
+        lines += _sources(predicted)
     lines += _refused(found)
     lines += _slow_rank(found)
     lines += _checked(found)
@@ -83,6 +84,13 @@ def _enacting(predicted: tuple[Answer, ...]) -> list[str]:
     lines = {one.name: one.enact for answer in predicted for one in answer.what_ifs}
     width = max(map(len, lines))
     return ["enacted by:"] + [f"  {name.ljust(width)}  {line}" for name, line in lines.items()]
+
+
+def _sources(predicted: tuple[Answer, ...]) -> list[str]:
+    """What the rows took from elsewhere or assumed, each once."""
+    notes = (one.prediction.base.notes for one in predicted if one.prediction is not None)
+    listed = dict.fromkeys(note for of_row in notes for note in of_row)
+    return ["taken from elsewhere:", *(f"  {note}" for note in listed)] if listed else []
 
 
 def _memory(predicted: tuple[Answer, ...]) -> list[str]:
@@ -227,6 +235,7 @@ def _answer_data(one: Answer) -> dict[str, Any]:
         "limits": limits_data(limits),
         "memory": None if prediction.memory is None else asdict(prediction.memory),
         "memory_reason": prediction.memory_reason,
+        "notes": list(prediction.base.notes),
     }
 
 

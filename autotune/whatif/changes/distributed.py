@@ -125,7 +125,7 @@ def on_cluster(base: Base, question: Question, cluster: Cluster) -> Base:
     else:
         return base
     base = contended(base, collectives(base), CONTENTION.at(question.reading))
-    return replace(base, notes=(*base.notes, *_notes(base, cluster)))
+    return replace(base, notes=tuple(dict.fromkeys((*base.notes, *_notes(base, cluster)))))
 
 
 def fit_error(cluster: Cluster, reading: Reading) -> float:
