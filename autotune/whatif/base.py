@@ -25,6 +25,7 @@ from autotune.arrays import BoolArray, FloatArray, Int32Array, IntArray
 from autotune.dfg.build import DfgBuilder
 from autotune.dfg.graph import Dfg, Discipline
 from autotune.dfg.replay import Timeline, replay
+from autotune.errors import InvalidInput
 from autotune.profiling.formats.op_inputs import OpInputs
 
 FEWEST_COPIES = 3
@@ -40,11 +41,12 @@ LAUNCH_QUEUE = 1024
 class Operator:
     """A call of a framework's operator.
 
-    `outer`: the outermost operator around it. `inputs`: None if the trace does not state them.
+    `around`: the operators around it, from the outermost one on. `inputs`: None if the trace does
+    not state them.
     """
 
     name: str
-    outer: str
+    around: tuple[str, ...]
     inputs: OpInputs | None = None
 
 
@@ -144,6 +146,39 @@ class Base:
         near = earlier >= -MOST_AHEAD * count
         parent, later = device[earlier[near] % count], -(earlier[near] // count)
         return parent, self.launch[device][near].astype(np.int64), later
+
+    @cached_property
+    def order(self) -> IntArray:
+        """All ops, each one behind those of its step that it waits for.
+
+        Raises `InvalidInput` for a cycle within a step.
+        """
+        within = self.later == 0
+        child = self.child[within]
+        waiting = np.bincount(child, minlength=self.ops).tolist()
+        by_parent = np.argsort(self.parent[within], kind="stable")
+        starts = np.searchsorted(self.parent[within][by_parent], np.arange(self.ops + 1)).tolist()
+        children = child[by_parent].tolist()
+        ready = [op for op in range(self.ops - 1, -1, -1) if not waiting[op]]
+        order: list[int] = []
+        while ready:
+            op = ready.pop()
+            order.append(op)
+            for follower in children[starts[op] : starts[op + 1]]:
+                waiting[follower] -= 1
+                if not waiting[follower]:
+                    ready.append(follower)
+        if len(order) < self.ops:
+            at = next(op for op in range(self.ops) if waiting[op] > 0)
+            raise InvalidInput(
+                f"a step must have no cycle, but there is one at or before {self.names.ops[at]!r}"
+            )
+        return np.array(order, dtype=np.int64)
+
+    def queue_order(self, queue: int) -> IntArray:
+        """The ops of a queue in their order."""
+        ops: IntArray = self.order[self.queue[self.order] == queue]
+        return ops
 
     def copies(self) -> int:
         """How many steps show the steady distance."""

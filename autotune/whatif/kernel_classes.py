@@ -25,7 +25,8 @@ class KernelClass(Enum):
     GEMM = "matrix product"
     ATTENTION = "attention"
     LAYOUT = "change of layout"
-    NORMALIZATION = "normalization"
+    BATCH_NORM = "batch normalization"
+    LAYER_NORM = "layer normalization"
     SOFTMAX = "softmax and loss"
     POOLING = "pooling"
     EMBEDDING = "embedding and sorting"
@@ -42,8 +43,9 @@ _NAMES: tuple[tuple[KernelClass, str], ...] = (
     (KernelClass.OPTIMIZER, r"[Aa]dam|[Ss]gd|multi_tensor_apply"),
     (KernelClass.ATTENTION, r"fmha|flash|sdpa|[Aa]ttention|cudnn::fusion::co"),
     (KernelClass.LAYOUT, r"nchwToNhwc|nhwcToNchw|nchw2nhwc|nhwc2nchw|batched_transpose"),
-    (KernelClass.NORMALIZATION, r"batch_?norm|BatchNorm|\bbn_|layer_?norm|LayerNorm|GammaBeta"
-     r"|RowwiseMoments|group_?norm|GroupNorm|rms_?norm|RMSNorm"),
+    (KernelClass.BATCH_NORM, r"batch_?norm|BatchNorm|\bbn_"),
+    (KernelClass.LAYER_NORM, r"layer_?norm|LayerNorm|GammaBeta|RowwiseMoments|group_?norm"
+     r"|GroupNorm|rms_?norm|RMSNorm"),
     (KernelClass.POOLING, r"pool|adaptive_average"),
     (KernelClass.CONVOLUTION, r"[fdw](?:prop|grad)|conv|winograd|fft2d|flip_filter|cf32cf32"
      r"|scudnn|cudnn::cnn|scalePackedTensor|Conv2d"),
@@ -60,7 +62,8 @@ _OPERATORS: tuple[tuple[KernelClass, str], ...] = (
     (KernelClass.CONVOLUTION, r"aten::(?:\w*convolution\w*|conv\dd\w*)$"),
     (KernelClass.GEMM, r"aten::(?:mm|addmm|bmm|baddbmm|linear|matmul|_addmm_activation)$"),
     (KernelClass.ATTENTION, r"aten::\w*attention\w*$"),
-    (KernelClass.NORMALIZATION, r"aten::\w*(?:batch|layer|group)_norm\w*$"),
+    (KernelClass.BATCH_NORM, r"aten::\w*batch_norm\w*$"),
+    (KernelClass.LAYER_NORM, r"aten::\w*(?:layer|group)_norm\w*$"),
 )
 _COMPILED_OPERATORS = [(one, re.compile(pattern)) for one, pattern in _OPERATORS]
 

@@ -22,7 +22,7 @@ def operators_of(
     calls others; an event belongs to the innermost one. A device event belongs to the operator with
     its external id, or else to the one around the call with its correlation id.
     """
-    innermost, outermost = _nesting(trace, events)
+    innermost, around = _nesting(trace, events)
     by_external = {int(trace.external[event]): event for event in innermost.values()}
     by_external.pop(MISSING, None)
     by_correlation = {int(trace.correlation[event]): call for event, call in innermost.items()}
@@ -35,28 +35,31 @@ def operators_of(
             call = by_external.get(int(trace.external[event]), launcher)
         if call != MISSING:
             found[place] = numbers.setdefault(call, len(numbers))
-    return found, tuple(_operator(trace, call, outermost[call]) for call in numbers)
+    return found, tuple(_operator(trace, call, around) for call in numbers)
 
 
-def _operator(trace: RankTrace, call: int, outer: int) -> Operator:
+def _operator(trace: RankTrace, call: int, around: dict[int, int]) -> Operator:
     inputs = int(trace.inputs[call])
+    names: list[str] = []
+    outer = around[call]
+    while outer != MISSING:
+        names.insert(0, trace.name_of(outer))
+        outer = around[outer]
     return Operator(
-        trace.name_of(call),
-        trace.name_of(outer),
-        None if inputs == MISSING else trace.op_inputs[inputs],
+        trace.name_of(call), tuple(names), None if inputs == MISSING else trace.op_inputs[inputs]
     )
 
 
 def _nesting(trace: RankTrace, events: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
-    """Event -> the innermost operator around it, itself included; operator -> the outermost one.
+    """Event -> the innermost operator around it, itself included; operator -> the one around it.
 
     For all events of host threads from the first of `events` to the last one.
     """
     known = np.array([event for event in events if event != MISSING], dtype=np.int64)
     innermost: dict[int, int] = {}
-    outermost: dict[int, int] = {}
+    around: dict[int, int] = {}
     if not len(known):
-        return innermost, outermost
+        return innermost, around
     host = np.isin(trace.category, (Category.HOST_OP, Category.RUNTIME))
     # device events follow the calls that launch them; an operator may begin before its calls
     until_s = float(trace.start_s[known].max())
@@ -67,8 +70,8 @@ def _nesting(trace: RankTrace, events: Sequence[int]) -> tuple[dict[int, int], d
         while stack and stack[-1][1] <= start_s + TICK_S:
             stack.pop()
         if trace.category[event] == Category.HOST_OP:
-            outermost[event] = outermost[stack[0][0]] if stack else event
+            around[event] = stack[-1][0] if stack else MISSING
             stack.append((event, start_s + float(trace.duration_s[event])))
         if stack:
             innermost[event] = stack[-1][0]
-    return innermost, outermost
+    return innermost, around

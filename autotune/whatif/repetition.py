@@ -1,7 +1,7 @@
 """Repeats a part of the step right behind itself, as an accumulation of gradients does.
 
 symbol   meaning
-S        the ops that are repeated: on each queue one stretch
+S        the ops that are repeated; whatever lies on a way between two of them is one of them
 '        a copy
 """
 
@@ -33,50 +33,44 @@ _COLUMNS = (
 
 
 def passes(base: Base) -> BoolArray:
-    """(N,) the forward and the backward pass: their device ops, and what launches them.
+    """(N,) the forward and the backward pass on all queues.
 
-    On a host thread: all from the first call that launches one of them to the last one. Raises
-    `InvalidInput` if the trace does not state which device ops are of a pass.
+    Their device ops, the calls that launch them, and everything between: what waits for one of them
+    and is waited for by another one. Raises `InvalidInput` if the trace does not state which device
+    ops are of a pass.
     """
-    ops = base.on_device & np.isin(base.kind, (Kind.FORWARD, Kind.BACKWARD))
+    ops = base.on_device & np.isin(base.kind, (Kind.FORWARD, Kind.BACKWARD)) & (base.queue != NONE)
     if not ops.any():
         raise InvalidInput(
             "a change of the passes needs to know their kernels, but the trace does not tell those "
             "of the forward and the backward pass from others; record the operators of the host"
         )
     calls = base.launch[ops]
-    stated = np.zeros(base.ops, dtype=np.bool_)
-    stated[calls[calls != NONE]] = True
-    for queue in np.unique(base.queue[stated | ops]):
-        order = queue_order(base, int(queue))
-        inside = np.flatnonzero((stated | ops)[order])
-        stated[order[inside[0] : inside[-1] + 1]] = True
-    return stated
+    ops[calls[calls != NONE]] = True
+    return _convex(base, ops)
 
 
-def queue_order(base: Base, queue: int) -> IntArray:
-    """The ops of a queue in the order that its edges state."""
-    along = (base.queue[base.parent] == queue) & (base.queue[base.child] == queue)
-    along &= base.later == 0
-    after: dict[int, list[int]] = {}
-    waiting = dict.fromkeys(np.flatnonzero(base.queue == queue).tolist(), 0)
-    for parent, child in zip(base.parent[along].tolist(), base.child[along].tolist(), strict=True):
-        after.setdefault(parent, []).append(child)
-        waiting[child] += 1
-    ready = [op for op, count in reversed(waiting.items()) if not count]
-    order: list[int] = []
-    while ready:
-        op = ready.pop()
-        order.append(op)
-        for child in after.get(op, []):
-            waiting[child] -= 1
-            if not waiting[child]:
-                ready.append(child)
-    return np.array(order, dtype=np.int64)
+def _convex(base: Base, ops: BoolArray) -> BoolArray:
+    """(N,) `ops` and everything on a way from one of them to another within a step."""
+    place = np.empty(base.ops, dtype=np.int64)
+    place[base.order] = np.arange(base.ops)
+    within = np.flatnonzero(base.later == 0)
+    parent, child = base.parent[within], base.child[within]
+    after, before = ops.tolist(), ops.tolist()
+    for edge in np.argsort(place[parent], kind="stable").tolist():
+        if after[parent[edge]]:
+            after[child[edge]] = True
+    for edge in np.argsort(-place[child], kind="stable").tolist():
+        if before[child[edge]]:
+            before[parent[edge]] = True
+    between: BoolArray = np.array(after) & np.array(before)
+    return between
 
 
 def repeat(base: Base, ops: BoolArray) -> tuple[Base, IntArray]:
     """Do `ops` twice in each step; also returns the number of each one's copy, NONE for others.
+
+    What waits for one of `ops` and is waited for by another one must be one of them, as in `passes`.
 
     On each of their queues the copies follow the originals. They wait for each other as the
     originals do, and what waits for the originals waits for the copies.
@@ -135,35 +129,23 @@ def _edges(base: Base, which: BoolArray, parent: IntArray, child: IntArray, more
 
 
 def _between(base: Base, ops: BoolArray, copy: IntArray) -> list[_Edges]:
-    """The edges from originals to copies, and from copies of one queue to those of another.
+    """The edges from originals to copies.
 
     - On each queue the first copy waits for the last original.
-    - A copy that begins a queue waits for an original that the queue's next op waited for.
-    - An op behind S on its queue that an original waits for is not repeated. The original's copy
-      waits for the last copy on that queue instead.
+    - If the next op of a queue waits for originals on others, so does the first copy on it.
     """
     pairs: list[tuple[int, int]] = []
     first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    place = np.full(base.ops, NONE, dtype=np.int64)
-    for queue in np.unique(base.queue[ops]).tolist():
-        order = queue_order(base, queue)
+    for queue in np.unique(base.queue[ops & (base.queue != NONE)]).tolist():
+        order = base.queue_order(queue)
         inside = order[ops[order]]
-        place[order] = np.arange(len(order))
-        first[queue], last[queue] = int(inside[0]), int(inside[-1])
-        pairs.append((last[queue], int(copy[first[queue]])))
-    same_step = base.later == 0
-    leaving = same_step & ops[base.parent] & ~ops[base.child]
-    entering = same_step & ~ops[base.parent] & ops[base.child]
+        first[queue] = int(inside[0])
+        pairs.append((int(inside[-1]), int(copy[first[queue]])))
+    leaving = (base.later == 0) & ops[base.parent] & ~ops[base.child]
     for edge in np.flatnonzero(leaving).tolist():
         queue = int(base.queue[base.child[edge]])
         if queue in first:
             pairs.append((int(base.parent[edge]), int(copy[first[queue]])))
-    for edge in np.flatnonzero(entering).tolist():
-        parent = int(base.parent[edge])
-        queue = int(base.queue[parent])
-        if queue in last and place[parent] > place[last[queue]]:
-            pairs.append((int(copy[last[queue]]), int(copy[base.child[edge]])))
     ends = np.array(sorted(set(pairs)), dtype=np.int64).reshape(-1, 2)
     zeros = np.zeros(len(ends))
     return [(ends[:, 0], ends[:, 1], zeros, zeros, np.zeros(len(ends), dtype=np.int64))]

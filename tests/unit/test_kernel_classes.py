@@ -22,13 +22,11 @@ KERNELS = {
     "fmha_cutlassF_f32_aligned_64x64_rf_sm80(Params)": KernelClass.ATTENTION,
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16": KernelClass.ATTENTION,
     "void cudnn::engines_precompiled::nchwToNhwcKernel<float>(int)": KernelClass.LAYOUT,
-    "void cudnn::bn_fw_tr_1C11_singleread<float, 512, true, 1, 2, 0>(int)": (
-        KernelClass.NORMALIZATION
-    ),
+    "void cudnn::bn_fw_tr_1C11_singleread<float, 512, true, 1, 2, 0>(int)": KernelClass.BATCH_NORM,
     "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float>(int)": (
-        KernelClass.NORMALIZATION
+        KernelClass.LAYER_NORM
     ),
-    "void at::native::batch_norm_collect_statistics_kernel<float>(int)": KernelClass.NORMALIZATION,
+    "void at::native::batch_norm_collect_statistics_kernel<float>(int)": KernelClass.BATCH_NORM,
     "void at::native::max_pool_forward_nchw<float, int>(int)": KernelClass.POOLING,
     "void (anonymous namespace)::softmax_warp_forward<float, float, 10>(int)": KernelClass.SOFTMAX,
     "void at::native::vectorized_gather_kernel<16, long>(char*)": KernelClass.EMBEDDING,

@@ -66,7 +66,7 @@ def test_a_kernel_belongs_to_the_innermost_operator_around_its_launch() -> None:
     base = recorded_base(assemble([read_kineto(BytesIO(text).read, "rank0.json")]), 0)
     (kernel,) = base.on_device.nonzero()[0]
     operator = base.names.operators[base.operator[kernel]]
-    assert (operator.name, operator.outer) == ("aten::cudnn_convolution", "aten::conv2d")
+    assert (operator.name, operator.around) == ("aten::cudnn_convolution", ("aten::conv2d",))
     assert operator.inputs is not None
     assert operator.inputs.dims == ((8, 3, 32, 32), (4, 3, 3, 3), ())
     (call,) = select(base, name="cudaLaunchKernel").nonzero()[0][:1]

@@ -11,7 +11,7 @@ from autotune.errors import InvalidInput
 from autotune.whatif.base import Base, steady
 from autotune.whatif.primitives import select
 from autotune.whatif.recorded import recorded_base
-from autotune.whatif.repetition import passes, queue_order, repeat
+from autotune.whatif.repetition import passes, repeat
 
 
 def step_us(base: Base) -> float:
@@ -22,7 +22,7 @@ def step_us(base: Base) -> float:
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_repeated_part_takes_its_time_again(kernel_us: float, waits: bool) -> None:
     base = recorded_base(training(50, kernel_us, waits=waits), 0)
-    host, device = (queue_order(base, queue) for queue in np.unique(base.queue))
+    host, device = (base.queue_order(queue) for queue in np.unique(base.queue))
     ops = np.zeros(base.ops, dtype=np.bool_)
     ops[device[:2]] = True
     names = [base.names.ops[op] for op in host]
@@ -48,7 +48,7 @@ def test_a_whole_step_can_be_repeated() -> None:
 def test_the_order_of_a_queue_is_that_of_its_edges() -> None:
     base = recorded_base(training(50, 400), 0)
     (stream,) = np.unique(base.queue[base.on_device])
-    names = [base.names.ops[op] for op in queue_order(base, int(stream))]
+    names = [base.names.ops[op] for op in base.queue_order(int(stream))]
     assert names == ["gemm_0", "gemm_1", "gemm_2"]
 
 

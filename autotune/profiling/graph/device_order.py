@@ -30,6 +30,9 @@ _SYNC_CALL = re.compile(r"(?:cuda|hip)(Stream|Device|Event)Synchronize")
 _COPY_CALL = re.compile(r"(?:cuda|hip)Memcpy")
 _WAIT_CALL = re.compile(r"(?:cuda|hip)StreamWaitEvent|cuStreamWaitEvent")
 
+WITHIN_DEVICE = "DtoD"
+"""In the name of a copy that the host never waits for (CUDA Runtime API, sec. 2)."""
+
 
 @dataclass
 class DeviceOrder:
@@ -120,7 +123,8 @@ class _OrderFinder:
                 self.order.blocks += [(op, call) for op in ops]
             elif _COPY_CALL.match(name) and call in op_of:
                 op = op_of[call]
-                if self.ends[op] <= self.ends[call] + ROUNDING_S:
+                on_device = WITHIN_DEVICE in self.trace.name_of(op)
+                if not on_device and self.ends[op] <= self.ends[call] + ROUNDING_S:
                     self.order.blocks.append((op, call))
 
     def _waited_for(self, call: int, what: str) -> list[int]:

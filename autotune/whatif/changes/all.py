@@ -1,6 +1,8 @@
 """Importing this module registers all what-ifs."""
 
 from autotune.whatif.changes import (
+    alone,
+    batch,
     batchnorm,
     blueconnect,
     compression,
@@ -13,10 +15,15 @@ from autotune.whatif.changes import (
     metaflow,
     network,
     offloading,
+    optimizer,
     p3,
+    precision,
+    recomputation,
 )
 
 __all__ = [
+    "alone",
+    "batch",
     "batchnorm",
     "blueconnect",
     "compression",
@@ -29,5 +36,8 @@ __all__ = [
     "metaflow",
     "network",
     "offloading",
+    "optimizer",
     "p3",
+    "precision",
+    "recomputation",
 ]
