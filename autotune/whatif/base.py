@@ -49,6 +49,11 @@ class Operator:
     around: tuple[str, ...]
     inputs: OpInputs | None = None
 
+    @property
+    def outer(self) -> str:
+        """The outermost operator, itself if none is around it."""
+        return self.around[0] if self.around else self.name
+
 
 @dataclass(frozen=True)
 class BaseNames:

@@ -34,7 +34,10 @@ class RecordingCost:
 
 
 def recorded_events(base: Base) -> tuple[BoolArray, BoolArray]:
-    """(N,) host ops that begin an operator, and those that are calls into the driver."""
+    """(N,) host ops that begin an operator, and those that are calls into the driver.
+
+    The operator that the cut between steps divides begins twice.
+    """
     begins, calls = np.zeros((2, base.ops), dtype=np.bool_)
     seen: set[int] = set()
     for queue in np.unique(base.queue[~base.on_device]):

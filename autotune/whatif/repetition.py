@@ -70,8 +70,7 @@ def _convex(base: Base, ops: BoolArray) -> BoolArray:
 def repeat(base: Base, ops: BoolArray) -> tuple[Base, IntArray]:
     """Do `ops` twice in each step; also returns the number of each one's copy, NONE for others.
 
-    What waits for one of `ops` and is waited for by another one must be one of them, too, as it is in
-    `passes`.
+    Whatever lies on a way from one of `ops` to another must be one of them, as in `passes`.
 
     On each of their queues the copies follow the originals. They wait for each other as the
     originals do, and what waits for the originals waits for the copies.

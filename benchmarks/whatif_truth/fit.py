@@ -127,6 +127,8 @@ def _class_seconds(base: Base) -> dict[KernelClass, float]:
 
 def _classes(model: RecordedModel) -> dict[KernelClass, float]:
     before, after = _class_seconds(model.plain), _class_seconds(model.bf16)
+    for seconds in (before, after):  # where shapes are unknown, layouts are a part of convolutions
+        seconds[KernelClass.CONVOLUTION] += seconds[KernelClass.LAYOUT]
     return {
         one: after[one] / before[one]
         for one in KernelClass

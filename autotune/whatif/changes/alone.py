@@ -54,9 +54,8 @@ def _copies_of_buffers(base: Base) -> set[int]:
             call = int(base.operator[op])
             if call == NONE:
                 continue
-            operator = base.names.operators[call]
-            outermost = operator.around[0] if operator.around else operator.name
-            unpacked = outermost == _UNPACK or (unpacked and outermost == _COPY)
+            outer = base.names.operators[call].outer
+            unpacked = outer == _UNPACK or (unpacked and outer == _COPY)
             if unpacked:
                 copies.add(call)
     return copies

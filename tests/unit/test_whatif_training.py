@@ -1,0 +1,194 @@
+"""What-ifs of precision, optimizer, batch and recomputation have exact answers on small traces."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from periodic_training import training
+from recorded_passes import KERNEL_US, ROWS, UPDATE_US, WIDTH, recorded_passes
+
+from autotune.dfg.graph import Kind
+from autotune.errors import InvalidInput
+from autotune.profiling.formats.op_inputs import OpInputs
+from autotune.whatif.base import Base, Operator, steady
+from autotune.whatif.changes.alone import alone
+from autotune.whatif.changes.batch import accumulate, batch
+from autotune.whatif.changes.optimizer import for_each_optimizer, foreach_optimizer, fused_adam
+from autotune.whatif.changes.precision import amp, amp_fp16, channels_last, tf32
+from autotune.whatif.changes.recomputation import Blocks, recompute, repeated_blocks
+from autotune.whatif.factors import Roofline
+from autotune.whatif.h100_factors import H100
+from autotune.whatif.kernel_classes import KernelClass
+from autotune.whatif.operator_work import ProductWork, product_work
+from autotune.whatif.primitives import select
+from autotune.whatif.question import Factor, Question, Reading
+from autotune.whatif.recorded import recorded_base
+from autotune.whatif.recording_cost import RecordingCost, recorded_events, without_recording
+
+SURE = Factor(1.0, 1.0, 1.0, "invented")
+FLOPS = 2.0 * ROWS * WIDTH * WIDTH
+PRODUCT = Roofline(FLOPS / 100e-6, 1e15, 10e-6, 8.0, SURE)
+TABLE = replace(
+    H100,
+    products={KernelClass.GEMM: PRODUCT, KernelClass.CONVOLUTION: PRODUCT},
+    classes={},
+    tf32=SURE,
+    cast_bytes_per_s=1e15,
+    cast_s=0.0,
+    cast_host_s=Factor(0.0, 0.0, 0.0, "invented"),
+    fixed_s=Factor(50e-6, 40e-6, 60e-6, "invented"),
+    fused=Factor(0.5, 0.5, 0.5, "invented"),
+    each_s=150e-6,
+    each_host_s=Factor(1e-6, 1e-6, 1e-6, "invented"),
+)
+ASKED = Question()
+
+
+def step_us(base: Base) -> float:
+    return steady(base).step_s * 1e6
+
+
+@pytest.fixture(scope="module")
+def base() -> Base:
+    return recorded_passes()
+
+
+def test_autocast_gives_products_the_time_of_their_work(base: Base) -> None:
+    assert step_us(base) == pytest.approx(6 * KERNEL_US + 4 * UPDATE_US, rel=0.01)
+    faster = amp(base, ASKED, TABLE)
+    products = select(faster, name="sgemm", on_device=True)
+    assert faster.duration_s[products] == pytest.approx(110e-6, rel=0.01)
+    casts = select(faster, name="^cast")
+    assert casts.sum() == 8, "a weight and a bias of each product, and their gradients"
+    assert step_us(faster) == pytest.approx(6 * 110 + 4 * UPDATE_US, rel=0.02)
+
+
+def test_tf32_doubles_all_but_the_fixed_part(base: Base) -> None:
+    faster = tf32(base, ASKED, TABLE)
+    products = select(faster, name="sgemm", on_device=True)
+    assert faster.duration_s[products] == pytest.approx(210e-6, rel=0.01)
+    assert faster.ops == base.ops
+
+
+def test_a_gradient_scaler_makes_the_host_wait(base: Base) -> None:
+    plain, scaled = amp(base, ASKED, TABLE), amp_fp16(base, ASKED, TABLE)
+    assert step_us(scaled) >= step_us(plain)
+    assert select(scaled, name="^unscale$").sum() == 1
+
+
+def test_without_shapes_the_measured_factor_of_the_class_holds() -> None:
+    base = recorded_base(training(5, 400), 0)
+    table = replace(TABLE, classes={KernelClass.GEMM: Factor(0.25, 0.2, 0.3, "invented")})
+    assert step_us(amp(base, ASKED, table)) == pytest.approx(300, rel=0.02)
+    assert step_us(tf32(base, ASKED, table)) == pytest.approx(600, rel=0.02)
+    slow = Question(reading=Reading.PESSIMISTIC)
+    assert step_us(amp(base, slow, table)) == pytest.approx(360, rel=0.02)
+
+
+def test_channels_last_removes_changes_of_layout(base: Base) -> None:
+    names = list(base.names.ops)
+    layout = int(np.flatnonzero(select(base, name="sgemm_nn", on_device=True))[0])
+    names[layout] = "void cudnn::nchwToNhwcKernel<float>"
+    changed = replace(base, names=replace(base.names, ops=tuple(names)))
+    saved = step_us(changed) - step_us(channels_last(changed, ASKED))
+    assert saved == pytest.approx(KERNEL_US, rel=0.01)
+    with pytest.raises(InvalidInput, match="combine it with autocast"):
+        channels_last(base, ASKED)
+
+
+def test_a_fused_optimizer_takes_its_share_and_no_other_launch(base: Base) -> None:
+    fused = fused_adam(base, ASKED, TABLE)
+    assert step_us(fused) == pytest.approx(6 * KERNEL_US + 2 * UPDATE_US, rel=0.01)
+    assert len(fused.launched) == len(base.launched) - 3
+
+
+def test_a_kernel_for_each_tensor_takes_at_least_its_least_time(base: Base) -> None:
+    each = for_each_optimizer(base, ASKED, TABLE)
+    assert step_us(each) == pytest.approx(6 * KERNEL_US + 4 * 2 * 150, rel=0.01)
+    with pytest.raises(InvalidInput, match="already has kernels for many"):
+        foreach_optimizer(base, ASKED, TABLE)
+
+
+def test_a_batch_scales_all_but_the_fixed_part(base: Base) -> None:
+    half = batch(base, Question(amounts={"batch": 0.5}), TABLE)
+    assert step_us(half) == pytest.approx(6 * 225 + 4 * UPDATE_US, rel=0.01)
+    double = batch(base, ASKED, TABLE)
+    assert step_us(double) == pytest.approx(6 * 750 + 4 * UPDATE_US, rel=0.01)
+    with pytest.raises(InvalidInput, match="a factor above 0"):
+        batch(base, Question(amounts={"batch": 0.0}), TABLE)
+
+
+def test_accumulation_runs_both_passes_for_each_part(base: Base) -> None:
+    two = accumulate(base, ASKED, TABLE)
+    added_us = 2 * 150
+    expected = 2 * 6 * 225 + added_us + 4 * UPDATE_US
+    assert step_us(two) == pytest.approx(expected, rel=0.01)
+    three = accumulate(base, Question(amounts={"accumulate": 3.0}), TABLE)
+    part_us = 50 + 350 / 3
+    expected = 3 * 6 * part_us + 2 * added_us + 4 * UPDATE_US
+    assert step_us(three) == pytest.approx(expected, rel=0.01)
+    with pytest.raises(InvalidInput, match="2 to 64 parts"):
+        accumulate(base, Question(amounts={"accumulate": 1.5}), TABLE)
+
+
+def test_repeated_blocks_are_found() -> None:
+    names = ["embed", *(["norm", "gemm", "gelu", "gemm"] * 4), "head"]
+    assert repeated_blocks(names) == Blocks(1, 4, 4)
+    assert repeated_blocks(["a", "b", "c", "d"]) is None
+    assert repeated_blocks([]) is None
+
+
+def test_recomputation_adds_the_forward_pass_of_the_blocks() -> None:
+    base = recorded_base(training(5, 400, kernels=6), 0)
+    names = tuple(name.split("_")[0] if "gemm" in name else name for name in base.names.ops)
+    kind = base.kind.copy()
+    kind[base.launched[:4]], kind[base.launched[4:]] = Kind.FORWARD, Kind.BACKWARD
+    passes = replace(base, names=replace(base.names, ops=names), kind=kind)
+    with pytest.raises(InvalidInput, match="needs a backward pass"):
+        recompute(passes, ASKED)
+    kind[base.launched] = [Kind.FORWARD] * 3 + [Kind.BACKWARD] * 3
+    assert step_us(recompute(replace(passes, kind=kind), ASKED)) == pytest.approx(3600, rel=0.01)
+    with pytest.raises(InvalidInput, match="equal blocks"):
+        recompute(base, ASKED)
+
+
+def test_a_recorder_s_wait_and_cost_are_removed() -> None:
+    free, waiting = recorded_passes(), recorded_passes(waits=True)
+    assert step_us(waiting) > step_us(free)
+    nothing = RecordingCost(*(Factor(0.0, 0.0, 0.0, "invented"),) * 2)
+    assert step_us(without_recording(waiting, nothing)) == pytest.approx(step_us(free), rel=0.01)
+    base = recorded_base(training(300, 10), 0)
+    begins, calls = recorded_events(base)
+    assert (begins.sum(), calls.sum()) == (4, 3), "the cut divides one operator of three"
+    cost = RecordingCost(
+        Factor(100e-6, 50e-6, 150e-6, "invented"), Factor(0.0, 0.0, 0.0, "invented")
+    )
+    assert step_us(without_recording(base, cost)) == pytest.approx(step_us(base) - 400, rel=0.01)
+
+
+def test_only_a_recording_with_synchronization_can_be_without(base: Base) -> None:
+    with pytest.raises(InvalidInput, match="must show a synchronization"):
+        alone(base, ASKED)
+
+
+def test_the_work_of_convolutions_follows_from_their_shapes() -> None:
+    values = ("", "", "[1, 1]", "[2, 2]", "[1, 1]", "1")
+    inputs = OpInputs(((8, 16, 32, 32), (64, 16, 3, 3), (), (), (), ()), ("",) * 6, values)
+    forward = product_work(Operator("aten::cudnn_convolution", (), inputs))
+    out = 8 * 64 * 16 * 16
+    assert forward == ProductWork(
+        KernelClass.CONVOLUTION,
+        flops=2.0 * out * 16 * 9,
+        elements=float(out + 8 * 16 * 32 * 32 + 64 * 16 * 9),
+        layout=float(out + 8 * 16 * 32 * 32),
+    )
+    dims = ((8, 64, 16, 16), (8, 16, 32, 32), (64, 16, 3, 3), *((),) * 8)
+    backward = OpInputs(dims, ("",) * 11, ("",) * 10 + ("[True, True, False]",))
+    both = product_work(Operator("aten::convolution_backward", (), backward))
+    assert both is not None and both.directions == 2 and both.flops == 2 * forward.flops
+    odd = OpInputs(((64, 50257), (50257, 768)), ("float", "float"))
+    assert product_work(Operator("aten::mm", (), odd)).alignment == 1  # type: ignore[union-attr]
+    assert product_work(Operator("aten::mm", (), OpInputs(((2,),), ("",)))) is None
+    assert product_work(Operator("aten::relu", (), odd)) is None
