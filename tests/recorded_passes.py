@@ -60,9 +60,8 @@ def recorded_passes(steps: int = 4, waits: bool = False) -> Base:
             trace.launch("aten::mm", [[WIDTH, ROWS], data], BACKWARD, KERNEL_US)
             trace.around("autograd::engine::evaluate_function: AddmmBackward0", node)
             done = trace.now
-            trace.events.append(
-                span("torch::autograd::AccumulateGrad", done, 2, **{"Input Dims": [weight]})
-            )
+            gradient: dict[str, Any] = {"Input Dims": [weight], "Input type": ["float"]}
+            trace.events.append(span("torch::autograd::AccumulateGrad", done, 2, **gradient))
             trace.now += 3
         update = trace.now
         for _ in range(4):

@@ -79,13 +79,16 @@ def _at(factor: Factor, reading: Reading) -> float:
 
 
 def _take(duration_s: FloatArray, gap_s: FloatArray, cost_s: FloatArray, order: list[int]) -> None:
+    """Take the costs of a thread's ops; the first ops give what the last ones of a step owe."""
+    left_s = [LEFT_SHARE * duration_s, LEFT_SHARE * gap_s]
     owed_s = 0.0
-    for op in order:
-        owed_s += float(cost_s[op])
-        for times_s in (duration_s, gap_s):
-            given_s = min(owed_s, (1 - LEFT_SHARE) * float(times_s[op]))
-            times_s[op] -= given_s
-            owed_s -= given_s
+    for own_s in (cost_s, np.zeros_like(cost_s)):
+        for op in order:
+            owed_s += float(own_s[op])
+            for times_s, least_s in zip((duration_s, gap_s), left_s, strict=True):
+                given_s = min(owed_s, float(times_s[op] - least_s[op]))
+                times_s[op] -= given_s
+                owed_s -= given_s
 
 
 def without_end_wait(base: Base) -> Base:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from autotune.errors import InvalidInput
 from autotune.plugins import Registry
@@ -13,6 +14,7 @@ from autotune.whatif.memory import ReplicaMemory
 from autotune.whatif.question import Question
 
 Change = Callable[[Base, Question], Base]
+C = TypeVar("C", bound=Change)
 MemoryChange = Callable[[ReplicaMemory, Base, Question], ReplicaMemory]
 
 
@@ -46,7 +48,7 @@ WHAT_IFS: Registry[WhatIf] = Registry("autotune.what_ifs", "what-if")
 
 def what_if(
     name: str, *, title: str, source: str, enact: str, memory: MemoryChange | None = None
-) -> Callable[[Change], Change]:
+) -> Callable[[C], C]:
     """Register a function as the what-if of this name.
 
         @what_if("no_copies", title="no copies to the device", source="ours", enact="...")
@@ -57,7 +59,7 @@ def what_if(
     Raises `InvalidInput` for a taken name, one with `+`, and a function without a docstring.
     """
 
-    def register(change: Change) -> Change:
+    def register(change: C) -> C:
         if "+" in name or not name:
             raise InvalidInput(f"a what-if needs a name without '+', but it is {name!r}")
         if not inspect.getdoc(change):

@@ -243,7 +243,7 @@ def table_of(known: Sequence[Facts]) -> FactorTable:
         return Factor(expected, max(low, 0.0), high, source)
 
     layout = [row for one in known for row in one.layout]
-    layout_costs = (1 / H100.layout_bytes_per_s, H100.layout_s)
+    layout_costs = [1 / H100.layout_bytes_per_s, H100.layout_s]
     if layout:
         layout_costs = robust_costs([row[:2] for row in layout], [row[2] for row in layout])
     cast_bytes, casts_s = (sum(one.casts[place] for one in known) for place in (0, 1))

@@ -18,6 +18,7 @@ from autotune.errors import InvalidInput
 from autotune.whatif.base import Base, steady
 from autotune.whatif.changes import batch, optimizer, precision
 from autotune.whatif.factors import FactorTable
+from autotune.whatif.h100_factors import H100
 from autotune.whatif.predict import changed
 from autotune.whatif.primitives import scale, select
 from autotune.whatif.question import Question, Reading
@@ -117,11 +118,10 @@ def paper_amp(base: Base, question: Question) -> Base:
 
 def paper_fused(base: Base, question: Question) -> Base:
     """Alg. 4 with the launches removed: one kernel takes the sum of all."""
-    table = replace(_TABLE, fused=replace(_TABLE.fused, optimistic=1, expected=1, pessimistic=1))
+    table = replace(H100, fused=replace(H100.fused, optimistic=1, expected=1, pessimistic=1))
     return optimizer.fused_adam(base, question, table)
 
 
-_TABLE = precision.H100
 _PAPER = {
     "amp": WhatIf("amp", "", "", "", paper_amp),
     "amp_fp16": WhatIf("amp_fp16", "", "", "", paper_amp),

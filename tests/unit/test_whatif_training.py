@@ -189,6 +189,7 @@ def test_the_work_of_convolutions_follows_from_their_shapes() -> None:
     both = product_work(Operator("aten::convolution_backward", (), backward))
     assert both is not None and both.directions == 2 and both.flops == 2 * forward.flops
     odd = OpInputs(((64, 50257), (50257, 768)), ("float", "float"))
-    assert product_work(Operator("aten::mm", (), odd)).alignment == 1  # type: ignore[union-attr]
+    product = product_work(Operator("aten::mm", (), odd))
+    assert product is not None and product.alignment == 1
     assert product_work(Operator("aten::mm", (), OpInputs(((2,),), ("",)))) is None
     assert product_work(Operator("aten::relu", (), odd)) is None

@@ -51,9 +51,8 @@ def _scaled(base: Base, factor: float, table: FactorTable, reading: Reading) -> 
         Reading.EXPECTED: Reading.EXPECTED,
     }
     asked = turned[reading] if factor > 1 else reading
-    fixed_s = 0.0 if asked is Reading.OPTIMISTIC else table.fixed_s.at(asked)
-    fixed_s = fixed_s * _share(base, ops)
-    fixed_s = np.minimum(fixed_s, base.duration_s)
+    longest_s = 0.0 if asked is Reading.OPTIMISTIC else table.fixed_s.at(asked)
+    fixed_s = np.minimum(longest_s * _share(base, ops), base.duration_s)
     scaled_s = fixed_s + (base.duration_s - fixed_s) * factor
     return replace(base, duration_s=np.where(ops, scaled_s, base.duration_s))
 
