@@ -9,7 +9,9 @@ import numpy as np
 from autotune.arrays import IntArray
 from autotune.dfg.graph import NONE, Kind
 from autotune.errors import InvalidInput
+from autotune.memory.recomputation import Run, recomputation_error, recomputed
 from autotune.whatif.base import Base
+from autotune.whatif.memory import ReplicaMemory
 from autotune.whatif.primitives import insert
 from autotune.whatif.question import Factor, Question
 from autotune.whatif.registry import what_if
@@ -21,11 +23,32 @@ AGAIN = Factor(
 )
 
 
+def _memory(memory: ReplicaMemory, base: Base, question: Question) -> ReplicaMemory:
+    """The modules that are numbered in one list and may be computed again keep no activations.
+
+    Raises `InvalidInput` if there are fewer than `FEWEST_BLOCKS` of them.
+    """
+    lists: dict[str, list[int]] = {}
+    for number, region in enumerate(memory.profile.regions):
+        name, _, place = region.name.rpartition(".")
+        if place.isdigit() and recomputation_error(region) is None:
+            lists.setdefault(name, []).append(number)
+    blocks = max(lists.values(), key=len, default=[])
+    if len(blocks) < FEWEST_BLOCKS:
+        raise InvalidInput(
+            f"the memory of recomputation needs at least {FEWEST_BLOCKS} modules of one list that "
+            f"may be computed again, but there are {len(blocks)}"
+        )
+    runs = [Run(number, number) for number in blocks]
+    return replace(memory, profile=recomputed(memory.profile, runs))
+
+
 @what_if(
     "recompute",
     title="recompute the activations of the repeated blocks",
     source="Chen et al. 2016, arXiv:1604.06174",
     enact="model.gradient_checkpointing_enable()",
+    memory=_memory,
 )
 def recompute(base: Base, question: Question) -> Base:
     """Every block runs its forward pass again, right before its backward pass.
