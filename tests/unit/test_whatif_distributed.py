@@ -12,6 +12,7 @@ from synthetic_cluster import cluster
 from autotune.cluster import Cluster, CollectiveFit
 from autotune.dfg.graph import NONE, Kind
 from autotune.errors import InvalidInput
+from autotune.lowering.device_costs import costs_of
 from autotune.whatif.base import Base, steady
 from autotune.whatif.changes import all as changes
 from autotune.whatif.cluster_size import sized
@@ -85,6 +86,37 @@ def test_hidden_messages_cost_copies_only_and_exposed_ones_delay_the_optimizer()
     assert 1200 < hidden < 1260
     # first message from 400 to 1400 us, second one to 2400 us, then copies and the optimizer
     assert exposed == pytest.approx(hidden + 2400 - 800, rel=0.02)
+
+
+def test_buckets_of_another_size_are_sent_one_by_one() -> None:
+    """Two gradients of 2 MiB: a bucket each up to 2 MiB, one bucket from 4 MiB on."""
+    base = base_of()
+    small, large = (
+        changed(base, combined("bucket_size"), ask(base, fitted(4, 1e-4), 2, 2, bucket_size=size))
+        for size in (2, 4)
+    )
+    sent = [one.size_bytes[select(one, kinds=[Kind.COLLECTIVE])].tolist() for one in (small, large)]
+    assert sent == [[2 * MIB, 2 * MIB], [4 * MIB]]
+    for amount in ({}, {"bucket_size": 0.0}):
+        with pytest.raises(InvalidInput, match="the size of a bucket in MiB above 0"):
+            changed(base, combined("bucket_size"), ask(base, fitted(4, 1e-4), 2, 2, **amount))
+    with pytest.raises(InvalidInput, match="this trace holds collectives"):
+        changed(small, combined("bucket_size"), ask(base, fitted(4, 1e-4), 2, 2, bucket_size=1))
+
+
+def test_gradients_of_16_bits_halve_the_messages_and_cost_their_rounding() -> None:
+    base = base_of()
+    question = ask(base, fitted(4, 500e-6), 2, 2)
+    whole = changed(base, combined("distributed"), question)
+    half = changed(base, combined("distributed+fp16_gradients"), question)
+    sent = select(whole, kinds=[Kind.COLLECTIVE])
+    assert half.size_bytes[sent].tolist() == [MIB, MIB]
+    costs = costs_of("cuda", base.device)
+    rounding_s = (costs["cast_s_per_byte"] + costs["unpack_s_per_byte"]) * 2 * MIB
+    expected = whole.duration_s[sent] / 2 + rounding_s
+    assert half.duration_s[sent] == pytest.approx(expected, rel=0.01)
+    with pytest.raises(InvalidInput, match=r"changes collectives|distributed\+fp16_gradients"):
+        changed(base, combined("fp16_gradients"), question)
 
 
 def test_one_worker_sends_nothing() -> None:

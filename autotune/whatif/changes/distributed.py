@@ -105,8 +105,13 @@ def workers(base: Base, question: Question) -> Base:
     return on_cluster(base, question, sized(question.known_cluster(), int(amount)))
 
 
-def on_cluster(base: Base, question: Question, cluster: Cluster) -> Base:
-    """The step on every worker of a cluster; one worker alone sends nothing."""
+def on_cluster(
+    base: Base, question: Question, cluster: Cluster, bucket_bytes: int | None = None
+) -> Base:
+    """The step on every worker of a cluster; one worker alone sends nothing.
+
+    `bucket_bytes`: a limit that the script gives to DDP, which then holds for the first bucket too.
+    """
     if has_collectives(base):
         messages = collectives(base)
         seconds = seconds_of(base, messages, times_on(base, cluster))
@@ -115,7 +120,8 @@ def on_cluster(base: Base, question: Question, cluster: Cluster) -> Base:
         base = replace(base, duration_s=durations_s, waits_s={})
     elif cluster.world_size > 1:
         gradients = question.known_gradients()
-        buckets = buckets_of(gradients)
+        limits = () if bucket_bytes is None else (bucket_bytes, bucket_bytes)
+        buckets = buckets_of(gradients, *limits)
         sizes_bytes = np.array([bucket.size_bytes for bucket in buckets])
         times = times_on(base, cluster)
         seconds = times.seconds(Collective.ALL_REDUCE, sizes_bytes)

@@ -1,0 +1,83 @@
+"""Other messages of DistributedDataParallel: the size of its buckets, gradients of 16 bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from autotune.errors import InvalidInput
+from autotune.lowering.device_costs import costs_of
+from autotune.lowering.traffic import Collective
+from autotune.whatif.base import Base
+from autotune.whatif.changes.distributed import (
+    collectives,
+    has_collectives,
+    on_cluster,
+    seconds_of,
+    times_on,
+)
+from autotune.whatif.cluster_size import training_cluster
+from autotune.whatif.collective_times import collective_of
+from autotune.whatif.question import Question
+from autotune.whatif.registry import what_if
+
+MIB = 2**20
+
+
+@what_if(
+    "bucket_size",
+    title="data-parallel training with buckets of another size (bucket_size=MIB)",
+    source="torch.nn.parallel.DistributedDataParallel; Daydream, Alg. 6",
+    enact="model = DistributedDataParallel(model, bucket_cap_mb=MIB)",
+)
+def bucket_size(base: Base, question: Question) -> Base:
+    """As `distributed`, with buckets of the amount in MiB, also the first one.
+
+    Refused for a trace with collectives: how its copies would be grouped is not recorded.
+    """
+    amount = question.amounts.get("bucket_size")
+    if amount is None or not amount > 0:
+        raise InvalidInput(
+            "what-if 'bucket_size' needs the size of a bucket in MiB above 0, such as "
+            f"bucket_size=50, but the amount is {amount}"
+        )
+    if has_collectives(base):
+        raise InvalidInput(
+            "buckets of another size are predicted from the trace of one worker, but this trace "
+            "holds collectives"
+        )
+    return on_cluster(base, question, training_cluster(question), bucket_bytes=int(amount * MIB))
+
+
+@what_if(
+    "fp16_gradients",
+    title="gradients sent as 16 bits",
+    source="torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+    enact="model.register_comm_hook(None, default_hooks.fp16_compress_hook)",
+)
+def fp16_gradients(base: Base, question: Question) -> Base:
+    """Each all-reduce sends half of its bytes; a bucket is rounded before and copied back behind it.
+
+    The rounding takes the time that packing with a cast takes in `lowering.device_costs`, within
+    the message's own time: nothing else of the bucket can run meanwhile. Accuracy is not predicted.
+    """
+    messages = collectives(base)
+    ops = np.flatnonzero(messages)
+    summed = [collective_of(base.names.ops[op]) is Collective.ALL_REDUCE for op in ops.tolist()]
+    ops = ops[np.array(summed, dtype=np.bool_) & (base.size_bytes[ops] > 0)]
+    if not len(ops):
+        raise InvalidInput(
+            "gradients are sent as 16 bits by an all-reduce whose size the trace states, but it "
+            "has none; combine it with training on a cluster: distributed+fp16_gradients"
+        )
+    chosen = np.isin(np.arange(base.ops), ops)
+    halved = replace(base, size_bytes=np.where(chosen, 0.5, 1.0) * base.size_bytes)
+    times = times_on(base, training_cluster(question))
+    before_s, after_s = (seconds_of(one, chosen, times) for one in (base, halved))
+    costs = costs_of("cuda" if base.on_device.any() else "cpu", base.device)
+    cast_s = (costs["cast_s_per_byte"] + costs["unpack_s_per_byte"]) * base.size_bytes[ops]
+    durations_s = base.duration_s.copy()
+    durations_s[ops] = durations_s[ops] * after_s / before_s + cast_s
+    note = f"rounding of gradients: {costs.cast_s_per_byte.source}"
+    return replace(halved, duration_s=durations_s, waits_s={}, notes=(*base.notes, note))
