@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
 from autotune.arrays import FloatArray, IntArray
-from autotune.dfg.graph import NONE
+from autotune.dfg.graph import NONE, Kind
 from autotune.errors import InvalidInput
 from autotune.profiling.formats.rank_trace import DEVICE_WORK, Category, RankTrace, TracedStep
 from autotune.profiling.graph.rank_ops import Cause, RankOps, TracedOp
@@ -32,12 +32,17 @@ _Edge = tuple[int, int, int]
 def recorded_base(job: TraceJob, place: int) -> Base:
     """The base of rank `place` of a job: of two consecutive steps with the median distance.
 
-    Raises `InvalidInput` for a trace without two complete, consecutive steps.
+    Collectives of a job with one rank send nothing, and are copies. Raises `InvalidInput` for
+    a trace without two complete, consecutive steps.
     """
     trace, pairs = job.ranks[place], consecutive_steps(job.ranks[place])
     middle = median_place(step_distances_s(trace, pairs))
     waits_s = _waits_for_others(job, place)
-    return _Cut(trace, job.collectives[place], waits_s, *pairs[middle]).base()
+    base = _Cut(trace, job.collectives[place], waits_s, *pairs[middle]).base()
+    if trace.world_size == 1:
+        kind = np.where(base.kind == Kind.COLLECTIVE, Kind.COPY, base.kind)
+        base = replace(base, kind=kind.astype(np.int32))
+    return base
 
 
 def _waits_for_others(job: TraceJob, place: int) -> dict[int, float]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 from periodic_training import training
-from synthetic_traces import Job
+from synthetic_traces import Job, span
 
+from autotune.dfg.graph import NONE, Kind
 from autotune.errors import InvalidInput
+from autotune.profiling.formats.kineto import read_kineto
+from autotune.profiling.traces.job import assemble
 from autotune.whatif.base import LAUNCH_QUEUE, Base, bounds_s, steady
 from autotune.whatif.recorded import recorded_base
 
@@ -74,6 +79,26 @@ def test_waits_without_a_known_cause_bound_the_step_time() -> None:
     assert stays_s == pytest.approx(base.measured_s, rel=1e-6)
     usual = recorded_base(training(host_us=50, kernel_us=10, waits=True), 0)
     assert least_s == pytest.approx(usual.measured_s, rel=0.01)
+
+
+@pytest.mark.parametrize(("world_size", "left"), [(1, 0), (2, 1)])
+def test_collectives_of_a_single_rank_send_nothing(world_size: int, left: int) -> None:
+    """Gloo's threads do them although there is nobody to send to."""
+    group = {"Collective name": "allreduce", "dtype": "Float", "In msg nelems": 1000}
+    events = [
+        event
+        for step in range(3)
+        for event in (
+            span(f"ProfilerStep#{step}", 1000.0 * step, 990, cat="user_annotation"),
+            span("aten::mm", 1000.0 * step + 1, 900),
+            span("gloo:all_reduce", 1000.0 * step + 500, 30, tid=2, **group),  # type: ignore[arg-type]
+        )
+    ]
+    info = {"rank": 0, "world_size": world_size, "backend": "gloo"}
+    text = json.dumps({"distributedInfo": info, "traceEvents": events}).encode()
+    base = recorded_base(assemble([read_kineto(BytesIO(text).read, "rank0.json")]), 0)
+    assert ((base.kind == Kind.COLLECTIVE) & (base.queue != NONE)).sum() == left
+    assert steady(base).step_s == pytest.approx(base.measured_s, rel=1e-6)
 
 
 def test_one_step_is_not_enough() -> None:

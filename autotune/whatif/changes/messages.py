@@ -57,7 +57,7 @@ def bucket_size(base: Base, question: Question) -> Base:
     enact="model.register_comm_hook(None, default_hooks.fp16_compress_hook)",
 )
 def fp16_gradients(base: Base, question: Question) -> Base:
-    """Each all-reduce sends half of its bytes; a bucket is rounded before and copied back behind it.
+    """Each all-reduce sends half of its bytes; a bucket is rounded before, copied back after.
 
     The rounding takes the time that packing with a cast takes in `lowering.device_costs`, within
     the message's own time: nothing else of the bucket can run meanwhile. Accuracy is not predicted.
