@@ -5,6 +5,7 @@ The only conftest of the tests: two modules of one name could not be type-checke
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -68,6 +69,19 @@ LONGEST_FIRST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
+def pytest_collection_finish() -> None:
+    """Let this process compute on one thread: several test files run side by side.
+
+    Threads of OpenMP and OpenBLAS that wait for each other spin, most of all on a busy machine.
+    """
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    with contextlib.suppress(ImportError):  # scikit-learn brings it
+        import threadpoolctl
+
+        threadpoolctl.threadpool_limits(1)
 
 
 @pytest.fixture(scope="session")
