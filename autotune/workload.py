@@ -137,6 +137,7 @@ class Workload:
     of the module's buffers before a forward pass; `buffers`: number of these tensors. Both are
     empty if `forward_s` includes the broadcasts. `source`: "measured" or "assumed", which the
     report repeats. `library`: the script's own, which enacts the plans that it can express.
+    `device_name`: the accelerator's, "" if unknown.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -154,6 +155,7 @@ class Workload:
     buffers: int = 0
     schema: int = field(default=1)
     library: Library = field(default=Library.DDP, metadata=LATER)
+    device_name: str = field(default="", metadata=LATER)
 
     def __post_init__(self) -> None:
         if not self.variables:

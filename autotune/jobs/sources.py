@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autotune.cluster import Cluster
@@ -135,8 +135,11 @@ def _recorded(folder: Path) -> Source:
         raise InvalidInput(
             f"{folder}: the model's own times must be known, but could not be recorded: {reason}"
         )
+    workload = job.workload
+    if workload.device != "cpu" and not workload.device_name:
+        workload = replace(workload, device_name=job.ranks[0].device_name)
     return Source(
-        job.workload,
+        workload,
         memory=RecordedMemory.read(folder),
         no_memory=missing_memory_reason(job.notes),
         cross_step_refused=job.cross_step_refused,

@@ -43,7 +43,7 @@ class Lowering:
     ) -> None:
         self.workload = workload
         self.cluster = cluster
-        self.costs = costs or costs_of(workload.device)
+        self.costs = costs or costs_of(workload.device, workload.device_name)
         self.taken_share = taken_share
         self.ports = Ports(cluster)
         timing = Timing(cluster, self.ports, self.costs)

@@ -10,6 +10,7 @@ from autotune.cluster import Cluster
 from autotune.costs.row_traffic import RowTraffic
 from autotune.dfg.replay import Timeline
 from autotune.errors import InvalidInput
+from autotune.lowering.device_costs import costs_of
 from autotune.optimizer.bounds import least_transfer_s
 from autotune.optimizer.budget import Budget, Deadline
 from autotune.optimizer.fused_time import ASSUMED, LaunchGaps
@@ -128,6 +129,9 @@ def optimize(
         assumed.append(ASSUMED_TIMES)
     if cluster.source == "assumed":
         assumed.append(ASSUMED_LINKS)
+    packing = costs_of(workload.device, workload.device_name).pack_s_per_byte
+    if packing.is_assumed:
+        assumed.append(f"packing and issuing messages ({packing.source})")
     enacted = replace(best, fusion=OpFusion(), compute_factor=1.0)
     return Optimized(
         strategy=best.strategy,

@@ -95,6 +95,7 @@ def workload_of(
     workload = replace(
         workload,
         device="cuda" if any(lane.device for lane in alone.ranks[0].lanes) else "cpu",
+        device_name=alone.ranks[0].info.get("device_name", ""),
         buffer_bytes=tuple(round(sent[op].comm.size_bytes) for op in buffers),
         buffers=len(buffers),
     )
