@@ -10,6 +10,7 @@ A kernel is named by its place among those of its name in a step.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -170,3 +171,13 @@ def message_result() -> tuple[str, dict[str, object]]:
         "messages_models": len(rows),
     }
     return table(rows), keys
+
+
+def main() -> None:
+    text, keys = message_result()
+    print(text)
+    print(json.dumps(keys))
+
+
+if __name__ == "__main__":
+    main()

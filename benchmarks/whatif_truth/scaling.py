@@ -18,6 +18,8 @@ have the same digits in another order, which are the same cluster. No prediction
 from __future__ import annotations
 
 import csv
+import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -200,3 +202,15 @@ def scaling_result(second: str = CALIBRATED) -> tuple[str, Mapping[str, object]]
         "noise_scaling": fmean(noises),
     }
     return "\n".join(lines), keys
+
+
+def main() -> None:
+    result = scaling_result()
+    if result is None:
+        sys.exit("without the reference data: set AUTOTUNE_REFERENCE_DATA")
+    print(result[0])
+    print(json.dumps(result[1]))
+
+
+if __name__ == "__main__":
+    main()
