@@ -12,50 +12,56 @@ there vary by up to half between runs.
 - `error_mean_paper`: with Daydream's own factors, over the variants that it has factors for;
   `error_mean_where_paper` is ours over the same ones.
 
+Further parts: the messages of two ranks (`messages`), and published scaling tables (`scaling`,
+needs the reference data). The part on CPUs is `python -m benchmarks.whatif_truth.cpu`.
+
     python -m benchmarks.whatif_truth
-    python -m benchmarks.whatif_truth --folder datasets/gpu_traces/a100
+    python -m benchmarks.whatif_truth --only gpu --folder datasets/gpu_traces/a100
     python -m benchmarks.whatif_truth --fit        # the factors, fitted on all models
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from benchmarks.repository import ROOT, machine, option_parser
 from benchmarks.whatif_truth import gpu
+from benchmarks.whatif_truth.messages import message_result
+from benchmarks.whatif_truth.scaling import scaling_result
 
-PARTS = ("messages", "scaling", "cpu")
-"""Further parts: modules with `main() -> dict`, which print their tables and return their keys."""
+Result = tuple[str, Mapping[str, object]]
 
 
-def gpu_part(folder: Path) -> dict[str, Any]:
+def gpu_result(folder: Path) -> Result:
     rows, unrecorded = gpu.judged_rows(folder)
-    print(gpu.table(rows))
+    lines = [gpu.table(rows)]
     if unrecorded:
-        print(f"\nmodels with times but without a recording in fp32: {', '.join(unrecorded)}")
-    return gpu.keys(rows)
+        lines.append(f"models with times but no recording in fp32: {', '.join(unrecorded)}")
+    return "\n\n".join(lines), gpu.keys(rows)
 
 
 def main() -> None:
     parser = option_parser(__doc__)
     parser.add_argument("--folder", type=Path, default=ROOT / "datasets" / "gpu_traces" / "h100")
-    parser.add_argument("--only", nargs="+", choices=("gpu", *PARTS), default=None)
     parser.add_argument("--fit", action="store_true", help="print the factors and end")
+    parts: dict[str, Callable[[], Result | None]] = {
+        "gpu": lambda: gpu_result(options.folder),
+        "messages": message_result,
+        "scaling": scaling_result,
+    }
+    parser.add_argument("--only", nargs="+", choices=list(parts), default=list(parts))
     options = parser.parse_args()
     if options.fit:
         print(gpu.fitted(options.folder))
         return
-    present = [name for name in PARTS if importlib.util.find_spec(f"{__package__}.{name}")]
-    line: dict[str, Any] = {}
-    for name in options.only or ("gpu", *(part for part in present if part != "cpu")):
-        if name == "gpu":
-            line |= gpu_part(options.folder)
-        else:
-            line |= importlib.import_module(f"{__package__}.{name}").main()
+    line: dict[str, object] = {}
+    for name in options.only:
+        result = parts[name]()
+        if result is not None:
+            print(f"{result[0]}\n")
+            line |= result[1]
     print(json.dumps(line | machine()))
 
 

@@ -236,11 +236,7 @@ def table_of(known: Sequence[Facts]) -> FactorTable:
         shown = [value for value in values if value is not None]
         if not shown:
             return default
-        expected = float(np.median(shown))
-        margin = T_QUANTILES[min(len(shown), 5)] * float(np.std(shown, ddof=len(shown) > 1))
-        margin *= float(np.sqrt(1 + 1 / len(shown)))
-        low, high = min([*shown, expected - margin]), max([*shown, expected + margin])
-        return Factor(expected, max(low, 0.0), high, source)
+        return prediction_interval(float(np.median(shown)), shown, source)
 
     layout = [row for one in known for row in one.layout]
     layout_costs = [1 / H100.layout_bytes_per_s, H100.layout_s]
@@ -258,8 +254,8 @@ def table_of(known: Sequence[Facts]) -> FactorTable:
             one: factor([f.classes.get(one) for f in known], H100.classes.get(one, ONE))
             for one in sorted(classes, key=lambda one: one.name)
         },
-        tf32=factor(
-            [one.tf32.factor(products, layout_costs[1]) for one in known if one.tf32], H100.tf32
+        tf32=_with_theory(
+            [one.tf32.factor(products, layout_costs[1]) for one in known if one.tf32], source
         ),
         cast_bytes_per_s=cast_bytes / casts_s if casts_s else H100.cast_bytes_per_s,
         cast_s=H100.cast_s,
@@ -270,6 +266,19 @@ def table_of(known: Sequence[Facts]) -> FactorTable:
         each_host_s=factor([one.each_host_s for one in known], H100.each_host_s),
         recording=_recording_cost([row for one in known for row in one.recording], source),
     )
+
+
+def _with_theory(values: Sequence[float], source: str) -> Factor:
+    """The mean of few measured values and of 1, which the rates in the data sheet give."""
+    return prediction_interval(float(np.mean([*values, 1.0])), [*values, 1.0], source)
+
+
+def prediction_interval(expected: float, values: Sequence[float], source: str) -> Factor:
+    """Holds all values, and the next one with 80 % if they are normally distributed."""
+    margin = T_QUANTILES[min(len(values), 5)] * float(np.std(values, ddof=len(values) > 1))
+    margin *= float(np.sqrt(1 + 1 / len(values)))
+    low, high = min([*values, expected - margin]), max([*values, expected + margin])
+    return Factor(expected, max(low, 0.0), high, source)
 
 
 def robust_costs(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
