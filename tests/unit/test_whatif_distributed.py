@@ -193,6 +193,9 @@ def test_p3_reads_in_the_next_step_and_sends_what_is_read_first() -> None:
     assert found < sent_us + 2 * 1200
     p3 = changed(base, combined("p3"), question)
     assert p3.by_priority.any()
+    shared = ask(base, cluster((4, 1000.0), (4, 1000.0)), 1, 1, p3=MIB / 4)
+    # each host sends 4 workers' halves and the sums of its 4 servers to 4 other workers
+    assert step_us(base, "p3", shared) >= 4 * 2 * MIB / 125e6 * 1e6
     with pytest.raises(InvalidInput, match="at most 100000 slices"):
         step_us(base, "p3", ask(base, on, 1, 1, p3=1))
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 
 from autotune.profiling.traces.job import read_job
-from autotune.whatif.changes.distributed import distributed
+from autotune.whatif.base import steady
+from autotune.whatif.changes.distributed import collectives, distributed
+from autotune.whatif.changes.network import no_stragglers
 from autotune.whatif.gradients import gradients_of
 from autotune.whatif.question import Question
 from autotune.whatif.recorded import recorded_base
 from benchmarks.repository import ROOT
 from benchmarks.whatif_truth.messages import predicted_messages, recorded_messages
+from benchmarks.whatif_truth.scaling import Row, noise, on_hosts, workload_of
 
 H100 = ROOT / "datasets" / "gpu_traces" / "h100"
 
@@ -37,3 +40,25 @@ def test_a_recorded_step_of_ddp_keeps_its_own_copies() -> None:
     assert sum(name.startswith("all_reduce") for name in new) == 6
     assert not any("pack" in name for name in new)
     assert any("measured on an H100" in note for note in changed.notes)
+
+
+def test_recorded_messages_lose_their_waiting_and_take_the_time_of_the_cluster() -> None:
+    """Two ranks shared one GPU, so each waited for the other one; the cluster's link is fast."""
+    from synthetic_cluster import cluster
+
+    base = recorded_base(read_job([H100 / "vgg19.two_ranks"]), 0)
+    messages = collectives(base)
+    assert base.waits_s and messages[list(base.waits_s)].all()
+    together = no_stragglers(base, Question())
+    assert together.duration_s[messages].sum() < base.duration_s[messages].sum()
+    assert steady(together).step_s < steady(base).step_s
+    on = distributed(base, Question(cluster=cluster((1, 1e5), (1, 1e5))))
+    assert on.ops == base.ops and not on.waits_s
+    assert on.duration_s[messages].sum() < 0.2 < base.duration_s[messages].sum()
+
+
+def test_tables_of_placements_have_equal_clusters_and_the_model_its_parameters() -> None:
+    rows = [Row(name, 4, step_s) for name, step_s in (("12", 1.0), ("21", 1.2), ("12", 1.1))]
+    assert noise([*rows, Row("44", 4, 9.0)]) == pytest.approx((0.1 / 1.1 + 0.1 / 1.1) / 3)
+    assert workload_of("cifar10").grad_bytes == 4 * 11_173_962
+    assert [host.devices for host in on_hosts("134", 1e9, 1e-5).hosts] == [1, 3, 4]

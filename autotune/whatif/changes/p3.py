@@ -37,8 +37,8 @@ def p3(base: Base, question: Question) -> Base:
     A slice is pushed to its server once its gradient is ready, and pulled once all have pushed it.
     The next step's forward pass reads it (Alg. 7 prints this step's). Both directions of a link
     send the slice first that is read first. A worker's link also receives the pushes of the slices
-    that it serves, and sends their sums. Servers add at the speed of the link. The optimizer's
-    kernels stay, as the time of the updates.
+    that it serves, and sends their sums. Devices of a host share its interface evenly. Servers add
+    at the speed of the link. The optimizer's kernels stay, as the time of the updates.
     """
     if has_collectives(base):
         raise InvalidInput(
@@ -50,7 +50,10 @@ def p3(base: Base, question: Question) -> Base:
     if workers < 2:
         return base
     of, sizes_bytes = _slices(gradients, question.amounts.get("p3", SLICE_BYTES))
-    served_s, latency_s = times_on(base, cluster).served_s(sizes_bytes)
+    times = times_on(base, cluster)
+    served_s, latency_s = times.served_s(sizes_bytes)
+    if not times.on_one_host:
+        served_s = served_s * times.most_on_a_host  # the devices of a host share its interface
     own = np.arange(len(of)) % workers == 0  # the slices that this worker serves
     first, second = (np.empty(len(of), dtype=np.int64) for _ in range(2))
     grown = base
