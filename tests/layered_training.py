@@ -77,12 +77,14 @@ def layered(
     load_us: float = 0.0,
     copy_bytes: float = 0.0,
     waits: bool = False,
+    reads: bool = False,
     info: dict[str, Any] | None = None,
 ) -> TraceJob:
     """A thread calls every operator in turn, each for `host_us`, and launches its kernel.
 
     `load_us`: data loading at the beginning of each step, as torch annotates it. `copy_bytes`: a
     copy of 1 GB/s to the device follows it. `waits`: the host waits for the device at each end.
+    `reads`: it waits for a copy of 2 us to the host, as `loss.item()` does.
     """
     trace = _Trace()
     for step in range(steps):
@@ -93,6 +95,8 @@ def layered(
             trace.copy(copy_bytes)
         for work in works:
             trace.call(work, host_us)
+        if reads:
+            trace.read()
         if waits:
             trace.wait()
         mark = span(f"ProfilerStep#{step}", begun, trace.now - begun, cat="user_annotation")
@@ -149,6 +153,17 @@ class _Trace:
         place: dict[str, Any] = {"stream": 7, "device": 0, **ids, **args}
         self.events.append({**span(name, start, us, 7, cat, **place), "pid": 0})
         self.free, self.number = start + us, self.number + 1
+
+    def read(self) -> None:
+        start = max(self.now + 1 + LATENCY_US, self.free)
+        ids: dict[str, Any] = {"correlation": self.number, "External id": self.number}
+        call = span(
+            "cudaMemcpyAsync", self.now + 1, start + 3 - self.now, cat="cuda_runtime", **ids
+        )
+        name = "Memcpy DtoH (Device -> Pageable)"
+        copy = span(name, start, 2, 7, "gpu_memcpy", stream=7, device=0, bytes=4, **ids)
+        self.events += [call, {**copy, "pid": 0}]
+        self.now, self.free, self.number = start + 4, start + 2, self.number + 1
 
     def wait(self) -> None:
         until = max(self.now, self.free) + 2

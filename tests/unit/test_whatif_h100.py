@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from autotune.whatif.registry import combined
 TRACES = Path(__file__).parents[2] / "datasets/gpu_traces/h100"
 NAMES = (
     *("faster_gpu", "no_data_loading", "cuda_graphs", "fused_elementwise", "kernel_times"),
-    *("restructured_batchnorm", "vdnn", "gist"),
+    *("metaflow", "restructured_batchnorm", "vdnn", "gist"),
 )
 NO_LOADING = {"no_data_loading": "no data loading"}
 NO_CNN = {
@@ -40,7 +41,7 @@ REFUSED = {
     "gpt2": NO_CNN,
 }
 """Why a model's trace gives no prediction."""
-FASTER = {"faster_gpu", "cuda_graphs", "fused_elementwise", "restructured_batchnorm"}
+FASTER = {"faster_gpu", "cuda_graphs", "fused_elementwise", "restructured_batchnorm", "metaflow"}
 SLOWER = {"vdnn", "gist"}
 
 
@@ -63,6 +64,16 @@ def write_times(base: Base, path: Path) -> Path:
     return path
 
 
+def write_policy(base: Base, path: Path) -> Path:
+    """Half of its time for the layer that takes most of a step."""
+    device_s = np.zeros(len(base.names.layers))
+    known = base.on_device & (base.layer != NONE)
+    np.add.at(device_s, base.layer[known], base.duration_s[known])
+    longest = base.names.layers[int(np.argmax(device_s))]
+    path.write_text(json.dumps({"substitutions": [{"scale": {longest: 0.5}}]}))
+    return path
+
+
 @pytest.mark.parametrize("model", sorted(REFUSED))
 def test_predictions_are_finite_and_plausible(model: str, tmp_path: Path) -> None:
     folder = TRACES / f"{model}.fp32"
@@ -70,7 +81,9 @@ def test_predictions_are_finite_and_plausible(model: str, tmp_path: Path) -> Non
     base = recorded_base(job, 0)
     memory = replica_memory(job, 0, RecordedMemory.read(folder))
     times = write_times(base, tmp_path / "times.csv")
-    asked = Question(amounts={"vdnn": 25.0}, files={"kernel_times": str(times)}, memory=memory)
+    policy = write_policy(base, tmp_path / "policy.yaml")
+    files = {"kernel_times": str(times), "metaflow": str(policy)}
+    asked = Question(amounts={"vdnn": 25.0}, files=files, memory=memory)
     for name in NAMES:
         if reason := REFUSED[model].get(name):
             with pytest.raises(InvalidInput, match=reason):
