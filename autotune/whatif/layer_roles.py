@@ -115,8 +115,8 @@ class Layer:
 def convolutions(base: Base) -> tuple[Layer, ...]:
     """The convolutions in the order of the forward pass.
 
-    The backward pass goes in the reverse order, as autograd's does; where weights' shapes were
-    recorded they must agree. Raises `InvalidInput` for a trace without convolutions, without their
+    The backward pass goes in the reverse order, as autograd's does; where shapes were recorded they
+    must agree. Raises `InvalidInput` for a trace without convolutions, without their
     operators, or whose passes do not match.
     """
     chosen = roles(base) == Role.CONVOLUTION
@@ -166,12 +166,16 @@ def _of_weights(base: Base, calls: list[IntArray]) -> list[IntArray]:
 
 
 def _check_pair(forward: Operator, backward: Operator) -> None:
+    """Raise `InvalidInput` if the gradient's operator does not read the layer's input.
+
+    Gradients of weights read no weights, so the shapes of the inputs are compared.
+    """
     if forward.inputs is None or backward.inputs is None:
         return
-    weight = forward.inputs.dims[1] if len(forward.inputs.dims) > 1 else ()
-    if weight and weight not in backward.inputs.dims:
+    read = forward.inputs.dims[0]
+    if read and read not in backward.inputs.dims:
         raise InvalidInput(
-            "the backward pass must go through convolutions in the reverse order, but one with "
-            f"weights of {list(weight)} meets a gradient with inputs "
+            "the backward pass must go through convolutions in the reverse order, but one with an "
+            f"input of {list(read)} meets a gradient that reads "
             f"{[list(dims) for dims in backward.inputs.dims if dims]}"
         )

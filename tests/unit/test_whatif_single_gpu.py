@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from layered_training import (
     IMAGE,
     MAP_BYTES,
     MUL_KERNEL,
+    WEIGHT,
     Work,
     conv,
     conv_back,
@@ -295,6 +297,25 @@ def test_offloading_is_refused_by_reason() -> None:
     assert "2 run forward and 1 backward" in refusal(twice, "vdnn", FAST)
     plain = [Work(one.operator, one.kernel, 100.0, (), one.node, one.layer) for one in CONVS]
     assert "record_shapes=True" in refusal(layered(plain), "vdnn", FAST)
+
+
+def test_gradients_of_weights_and_inputs_may_have_operators_of_their_own() -> None:
+    """As in torch before 1.11. The copy must be back for the weights' gradient only."""
+    name, node = "aten::cudnn_convolution_backward", "CudnnConvolutionBackward"
+    backward = [
+        work
+        for number in (3, 2, 1)
+        for work in (
+            Work(f"{name}_input", f"dgrad_{number}", 50.0, ((), IMAGE, WEIGHT), node),
+            Work(f"{name}_weight", f"wgrad_{number}", 50.0, ((), IMAGE, IMAGE), node),
+        )
+    ]
+    job = layered([*CONVS[:3], *backward])
+    assert after_us(job, "vdnn", FAST) == pytest.approx(600, rel=1e-3)
+    other = [replace(backward[1], dims=((), (9, 9), (9, 9))), *backward[2:]]
+    assert "meets a gradient that reads [[9, 9], [9, 9]]" in refusal(
+        layered([*CONVS[:3], *other]), "vdnn", FAST
+    )
 
 
 def test_encoding_adds_kernels_at_the_rate_of_the_relu() -> None:

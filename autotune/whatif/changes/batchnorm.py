@@ -23,7 +23,7 @@ is 55 % of the predicted one."""
     "restructured_batchnorm",
     title="restructured batch normalization",
     source="Jung et al. (MLSys 2019); Daydream (USENIX ATC 2020), Alg. 5",
-    enact="torch.compile(model), or kernels of your own (the authors published theirs for Caffe)",
+    enact="model = torch.compile(model) fuses a part of it; the rest needs kernels of your own",
 )
 def restructured_batchnorm(base: Base, question: Question) -> Base:
     """Batchnorm reads its input half as often, and convolutions take over the ReLUs next to it.
