@@ -42,6 +42,8 @@ LONGEST_FIRST = (
     "test_horovod_tensorflow",
     "test_mirrored_script",
     "test_keras_fit",
+    "test_tensorflow_gate",
+    "test_tensorflow_op_fusion",
     "test_tensorflow_compressors",
     "test_tensorflow_profile",
     "test_recorder",
