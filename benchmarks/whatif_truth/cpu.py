@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from subprocess import CalledProcessError
+from typing import Any
 
 from autotune.errors import AutotuneError
 from autotune.jobs.check import CheckPlan, check
@@ -111,7 +112,18 @@ def _local_rows(
         yield CpuRow(example, change, found.baseline_s, found.baseline_s / speedup, found.changed_s)
 
 
-def main() -> None:
+def main() -> dict[str, Any]:
+    """Judge everything in a folder of its own; print the table, return the keys."""
+    with tempfile.TemporaryDirectory() as scratch:
+        return _judged(list(rows(Path(scratch))))
+
+
+def _judged(found: Sequence[CpuRow]) -> dict[str, Any]:
+    print(table(found))
+    return keys(found)
+
+
+def _command() -> None:
     parser = option_parser(__doc__)
     parser.add_argument("--folder", type=Path, help="recordings and trials; made if missing")
     parser.add_argument("--examples", nargs="+", choices=EXAMPLES, default=list(EXAMPLES))
@@ -122,10 +134,9 @@ def main() -> None:
     plan = CheckPlan(options.pairs, options.turn_steps)
     with tempfile.TemporaryDirectory() as scratch:
         folder = (options.folder or Path(scratch)).resolve()
-        found = list(rows(folder, options.examples, plan, parts=options.parts))
-    print(table(found))
-    print(json.dumps({**keys(found), **machine()}))
+        line = _judged(list(rows(folder, options.examples, plan, parts=options.parts)))
+    print(json.dumps({**line, **machine()}))
 
 
 if __name__ == "__main__":
-    main()
+    _command()

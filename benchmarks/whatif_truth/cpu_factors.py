@@ -10,7 +10,6 @@ casts, is a share of the step.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ import numpy as np
 
 from autotune.dfg.graph import NONE, Kind
 from autotune.whatif.base import Base, steady
+from autotune.whatif.changes.processor import MATRIX
 from autotune.whatif.primitives import scale
 
 OPTIMIZER = "optimizer"
@@ -25,7 +25,6 @@ OPTIMIZER = "optimizer"
 LEAST_SHARE = 0.002
 """Operators below this share of a step do not teach a factor of their own."""
 MOST_FACTOR = 20.0
-MATRIX = re.compile(r"mm$|addmm|linear|conv|lstm|rnn|matmul|attention")
 
 
 @dataclass(frozen=True, eq=False)

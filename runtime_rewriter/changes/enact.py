@@ -144,12 +144,16 @@ def _with_option(option: str) -> list[type[torch.optim.Optimizer]]:
 # -- models --------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _amp(state: Enacted, amounts: Mapping[str, float]) -> Iterator[None]:
+def _amp(change: str) -> _Enactor:
     """`torch.autocast(..., dtype=torch.bfloat16)` from the model's forward pass to `backward()`."""
-    state.reasons["amp"] = "no module of it was called in training mode"
-    with autocast_forward(lambda: state.did("amp")):
-        yield
+
+    @contextmanager
+    def enact(state: Enacted, amounts: Mapping[str, float]) -> Iterator[None]:
+        state.reasons[change] = "no module of it was called in training mode"
+        with autocast_forward(lambda: state.did(change)):
+            yield
+
+    return enact
 
 
 @contextmanager
@@ -248,9 +252,11 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 _ENACTORS: dict[str, _Enactor] = {
-    "amp": _amp,
+    "amp": _amp("amp"),
+    "amp_cpu": _amp("amp_cpu"),
     "channels_last": _channels_last,
     "fused_adam": _optimizers("fused_adam", "fused", True),
+    "fused_adam_cpu": _optimizers("fused_adam_cpu", "fused", True),
     "foreach_optimizer": _optimizers("foreach_optimizer", "foreach", True),
     "for_each_optimizer": _optimizers("for_each_optimizer", "foreach", False),
     "bucket_size": _bucket_size,

@@ -12,8 +12,10 @@ from autotune.parsing import parse, read_json
 
 ENACTABLE = (
     "amp",
+    "amp_cpu",
     "channels_last",
     "fused_adam",
+    "fused_adam_cpu",
     "foreach_optimizer",
     "for_each_optimizer",
     "bucket_size",

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 from periodic_training import training
+from synthetic_traces import span
 
 from autotune.cluster import Cluster
 from autotune.dfg.graph import Kind
 from autotune.errors import InvalidInput
 from autotune.plugins import UnknownName
+from autotune.profiling.formats.kineto import read_kineto
+from autotune.profiling.traces.job import assemble
 from autotune.whatif.answers import Answer, all_asked, answers, read_asked
 from autotune.whatif.base import Base, steady
+from autotune.whatif.changes.processor import BF16_MATRIX, FUSED_OPTIMIZER, amp_cpu, fused_adam_cpu
 from autotune.whatif.curves import bandwidth_curves, scaled_network, worker_curves
 from autotune.whatif.limits import limits
 from autotune.whatif.primitives import add, connect, scale
@@ -220,3 +226,34 @@ def test_a_file_that_registers_nothing_is_refused(
     (tmp_path / name).write_text(text)
     with pytest.raises(InvalidInput, match=message):
         load_what_ifs(tmp_path / name)
+
+
+def processor(name: str) -> Base:
+    """The steps of a processor: a product of 600 us, an activation of 300 us, and an update."""
+    events = [
+        event
+        for step in range(3)
+        for event in (
+            span(f"ProfilerStep#{step}", 1000.0 * step, 999, cat="user_annotation"),
+            span("aten::addmm", 1000.0 * step, 600),
+            span("aten::relu", 1000.0 * step + 600, 300),
+            span(name, 1000.0 * step + 900, 100, cat="user_annotation"),
+            span("aten::add_", 1000.0 * step + 900, 100),
+        )
+    ]
+    text = json.dumps({"traceEvents": events}).encode()
+    return recorded_base(assemble([read_kineto(BytesIO(text).read, "rank0.json")]), 0)
+
+
+def test_changes_of_a_processor_scale_its_ops() -> None:
+    base = processor("Optimizer.step#SGD.step")
+    step_s = steady(base).step_s
+    amp = amp_cpu(base, Question())
+    assert steady(amp).step_s == pytest.approx(step_s - 600e-6 * (1 - BF16_MATRIX.expected))
+    fused = fused_adam_cpu(base, Question())
+    assert steady(fused).step_s == pytest.approx(step_s - 100e-6 * (1 - FUSED_OPTIMIZER.expected))
+    with pytest.raises(InvalidInput, match="shows none"):
+        fused_adam_cpu(processor("loss"), Question())
+    for change in (amp_cpu, fused_adam_cpu):
+        with pytest.raises(InvalidInput, match="has work of a device"):
+            change(base_of(), Question())

@@ -19,6 +19,7 @@ from autotune.whatif.changes import (
     optimizer,
     p3,
     precision,
+    processor,
     recomputation,
 )
 
@@ -41,5 +42,6 @@ __all__ = [
     "optimizer",
     "p3",
     "precision",
+    "processor",
     "recomputation",
 ]
