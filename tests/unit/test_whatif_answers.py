@@ -249,9 +249,11 @@ def test_changes_of_a_processor_scale_its_ops() -> None:
     base = processor("Optimizer.step#SGD.step")
     step_s = steady(base).step_s
     amp = amp_cpu(base, Question())
-    assert steady(amp).step_s == pytest.approx(step_s - 600e-6 * (1 - BF16_MATRIX.expected))
+    assert steady(amp).step_s == pytest.approx(step_s - 600e-6 * (1 - BF16_MATRIX.expected), 2e-3)
     fused = fused_adam_cpu(base, Question())
-    assert steady(fused).step_s == pytest.approx(step_s - 100e-6 * (1 - FUSED_OPTIMIZER.expected))
+    assert steady(fused).step_s == pytest.approx(
+        step_s - 100e-6 * (1 - FUSED_OPTIMIZER.expected), 2e-3
+    )
     with pytest.raises(InvalidInput, match="shows none"):
         fused_adam_cpu(processor("loss"), Question())
     for change in (amp_cpu, fused_adam_cpu):
