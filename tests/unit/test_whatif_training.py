@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
 
 import numpy as np
 import pytest
 from periodic_training import training
 from recorded_passes import KERNEL_US, ROWS, UPDATE_US, WIDTH, recorded_passes
+from synthetic_traces import span
 
-from autotune.dfg.graph import Kind
+from autotune.dfg.graph import NONE, Kind
 from autotune.errors import InvalidInput
+from autotune.profiling.formats.kineto import read_kineto
 from autotune.profiling.formats.op_inputs import OpInputs
+from autotune.profiling.traces.job import assemble, read_job
 from autotune.whatif.base import Base, Operator, steady
 from autotune.whatif.changes.alone import alone
 from autotune.whatif.changes.batch import accumulate, batch
@@ -193,3 +199,46 @@ def test_the_work_of_convolutions_follows_from_their_shapes() -> None:
     assert product is not None and product.alignment == 1
     assert product_work(Operator("aten::mm", (), OpInputs(((2,),), ("",)))) is None
     assert product_work(Operator("aten::relu", (), odd)) is None
+
+
+def test_without_ddp_nothing_is_packed_on_a_recorded_gpu() -> None:
+    recording = Path(__file__).parents[2] / "datasets/gpu_traces/h100/resnet50.fp32"
+    base = recorded_base(read_job([recording]), 0)
+    gone = select(base, on_device=True) & (alone(base, ASKED).queue == NONE)
+    names = {base.names.ops[op].split("<")[0] for op in np.flatnonzero(gone)}
+    parameters, buffers = 161, 3 * 53
+    dtypes = 2  # of buffers, each packed by a kernel
+    assert gone.sum() == 2 * parameters + buffers + dtypes
+    assert any("Memcpy DtoD" in name for name in names)
+    before_s, after_s = steady(base).step_s, steady(alone(base, ASKED)).step_s
+    assert 0.9 * before_s < after_s < 0.95 * before_s
+
+
+def test_the_host_does_not_wait_for_a_copy_within_the_device() -> None:
+    events = [
+        event
+        for step in range(3)
+        for event in (
+            span(f"ProfilerStep#{step}", 1000.0 * step, 900, cat="user_annotation"),
+            span("aten::copy_", 1000.0 * step + 5, 60),
+            span(
+                "cudaMemcpyAsync", 1000.0 * step + 10, 50, cat="cuda_runtime", correlation=step + 1
+            ),
+            {
+                **span(
+                    "Memcpy DtoD (Device -> Device)",
+                    1000.0 * step + 20,
+                    10,
+                    7,
+                    "gpu_memcpy",
+                    stream=7,
+                    device=0,
+                    correlation=step + 1,
+                ),
+                "pid": 0,
+            },
+        )
+    ]
+    text = json.dumps({"traceEvents": events}).encode()
+    base = recorded_base(assemble([read_kineto(BytesIO(text).read, "rank0.json")]), 0)
+    assert not (base.on_device[base.parent] & ~base.on_device[base.child]).any()
