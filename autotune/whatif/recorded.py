@@ -11,7 +11,8 @@ import numpy as np
 from autotune.arrays import FloatArray, IntArray
 from autotune.dfg.graph import NONE, Kind
 from autotune.errors import InvalidInput
-from autotune.profiling.formats.rank_trace import DEVICE_WORK, Category, RankTrace, TracedStep
+from autotune.profiling.formats.flaws import unfollowed_launches
+from autotune.profiling.formats.rank_trace import MISSING, Category, RankTrace, TracedStep
 from autotune.profiling.graph.rank_ops import Cause, RankOps, TracedOp
 from autotune.profiling.graph.step_ops import step_ops
 from autotune.profiling.traces.collectives import TracedCollective
@@ -63,6 +64,13 @@ def _waits_for_others(job: TraceJob, place: int) -> dict[int, float]:
 
 def consecutive_steps(trace: RankTrace) -> list[tuple[TracedStep, TracedStep]]:
     """Pairs of steps without a step in between. Raises `InvalidInput` if there is none."""
+    launches, name = unfollowed_launches(trace)
+    if launches:
+        raise InvalidInput(
+            f"a what-if needs the device's work, but {trace.source} has {launches} launches (the "
+            f"first is {name!r}) and no kernel; record with ProfilerActivity.CUDA, and where the "
+            "profiler may read the device's counters"
+        )
     pairs = [(a, b) for a, b in pairwise(trace.steps) if b.number == a.number + 1]
     if not pairs:
         raise InvalidInput(
@@ -104,13 +112,8 @@ def step_distances_s(
 
 def _by_call(trace: RankTrace) -> tuple[IntArray, FloatArray]:
     """Device events in the order of their calls, and when these began; without any, host events."""
-    calls = np.flatnonzero((trace.category == Category.RUNTIME) & (trace.correlation >= 0))
-    calls = calls[np.argsort(trace.correlation[calls], kind="stable")]
-    events = np.flatnonzero(np.isin(trace.category, DEVICE_WORK) & (trace.correlation >= 0))
-    place = np.searchsorted(trace.correlation[calls], trace.correlation[events], side="right") - 1
-    events, place = events[place >= 0], place[place >= 0]
-    launched = trace.correlation[calls[place]] == trace.correlation[events]
-    events, called_s = events[launched], trace.start_s[calls[place[launched]]]
+    events = np.flatnonzero(trace.launch != MISSING)
+    called_s = trace.start_s[trace.launch[events]]
     if not len(events):
         events = np.flatnonzero(np.isin(trace.category, (Category.HOST_OP, Category.RUNTIME)))
         called_s = trace.start_s[events]

@@ -231,7 +231,10 @@ class JsonItems:
         """
         if self._ended:
             return False
-        raw = self.read(max(CHUNK_BYTES, len(self._text) - self._at))
+        try:
+            raw = self.read(max(CHUNK_BYTES, len(self._text) - self._at))
+        except InvalidInput as error:
+            raise InvalidInput(f"{error}; it ends after item {self.items}") from error
         text = self._decode.decode(raw, not raw)
         self.replaced += text.count("\ufffd")
         self._text = self._text[self._at :] + text

@@ -14,6 +14,7 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from autotune.errors import InvalidInput
 from autotune.limits import MAX_RANKS
 from autotune.profiling.formats.collective_args import backend_collective, comm_of
+from autotune.profiling.formats.flaws import flaws
 from autotune.profiling.formats.json_stream import Field, JsonItems, Read
 from autotune.profiling.formats.limits import (
     MAX_GROUP_RANKS,
@@ -308,7 +310,7 @@ class _KinetoReader:
             dropped=dict(self.dropped.most_common()),
             info=info | self._devices(),
         )
-        return find_steps(trace)
+        return find_steps(replace(trace, repairs=(*trace.repairs, *flaws(trace))))
 
     def _devices(self) -> dict[str, str]:
         """The number of visible devices, the first one's name, the digest of all, and the smallest

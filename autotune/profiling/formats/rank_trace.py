@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -224,6 +225,25 @@ class RankTrace:
     def end_s(self) -> FloatArray:
         ends: FloatArray = self.start_s + self.duration_s
         return ends
+
+    @cached_property
+    def launch(self) -> Int32Array:
+        """(N,) the driver call that launches a device event, MISSING without one.
+
+        If several calls have one correlation id, it is the last one that began before the event.
+        """
+        calls = np.flatnonzero((self.category == Category.RUNTIME) & (self.correlation >= 0))
+        calls = calls[np.argsort(self.correlation[calls], kind="stable")]
+        events = np.flatnonzero(np.isin(self.category, DEVICE_WORK) & (self.correlation >= 0))
+        launch = np.full(self.events, MISSING, dtype=np.int32)
+        ids, wanted = self.correlation[calls], self.correlation[events]
+        first, after = np.searchsorted(ids, wanted), np.searchsorted(ids, wanted, side="right")
+        launch[events[after > first]] = calls[after[after > first] - 1]
+        for place in np.flatnonzero(after - first > 1).tolist():
+            same, event = calls[first[place] : after[place]], events[place]
+            before = np.searchsorted(self.start_s[same], self.start_s[event], side="right")
+            launch[event] = same[max(int(before), 1) - 1]
+        return launch
 
     def name_of(self, event: int) -> str:
         return self.names[int(self.name[event])]

@@ -141,16 +141,24 @@ def _unpacked(raw: IO[bytes], where: str) -> Read:
     counted = _CountedStream(raw)
     buffered = io.BufferedReader(counted)
     packed = _peeked(buffered, where) == b"\x1f\x8b"
-    stream: IO[bytes] = gzip.GzipFile(fileobj=buffered) if packed else buffered  # type: ignore[assignment]
+    stream = gzip.GzipFile(fileobj=buffered) if packed else buffered
     total = 0
+    cut_off: InvalidInput | None = None
 
     def read(count: int) -> bytes:
-        nonlocal total
+        nonlocal total, cut_off
+        if cut_off is not None:
+            raise cut_off
+        data = bytearray()
         try:
-            data = stream.read(count)
+            while len(data) < count and (more := stream.read1(count - len(data))):
+                data += more
         except _CUT_OFF as error:
             kind = "a complete gzip file" if packed else "complete"
-            raise InvalidInput(f"{where} must be {kind}, but is not: {error}") from error
+            cut_off = InvalidInput(f"{where} must be {kind}, but is not: {error}")
+            cut_off.__cause__ = error
+            if not data:
+                raise cut_off from error
         total += len(data)
         if total > MAX_BYTES:
             limit = f"at most {MAX_BYTES} bytes when unpacked"
@@ -158,7 +166,7 @@ def _unpacked(raw: IO[bytes], where: str) -> Read:
         if packed and total > FREE_BYTES + MAX_RATIO * counted.taken:
             limit = f"more than {MAX_RATIO} times its size"
             raise InvalidInput(f"{where} unpacks to {limit}, which no trace does; it is refused")
-        return data
+        return bytes(data)
 
     return read
 

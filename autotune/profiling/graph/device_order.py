@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autotune.profiling.formats.rank_trace import DEVICE_WORK, MISSING, Category, RankTrace
-from autotune.profiling.traces.collectives import launch_events
 
 EXPLAINS_S = 30e-6
 """An op waited for another one if it starts within this after that one's end, and would have been
@@ -91,10 +90,9 @@ class _OrderFinder:
 
     def _fill_streams(self, device_ops: list[int]) -> None:
         trace, known = self.trace, set(self.calls)
-        call_of = launch_events(trace)
         launched = []
         for op in device_ops:
-            call = call_of.get(int(trace.correlation[op]), MISSING)
+            call = int(trace.launch[op])
             if call in known:
                 self.order.launch[op] = call
             else:

@@ -38,3 +38,29 @@ class StepDraft:
         if parent != child:
             known_s = self.out.edges.get((parent, child), 0.0)
             self.out.edges[parent, child] = max(known_s, delay_s)
+
+
+def without_cycles(out: RankOps) -> None:
+    """Remove the edges that go back in time, where there is a cycle.
+
+    Device work that begins before its launch, by their clocks, may end before a call that comes
+    before the launch and waits for the work.
+    """
+    ops = out.ops
+    children: dict[int, list[int]] = {}
+    left = [0] * len(ops)
+    for parent, child in out.edges:
+        children.setdefault(parent, []).append(child)
+        left[child] += 1
+    ready = [number for number, count in enumerate(left) if not count]
+    while ready:
+        for child in children.get(ready.pop(), ()):
+            left[child] -= 1
+            if not left[child]:
+                ready.append(child)
+    if not any(left):
+        return
+    for parent, child in list(out.edges):
+        order = (ops[parent].start_s, parent) < (ops[child].start_s, child)
+        if left[parent] and left[child] and not order:
+            del out.edges[parent, child]

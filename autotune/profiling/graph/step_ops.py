@@ -40,7 +40,7 @@ from autotune.profiling.graph.device_order import (
 from autotune.profiling.graph.device_waits import WAKE_S, explain_starts
 from autotune.profiling.graph.host_segments import NO_SCOPE, HostSegment, Scope, host_segments
 from autotune.profiling.graph.rank_ops import RankOps, TracedOp
-from autotune.profiling.graph.step_draft import StepDraft
+from autotune.profiling.graph.step_draft import StepDraft, without_cycles
 from autotune.profiling.traces.collectives import TracedCollective
 
 IDLE_S = 20e-6
@@ -60,13 +60,9 @@ def step_ops(
     inside = (trace.start_s >= start_s) & (trace.start_s < end_s)
     host = np.isin(trace.category, HOST_WORK) & inside & ~_polls(trace)
     calls = np.flatnonzero((trace.category == Category.RUNTIME) & inside).tolist()
-    launched = set(trace.correlation[calls].tolist()) - {MISSING}
     orphan = without_launch(trace) & ~launched_before_trace(trace) & inside
-    device = [
-        event
-        for event in np.flatnonzero(np.isin(trace.category, DEVICE_WORK)).tolist()
-        if int(trace.correlation[event]) in launched or orphan[event]
-    ]
+    launched = (trace.launch != MISSING) & inside[trace.launch]
+    device = np.flatnonzero(np.isin(trace.category, DEVICE_WORK) & (launched | orphan)).tolist()
     order = device_order(trace, device, calls)
     segments = host_segments(trace, np.flatnonzero(host).tolist())
     return _StepBuilder(trace, order, segments, device, collectives).build()
@@ -115,6 +111,7 @@ class _StepBuilder:
         self._host_order()
         self._device_ops()
         self._flows()
+        without_cycles(self.out)
         self._forward_before_backward()
         return self.out
 

@@ -223,8 +223,12 @@ def assemble(
 def _sniffed(read: Read) -> tuple[bytes, Read]:
     """Return the first bytes, and a `read` that repeats them."""
     beginning = b""
-    while len(beginning) < _SNIFFED_BYTES and (more := read(_SNIFFED_BYTES - len(beginning))):
-        beginning += more
+    try:
+        while len(beginning) < _SNIFFED_BYTES and (more := read(_SNIFFED_BYTES - len(beginning))):
+            beginning += more
+    except InvalidInput:
+        if not beginning:
+            raise  # else the reader of this format meets the error again, and names its place
     left = beginning
 
     def read_again(count: int) -> bytes:
