@@ -1,17 +1,19 @@
-"""TensorFlow's MultiWorkerMirroredStrategy as a rival, on a testbed of the same cluster.
+"""TensorFlow's MultiWorkerMirroredStrategy as a rival, measured next to ours in rounds.
 
-It is measured after the closing comparison. Its workers wait for the same computation as our ranks
-do, and all-reduce gradients by TensorFlow's ring over gRPC. A round measures each side once, in an
-order of its own: one message, which is TensorFlow's default, and a sweep of `bytes_per_pack`. The
-best of them counts. Rounds pair with those of the closing comparison.
+Its workers wait for the same computation as our ranks do, and all-reduce gradients by TensorFlow's
+ring over gRPC. First, `bytes_per_pack` is swept. Then a round measures each side once: ours, and
+TensorFlow with one message, which is its default, and with the best of the sweep; which of the two
+systems goes first alternates at random. Ranks start for their side's turn and end with it. Each
+round is kept when it ends, so a run that was cut off resumes.
 
 Models with sparse gradients are left out: TensorFlow sends their rows by two gathers each.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
@@ -19,21 +21,26 @@ from autotune.canonical import canonical_json
 from autotune.cluster_file import read_cluster
 from autotune.dataset.folder import read_domain
 from autotune.files import write_whole
+from autotune.jobs.campaign.session import trial_session
 from autotune.jobs.campaign.setups import Setup
 from autotune.parsing import parse, read_json
 from autotune.records import Measured
 from autotune.rng import generator
-from autotune.tuning.statistics import CONFIDENCE, compare
-from benchmarks.outcome.figures import geomean, whole_rounds
-from benchmarks.outcome.kept import CLOSING, read_frozen, rounds_of
-from benchmarks.outcome.searches import OURS
+from autotune.tuning.statistics import CONFIDENCE, compare, fewest_values
+from autotune.units import format_seconds
+from benchmarks.outcome.figures import geomean
+from benchmarks.outcome.horovod import ours_of
+from benchmarks.outcome.horovod_through import block_of
+from benchmarks.outcome.kept import Frozen, read_frozen
+from benchmarks.outcome.measure import LENGTHS
 
 FILE = "tensorflow.json"
 MIB = 2**20
-DEFAULT = "MultiWorkerMirrored, default"
-SWEEP = {
-    f"MultiWorkerMirrored, {mib:g} MiB": int(mib * MIB) for mib in (0.25, 0.5, 1, 2, 4, 8, 16, 32)
-}
+DEFAULT, SWEPT = "MultiWorkerMirrored, default", "MultiWorkerMirrored, best of the sweep"
+OURS_BESIDE = "ours"
+SWEEP_BYTES = tuple(int(mib * MIB) for mib in (0, 0.25, 0.5, 1, 2, 4, 8, 16, 32))
+"""0: one message."""
+SWEEPS = 3
 STEPS, WARMUP = 6, 3
 
 Say = Callable[[str], None]
@@ -41,97 +48,166 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class MirroredSide:
-    """`rounds`: seconds of the timed steps of each round, the slowest worker's."""
+    """`rounds`: seconds of the timed steps of each round, the slowest worker's.
+
+    `bytes_per_pack` of TensorFlow; None for ours.
+    """
 
     name: str
-    bytes_per_pack: int
-    rounds: tuple[tuple[float, ...], ...]
+    bytes_per_pack: int | None
+    rounds: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass(frozen=True)
 class MirroredRivals:
-    """The sides of a domain."""
+    """The sides of a domain, each with the same number of rounds.
+
+    `sweep_s`: bytes per pack -> median step of the sweep.
+    """
 
     domain: str
     sides: tuple[MirroredSide, ...]
+    sweep_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def rounds(self) -> int:
+        return min(len(side.rounds) for side in self.sides)
 
 
 @dataclass(frozen=True)
 class MirroredRatios:
-    """time(TensorFlow) / time(ours): above 1, ours is faster. `rival`: the best side."""
+    """time(TensorFlow) / time(ours): above 1, ours is faster. `best`: with the best of the sweep."""
 
     domain: str
     best: float
     low: float
     high: float
-    rival: str
+    bytes_per_pack: int
     default: float
 
 
 def measure_tensorflow(setup: Setup, folder: Path, rounds: int, say: Say) -> None:
-    """Measure the sides of a domain whose closing comparison is complete; needs root."""
-    from benchmarks.mirrored_ranks.start import Case, run_cases
-
+    """Measure a domain whose closing comparison is complete, until it has all `rounds`; needs root."""
     frozen = read_frozen(folder)
-    if frozen is None or (folder / FILE).exists():
-        say(f"{setup.name}: TensorFlow " + ("measured" if frozen else "needs our side first"))
+    if frozen is None:
+        say(f"{setup.name}: TensorFlow needs our side first")
         return
-    workload, cluster = read_domain(folder).workload, read_cluster(setup.cluster_file)
+    workload = read_domain(folder).workload
     sparse = [variable.name for variable in workload.variables if variable.sparse]
     if sparse:
         say(f"{setup.name}: without TensorFlow, since {sparse[0]!r} has sparse gradients")
         return
-    sides = {DEFAULT: 0, **SWEEP}
-    order: list[str] = []
-    for number in range(rounds):
-        names = list(sides)
-        places = generator(frozen.settings.seed, "tensorflow", number).permutation(len(names))
-        order += [names[place] for place in places.tolist()]
-    say(f"{setup.name}: TensorFlow, {len(sides)} sides in {rounds} rounds")
-    cases = [Case(sides[name], STEPS, WARMUP) for name in order]
-    results = run_cases(cluster, workload, cases, folder / "work" / "tensorflow")
-    listed = tuple(
-        MirroredSide(
-            name,
-            size,
-            tuple(times for other, times in zip(order, results, strict=True) if other == name),
+    workers = _Workers(setup, folder)
+    rivals = read_mirrored(folder)
+    if rivals is None:
+        sweep_s = workers.sweep_s(frozen.settings.seed)
+        best = min(sweep_s, key=sweep_s.__getitem__)
+        say(f"{setup.name}: TensorFlow's best of the sweep is {best} bytes per pack")
+        named = {str(size): took_s for size, took_s in sweep_s.items()}
+        sides = (
+            MirroredSide(DEFAULT, 0),
+            MirroredSide(SWEPT, best),
+            MirroredSide(OURS_BESIDE, None),
         )
-        for name, size in sides.items()
-    )
-    rivals = MirroredRivals(setup.name, listed)
+        rivals = MirroredRivals(setup.name, sides, named)
+        _write(folder, rivals)
+    began_s, done = time.monotonic(), rivals.rounds
+    while rivals.rounds < rounds:
+        rivals = _with_round(rivals, workers, frozen, say)
+        _write(folder, rivals)
+        left_s = (time.monotonic() - began_s) / (rivals.rounds - done) * (rounds - rivals.rounds)
+        say(
+            f"{setup.name}: TensorFlow, round {rivals.rounds} of {rounds}, "
+            f"about {format_seconds(left_s)} left"
+        )
+
+
+@dataclass(frozen=True)
+class _Workers:
+    """Workers of both systems on a domain's workload and cluster."""
+
+    setup: Setup
+    folder: Path
+
+    def mirrored(self, sizes: Sequence[int]) -> list[tuple[float, ...]]:
+        """Measure a block of TensorFlow with each of these bytes per pack."""
+        from benchmarks.mirrored_ranks.start import Case, run_cases
+
+        workload = read_domain(self.folder).workload
+        cluster = read_cluster(self.setup.cluster_file)
+        cases = [Case(size, STEPS, WARMUP) for size in sizes]
+        return run_cases(cluster, workload, cases, self.folder / "work" / "tensorflow")
+
+    def sweep_s(self, seed: int) -> dict[int, float]:
+        """Return the median step with each size, over blocks in random order."""
+        rng = generator(seed, "tensorflow's sweep")
+        order = [
+            SWEEP_BYTES[place]
+            for _ in range(SWEEPS)
+            for place in rng.permutation(len(SWEEP_BYTES)).tolist()
+        ]
+        taken_s: dict[int, list[float]] = {size: [] for size in SWEEP_BYTES}
+        for size, block in zip(order, self.mirrored(order), strict=True):
+            taken_s[size] += block
+        return {size: median(values) for size, values in taken_s.items()}
+
+    def ours(self, number: int, frozen: Frozen, say: Say) -> tuple[float, ...]:
+        with trial_session(self.folder, self.setup, LENGTHS, say) as session:
+            return block_of(session, f"beside-tensorflow:{number}:{OURS_BESIDE}", ours_of(frozen))
+
+
+def _with_round(
+    rivals: MirroredRivals, workers: _Workers, frozen: Frozen, say: Say
+) -> MirroredRivals:
+    number = rivals.rounds
+    rng = generator(frozen.settings.seed, "tensorflow", number)
+    of_tensorflow = [side for side in rivals.sides if side.bytes_per_pack is not None]
+    of_tensorflow = [of_tensorflow[place] for place in rng.permutation(len(of_tensorflow)).tolist()]
+    times_s: dict[str, tuple[float, ...]] = {}
+    ours_first = bool(rng.integers(2))
+    if ours_first:
+        times_s[OURS_BESIDE] = workers.ours(number, frozen, say)
+    blocks = workers.mirrored([side.bytes_per_pack or 0 for side in of_tensorflow])
+    times_s |= zip((side.name for side in of_tensorflow), blocks, strict=True)
+    if not ours_first:
+        times_s[OURS_BESIDE] = workers.ours(number, frozen, say)
+    sides = [replace(side, rounds=(*side.rounds, times_s[side.name])) for side in rivals.sides]
+    return replace(rivals, sides=tuple(sides))
+
+
+def _write(folder: Path, rivals: MirroredRivals) -> None:
     write_whole(folder / FILE, canonical_json(rivals), "the measurements of TensorFlow")
 
 
+def read_mirrored(folder: Path) -> MirroredRivals | None:
+    """Read what was measured so far in a domain's folder."""
+    file = folder / FILE
+    return parse(MirroredRivals, read_json(file), str(file)) if file.exists() else None
+
+
 def tensorflow_ratios(folder: Path) -> MirroredRatios | None:
-    """Evaluate a domain's folder; None if TensorFlow was not measured there."""
-    frozen = read_frozen(folder)
-    if frozen is None or not (folder / FILE).exists():
-        return None
-    rivals = parse(MirroredRivals, read_json(folder / FILE), str(folder / FILE))
-    rounds = whole_rounds(rounds_of(read_domain(folder).trials, CLOSING), frozen.sides)
-    course = frozen.courses[OURS]
-    ours_name = course.sides[max(course.sides, key=int)]
-    ours_plan = next(side.plan for side in frozen.sides if side.name == ours_name)
-    return ratios_of(rivals, [measured[ours_plan] for measured in rounds])
+    """Evaluate a domain's folder; None if it has too few rounds for an interval."""
+    rivals = read_mirrored(folder)
+    enough = rivals is not None and rivals.rounds >= fewest_values(CONFIDENCE)
+    return ratios_of(rivals) if rivals is not None and enough else None
 
 
-def ratios_of(rivals: MirroredRivals, ours: Sequence[Measured]) -> MirroredRatios:
-    """Compare the sides with our rounds, pair by pair."""
-    medians_s = {
-        side.name: median(median(times_s) for times_s in side.rounds) for side in rivals.sides
-    }
-    best = min(rivals.sides, key=lambda side: medians_s[side.name])
-    blocks = [Measured(step_s=(times_s,)) for times_s in best.rounds]
-    pairs = min(len(blocks), len(ours))
-    interval = compare(blocks[:pairs], ours[:pairs], CONFIDENCE)
-    ours_s = median(block.median_s for block in ours)
+def ratios_of(rivals: MirroredRivals) -> MirroredRatios:
+    """Compare the sides, block by block of the same round."""
+    sides = {side.name: side for side in rivals.sides}
+
+    def blocks(name: str) -> list[Measured]:
+        return [Measured(step_s=(times_s,)) for times_s in sides[name].rounds[: rivals.rounds]]
+
+    interval = compare(blocks(SWEPT), blocks(OURS_BESIDE), CONFIDENCE)
+    default = compare(blocks(DEFAULT), blocks(OURS_BESIDE), CONFIDENCE)
     return MirroredRatios(
         rivals.domain,
         interval.ratio,
         interval.low,
         interval.high,
-        best.name,
-        medians_s[DEFAULT] / ours_s,
+        sides[SWEPT].bytes_per_pack or 0,
+        default.ratio,
     )
 
 
@@ -151,7 +227,7 @@ def tensorflow_keys(ratios: Sequence[MirroredRatios]) -> Mapping[str, object]:
                 "ratio": one.best,
                 "low": one.low,
                 "high": one.high,
-                "rival": one.rival,
+                "bytes_per_pack": one.bytes_per_pack,
                 "default": one.default,
             }
             for one in ratios

@@ -1,7 +1,8 @@
 """A training step whose computation is timed waits in the graph: an emulated accelerator.
 
 Variables, gradients, updates and messages are real. Each layer waits in the forward pass and in the
-backward pass for its time; data dependencies keep the layers in order, as on one queue.
+backward pass until its time, counted from the start of the step: a layer that began late because
+the cores were busy ends on time, as on an accelerator, whose kernels do not wait for the cores.
 """
 
 from __future__ import annotations
@@ -14,10 +15,8 @@ import tensorflow as tf
 
 from benchmarks.tensorflow_ranks.layers import TimedLayer
 from runtime_rewriter.tensorflow.capture import capture_function
+from runtime_rewriter.tensorflow.emulation import waited
 from runtime_rewriter.tensorflow.training_graph import TrainingGraph
-
-_PULLS = 2
-"""A dataset of one element is asked for it and for its end, and waits each time."""
 
 
 def timed_training(layers: Sequence[TimedLayer]) -> TrainingGraph:
@@ -28,38 +27,42 @@ def timed_training(layers: Sequence[TimedLayer]) -> TrainingGraph:
 
     def step() -> dict[str, Any]:
         with tf.GradientTape() as tape:
-            signal = tf.constant(1.0)
+            ends_at = tf.timestamp()
             for layer, variable in zip(layers, variables, strict=True):
-                signal = _timed(layer)(signal, variable)
-        gradients = tape.gradient(signal, variables)
+                ends_at = _timed(layer)(ends_at, variable)
+            loss = _turn(ends_at)
+        gradients = tape.gradient(loss, variables)
         for variable, gradient in zip(variables, gradients, strict=True):
             variable.assign_sub(1e-3 * gradient)
-        return {"loss": signal}
+        return {"loss": loss}
 
     return capture_function(step, [])
 
 
 def _timed(layer: TimedLayer) -> Any:
+    """A layer that passes on the time at which it ends, and so does its backward pass."""
+
     @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def run(signal: Any, weight: Any) -> Any:
+    def run(begins_at: Any, weight: Any) -> Any:
         with tf.control_dependencies([weight]):
-            output = _wait(tf.identity(signal), layer.forward_s)
+            ends_at = _ended(begins_at, layer.forward_s)
 
-        def backward(upstream: Any) -> Any:
-            ready = _wait(upstream, layer.backward_s)
-            return ready, tf.convert_to_tensor(weight) * ready
+        def backward(backward_at: Any) -> Any:
+            ready_at = _ended(backward_at, layer.backward_s)
+            return ready_at, tf.convert_to_tensor(weight) * tf.cast(ready_at > 0, tf.float32)
 
-        return output, backward
+        return ends_at, backward
 
     return run
 
 
-def _wait(signal: Any, seconds: float) -> Any:
-    """Pass on `signal` after `seconds`, without a thread of the pool."""
-    kinds: dict[str, Any] = {"output_types": [signal.dtype], "output_shapes": [signal.shape]}
-    components = tf.raw_ops.TensorDataset(components=[signal], output_shapes=[signal.shape])
-    pause_us = tf.constant(round(seconds * 1e6 / _PULLS), tf.int64)
-    waiting = tf.raw_ops.SleepDataset(
-        input_dataset=components, sleep_microseconds=pause_us, **kinds
-    )
-    return tf.raw_ops.DatasetToSingleElement(dataset=waiting, **kinds)[0]
+@tf.custom_gradient  # type: ignore[untyped-decorator]
+def _turn(ends_at: Any) -> Any:
+    """The end of the forward pass: the backward pass begins at its time."""
+    return tf.identity(ends_at), lambda upstream: ends_at * upstream
+
+
+def _ended(begins_at: Any, seconds: float) -> Any:
+    """The time `seconds` after `begins_at`, from then on."""
+    waited_for, _ = waited(begins_at, seconds)
+    return begins_at + (seconds + 0.0 * waited_for)  # by data: the passes are found by it

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from autotune.records import Measured
 from benchmarks.outcome.tensorflow import (
     DEFAULT,
-    SWEEP,
+    OURS_BESIDE,
+    SWEPT,
     MirroredRivals,
     MirroredSide,
     ratios_of,
@@ -17,16 +17,14 @@ from benchmarks.outcome.tensorflow import (
 ROUNDS = 6
 
 
-def side(name: str, step_s: float) -> MirroredSide:
-    return MirroredSide(name, SWEEP.get(name, 0), ((step_s, step_s),) * ROUNDS)
+def side(name: str, size: int | None, step_s: float) -> MirroredSide:
+    return MirroredSide(name, size, ((step_s, step_s),) * ROUNDS)
 
 
-def test_the_best_size_of_the_sweep_is_compared_with_ours() -> None:
-    best, *others = SWEEP
-    sides = (side(DEFAULT, 0.3), side(best, 0.24), *(side(name, 0.26) for name in others))
-    ours = [Measured(step_s=((0.2, 0.2),))] * ROUNDS
-    found = ratios_of(MirroredRivals("vgg.x", sides), ours)
-    assert found.rival == best
+def test_the_best_size_of_the_sweep_is_compared_with_ours_of_the_same_rounds() -> None:
+    sides = (side(DEFAULT, 0, 0.3), side(SWEPT, 2**20, 0.24), side(OURS_BESIDE, None, 0.2))
+    found = ratios_of(MirroredRivals("vgg.x", sides))
+    assert found.bytes_per_pack == 2**20
     assert (found.best, found.default) == pytest.approx((1.2, 1.5))
     assert found.low <= found.best <= found.high
     keys = tensorflow_keys([found, found])
