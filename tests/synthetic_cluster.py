@@ -28,6 +28,12 @@ def costs(base: RuntimeCosts | None = None, **values: float) -> RuntimeCosts:
     return replace(base or RuntimeCosts(), **constants)
 
 
-COST_NAMES = {field.name for field in fields(RuntimeCosts)} - {"threads", "payload", "collective_s"}
+COST_NAMES = {field.name for field in fields(RuntimeCosts)} - {
+    "threads",
+    "star_threads",
+    "star_turns",
+    "payload",
+    "collective_s",
+}
 FREE = costs(None, **dict.fromkeys(COST_NAMES, 0.0))
 """A runtime that costs nothing besides the network."""

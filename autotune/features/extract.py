@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -160,13 +160,16 @@ def job_extractor(
     workload: Workload,
     cluster: Cluster,
     accelerators: Accelerators,
+    software: Mapping[str, str],
     op_fusions: Sequence[OpFusionChoice] = (),
 ) -> Extractor:
-    """The extractor that predicts the trials of a job."""
-    from autotune.lowering.costs import EMULATED_COSTS
+    """The extractor that predicts the trials of a job; `software`: as in `Profiled`."""
+    from autotune.lowering.costs import EMULATED_COSTS, TENSORFLOW_COSTS
 
-    emulated = accelerators is Accelerators.EMULATED
-    return Extractor(workload, cluster, EMULATED_COSTS if emulated else None, op_fusions)
+    costs = EMULATED_COSTS if accelerators is Accelerators.EMULATED else None
+    if "tensorflow" in software:
+        costs = TENSORFLOW_COSTS
+    return Extractor(workload, cluster, costs, op_fusions)
 
 
 def extract(planned: PlannedStrategy, workload: Workload, cluster: Cluster) -> StrategyFeatures:

@@ -77,6 +77,8 @@ class RuntimeCosts:
     | `low_rank_s`, `low_rank_s_per_flop` | PowerSGD: per slice and product; per operation | s |
     | `collective_s` | start a collective that was not probed | s |
     | `threads` | collectives that one process group runs at the same time | - |
+    | `star_threads` | the same of gathers and scatters, in which one rank sums | - |
+    | `star_turns` | 1: transfers of stars in both directions between two hosts take turns | - |
     | `payload` | share of a link's bytes that belong to messages | - |
 
     The costs of emulated accelerators are 0 for real ones.
@@ -121,6 +123,10 @@ class RuntimeCosts:
         "torch: options of ProcessGroupGloo, `threads = 2`, "
         "in torch/csrc/distributed/c10d/ProcessGroupGloo.hpp",
     )
+    star_threads: Constant = Constant(2, "as `threads`")
+    star_turns: Constant = Constant(
+        1, "gloo: a receiver requests a tensor on the connection that carries tensors the other way"
+    )
     payload: Constant = Constant(
         1448 / 1538,
         "Ethernet of MTU 1500: of 1538 bytes with preamble and gap, "
@@ -128,10 +134,11 @@ class RuntimeCosts:
     )
 
     def __post_init__(self) -> None:
-        if not 0 < self.payload.value <= 1 or self.threads.value < 1:
+        threads = min(self.threads.value, self.star_threads.value)
+        if not 0 < self.payload.value <= 1 or threads < 1:
             raise InvalidInput(
                 "payload must lie in (0, 1] and threads be at least 1, "
-                f"but they are {self.payload.value} and {self.threads.value}"
+                f"but they are {self.payload.value} and {threads}"
             )
 
     def __getitem__(self, name: str) -> float:
@@ -148,3 +155,23 @@ EMULATED_COSTS = replace(
     RuntimeCosts(), wake_s=Constant(0.00037, _HERE), hand_out_s_per_byte=Constant(1.6e-10, _HERE)
 )
 """Costs of a rank with an emulated accelerator."""
+
+_IN_RECORDING = "the recording contains it: in the passes, or between a message's start and its end"
+_IN_GRAPH = "`runtime_rewriter.tensorflow.synchronization`: "
+TENSORFLOW_COSTS = replace(
+    RuntimeCosts(),
+    **{
+        name: Constant(0.0, _IN_RECORDING)
+        for name in (
+            "fill_s",
+            "issue_s",
+            "lane_s",
+            "write_s",
+            "pack_s_per_byte",
+            "unpack_s_per_byte",
+        )
+    },
+    star_threads=Constant(2**20, _IN_GRAPH + "nothing bounds pushes and pulls"),
+    star_turns=Constant(0, _IN_GRAPH + "each transfer is a call of gRPC of its own"),
+)
+"""Costs of a rank of a rewritten graph, whose messages are ops of TensorFlow."""

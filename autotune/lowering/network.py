@@ -32,6 +32,7 @@ MAX_ROUNDS = 16
 concurrent messages share the links more coarsely."""
 STAR_PIECES = 4
 """Pieces of a gather or scatter, whose transfers share a link evenly with other messages."""
+_STARS = (Collective.GATHER, Collective.SCATTER)
 MAX_PORTS_COMPARED = 64
 """Above it, only equal ports are folded."""
 
@@ -249,7 +250,8 @@ class Network:
             rounds = 1
         lock = NONE
         if self._limit != 1:
-            lock = to.lock(int(self._costs["threads"]), (lane, timed.group))
+            threads = int(self._costs["star_threads" if collective in _STARS else "threads"])
+            lock = to.lock(threads, (lane, timed.group, threads))
         # Cores work beyond a message's end: senders drain their sockets, threads fall asleep.
         crowded = float(times.cores.max(initial=0.0))
         within_s = beyond_s = template.durations[0]
@@ -311,8 +313,8 @@ class Network:
 
         Empty for other steps.
         """
-        star = timed.step.collective in (Collective.GATHER, Collective.SCATTER)
-        if timed.times is None or self._limit == 1 or not star:
+        star = timed.step.collective in _STARS
+        if timed.times is None or self._limit == 1 or not star or not self._costs["star_turns"]:
             return []
         slowest: list[int] = np.flatnonzero(timed.times.ports >= 1 - 1e-9).tolist()
         at_root = self._root_port(timed)

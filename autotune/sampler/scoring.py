@@ -198,7 +198,11 @@ class Scorer:
         extractor = self._kept
         if extractor is None or (extractor.workload, extractor.cluster) != (workload, cluster):
             extractor = job_extractor(
-                workload, cluster, self._spec.conditions.accelerators, profiled.op_fusions
+                workload,
+                cluster,
+                self._spec.conditions.accelerators,
+                profiled.software,
+                profiled.op_fusions,
             )
         self._kept = extractor
         return extractor

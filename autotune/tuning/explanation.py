@@ -83,7 +83,11 @@ class Explainer:
         assert profiled is not None
         self._history = history
         self.replays: LoweredSteps = job_extractor(
-            profiled.workload, profiled.cluster, conditions.accelerators, profiled.op_fusions
+            profiled.workload,
+            profiled.cluster,
+            conditions.accelerators,
+            profiled.software,
+            profiled.op_fusions,
         ).steps
 
     def explain(self, strategy_id: str) -> Explanation | None:

@@ -76,7 +76,7 @@ class MirroredRivals:
 
 @dataclass(frozen=True)
 class MirroredRatios:
-    """time(TensorFlow) / time(ours): above 1, ours is faster. `best`: with the best of the sweep."""
+    """time(TensorFlow) / time(ours); above 1, ours is faster. `best`: the best of the sweep."""
 
     domain: str
     best: float
@@ -87,7 +87,7 @@ class MirroredRatios:
 
 
 def measure_tensorflow(setup: Setup, folder: Path, rounds: int, say: Say) -> None:
-    """Measure a domain whose closing comparison is complete, until it has all `rounds`; needs root."""
+    """Measure a domain whose closing comparison is complete until it has `rounds`; needs root."""
     frozen = read_frozen(folder)
     if frozen is None:
         say(f"{setup.name}: TensorFlow needs our side first")

@@ -22,7 +22,7 @@ import numpy as np
 
 from autotune.cluster import Cluster, CollectiveFit, Where
 from autotune.cluster_file import read_cluster
-from autotune.lowering.costs import Constant, RuntimeCosts
+from autotune.lowering.costs import TENSORFLOW_COSTS
 from autotune.lowering.lower import Lowering
 from autotune.profiling.alignment.align import align
 from autotune.profiling.fits.probe_fits import collective_fits
@@ -61,16 +61,6 @@ PROBE_S = 25.0
 """Time for the probe of TensorFlow's exchanges, whose costs the plans with servers need."""
 OTHER_RATE = 0.5
 """Share of the profiled bandwidth of the second testbed."""
-_RECORDED = "the recording contains it: in the passes, or between a message's start and its end"
-COSTS = replace(
-    RuntimeCosts(),
-    **{
-        name: Constant(0.0, _RECORDED)
-        for name in ("fill_s", "issue_s", "lane_s", "write_s", "pack_s_per_byte")
-    },
-    unpack_s_per_byte=Constant(0.0, _RECORDED),
-)
-
 Say = Callable[[str], None]
 
 
@@ -185,13 +175,13 @@ def collected(folder: Path, name: str) -> list[TensorFlowStep]:
         profile = read_job(near[f"{model}.{PROFILED}"].folder)
         workload = workload_of(profile, model=model).workload
         for on, results, groups in ((cluster, near, GROUPS), (slow, far, (PROFILED, *GROUPS))):
-            lowerings = [Lowering(workload, at_rate(one, on), COSTS) for one in fits]
+            lowerings = [Lowering(workload, at_rate(one, on), TENSORFLOW_COSTS) for one in fits]
             for variables in groups:
                 wanted = chunked(model, layers, variables, cluster.world_size)
                 result = results[f"{model}.{variables}"]
                 setting = f"{variables} variables a message"
                 steps.append(_step(on.name, model, setting, lowerings, wanted, result))
-        lowerings = [Lowering(workload, one, COSTS) for one in fits]
+        lowerings = [Lowering(workload, one, TENSORFLOW_COSTS) for one in fits]
         for kind, wanted in served(model, layers, cluster).items():
             served_result = near.get(f"{model}.{kind}")
             if served_result is not None:  # recordings of earlier versions have none
@@ -260,7 +250,7 @@ def with_fits(cluster: Cluster, probe: TraceJob) -> Cluster:
 def at_rate(fitted: Cluster, other: Cluster) -> Cluster:
     """The costs on links of another bandwidth: each byte takes longer by its time on the link."""
     ranks = fitted.world_size
-    carried = 2 * (ranks - 1) / ranks / COSTS["payload"]
+    carried = 2 * (ranks - 1) / ranks / TENSORFLOW_COSTS["payload"]
     more_s = carried * (1 / other.ring_bytes_per_s - 1 / fitted.ring_bytes_per_s)
 
     def moved(fit: CollectiveFit) -> CollectiveFit:

@@ -1,7 +1,7 @@
 """Graphs that time one exchange between TensorFlow's servers, written by the plans' own writer.
 
-All members of all groups meet, note the time, exchange, and note the time again. A size is the
-argument of `CollectiveFit.seconds`, as in `probe.operations`.
+All members of all groups meet, pause, note the time, exchange, and note the time again. A size is
+the argument of `CollectiveFit.seconds`, as in `probe.operations`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import tensorflow as tf
+from tensorflow.core.framework.attr_value_pb2 import AttrValue
 from tensorflow.core.framework.graph_pb2 import GraphDef
 
 from autotune.strategy_space.strategy import Synchronizer
@@ -18,6 +19,10 @@ from runtime_rewriter.tensorflow.node_writing import GraphWriter
 
 ROOT = 0
 """The member of a group that sums or sends."""
+PAUSE_S = 0.01
+"""From the signal to start until members do: no signal then waits behind what its sender sends."""
+_PULLS = 2
+"""A dataset of one element is asked for it and for its end, and waits each time."""
 ELEMENT_BYTES = 4
 
 
@@ -103,8 +108,21 @@ def _start_together(
         for rank, device in enumerate(devices):
             with writer.at(device, f"{scope}/group_{number}/rank_{rank}"):
                 go = writer.identity(all_ready, tf.float32, "go")
-                starts[-1].append(writer.node("Timestamp", "start", (), [go]))
+                starts[-1].append(writer.node("Timestamp", "start", (), [_later(writer, go)]))
     return starts
+
+
+def _later(writer: GraphWriter, signal: str) -> str:
+    """A node that ends `PAUSE_S` after `signal` is there."""
+    types = AttrValue(list=AttrValue.ListValue(type=[tf.float32.as_datatype_enum]))
+    shapes = AttrValue(list=AttrValue.ListValue(shape=[tf.TensorShape([]).as_proto()]))
+    element = writer.node(
+        "TensorDataset", "signal", [signal], Toutput_types=types, output_shapes=shapes
+    )
+    pause_us = writer.constant(round(PAUSE_S * 1e6 / _PULLS), tf.int64, "pause")
+    kinds = {"output_types": types, "output_shapes": shapes}
+    waiting = writer.node("SleepDataset", "waiting", [element, pause_us], **kinds)
+    return writer.node("DatasetToSingleElement", "later", [waiting], **kinds)
 
 
 def _exchange(synchronizer: Synchronizer) -> _Writer:

@@ -21,6 +21,7 @@ from autotune.strategy_space.builders.collectives import single_bucket
 from autotune.strategy_space.plan import plan
 from runtime_rewriter.probe.tensorflow_collectives import probe_tensorflow, tensorflow_sizes
 from runtime_rewriter.probe.tensorflow_exchanges import (
+    PAUSE_S,
     TENSORFLOW_OPERATIONS,
     mean_by_root,
     timed_exchange,
@@ -84,6 +85,22 @@ def test_groups_that_exchange_at_once_have_keys_of_their_own() -> None:
     assert keys == {"group_key": {7, 9}, "instance_key": {8, 10}} or len(keys["group_key"]) == 2
     assert keys["group_key"].isdisjoint(keys["instance_key"]) and exchange.next_key == 11
     assert len(exchange.spans) == 4
+
+
+def test_members_pause_between_the_signal_and_the_start() -> None:
+    """Without the pause, the signal to the last member waited behind what the first one sends.
+
+    Then that member began late by the time of the first one's tensors, and all others with it.
+    """
+    devices = ("/device:CPU:0", "/device:CPU:1", "/device:CPU:2")
+    exchange = timed_exchange("scope", "reduce_scatter_all_gather", [devices], 4096, 1)
+    nodes = {node.name: node for node in exchange.graph_def.node}
+    for start, _ in exchange.spans:
+        (cause,) = nodes[start.removesuffix(":0")].input
+        waiting = nodes[nodes[cause.removeprefix("^")].input[0]]
+        pause_us = nodes[waiting.input[1]].attr["value"].tensor.int64_val[0]
+        assert waiting.op == "SleepDataset"
+        assert pause_us * 2 == pytest.approx(PAUSE_S * 1e6)
 
 
 def test_the_work_of_a_star_is_that_of_all_transfers() -> None:

@@ -13,8 +13,10 @@ from autotune.cluster import Cluster, CollectiveFit
 from autotune.dfg.graph import NONE, Dfg, Kind
 from autotune.dfg.replay import replay
 from autotune.errors import InvalidInput
-from autotune.lowering.costs import Constant, RuntimeCosts
+from autotune.features.extract import job_extractor
+from autotune.lowering.costs import EMULATED_COSTS, TENSORFLOW_COSTS, Constant, RuntimeCosts
 from autotune.lowering.lower import Lowering
+from autotune.records import Accelerators
 from autotune.strategy_space.builders.collectives import per_variable, single_bucket
 from autotune.strategy_space.builders.servers import parameter_server
 from autotune.strategy_space.plan import Message, Plan, TensorSlice, plan
@@ -268,6 +270,30 @@ def test_a_slow_host_alternates_between_serving_and_sending() -> None:
         return sync_s(lowering, to_slow, to_fast) / each_s
 
     assert overlap(slow) > 0.9 > overlap(FOUR)
+
+
+def test_stars_of_a_tensorflow_graph_share_the_links_of_both_directions() -> None:
+    """Four owners get 30 MB each, then send as much, as fast as one of them alone.
+
+    Gloo runs two gathers at once; of the same messages as calls of gRPC none waits for another.
+    """
+    how = (Synchronizer.PARAMETER_SERVER, Compressor.NONE, "float32")
+    sent = [Message((TensorSlice("v0", 2_500_000),), *how, owner=rank) for rank in range(4)]
+    gloo_s, grpc_s = (
+        sync_s(Lowering(GPU, FOUR, one), *sent) for one in (RuntimeCosts(), TENSORFLOW_COSTS)
+    )
+    alone_s = sync_s(Lowering(GPU, FOUR, TENSORFLOW_COSTS), sent[0])
+    assert grpc_s == pytest.approx(alone_s, rel=0.01)
+    assert gloo_s > 1.5 * grpc_s
+
+
+def test_a_job_predicts_with_the_costs_of_its_framework() -> None:
+    def costs_of(software: dict[str, str]) -> RuntimeCosts | None:
+        return job_extractor(GPU, FOUR, Accelerators.EMULATED, software).costs
+
+    assert costs_of({"tensorflow": "2.21.0", "keras": "3.13"}) is TENSORFLOW_COSTS
+    assert costs_of({"torch": "2.13.0"}) is EMULATED_COSTS
+    assert job_extractor(GPU, FOUR, Accelerators.REAL, {"torch": "2.13.0"}).costs is None
 
 
 def read_by_the_script(at_s: float) -> Workload:
