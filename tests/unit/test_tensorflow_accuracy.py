@@ -31,7 +31,9 @@ def fitted(bends: tuple[Bend, ...] = ()) -> Cluster:
 def test_half_the_bandwidth_adds_the_time_of_the_bytes_on_the_link(bends) -> None:
     cluster = fitted(bends)
     (fit,) = at_rate(cluster, slowed(cluster, 0.5)).fits
-    more_s = 1.5 * SIZE / 1e8 / TENSORFLOW_COSTS["payload"]  # a ring of 4 carries 2 * 3 / 4 of the message
+    more_s = (
+        1.5 * SIZE / 1e8 / TENSORFLOW_COSTS["payload"]
+    )  # a ring of 4 carries 2 * 3 / 4 of the message
     assert fit.seconds(SIZE) == pytest.approx(cluster.fits[0].seconds(SIZE) + more_s)
     assert at_rate(cluster, cluster).fits == cluster.fits
 
