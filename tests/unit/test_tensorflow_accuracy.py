@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from autotune.cluster import Bend, Cluster, CollectiveFit, Host
+from autotune.lowering.costs import TENSORFLOW_COSTS
 from benchmarks.replay_accuracy.tensorflow import (
-    TENSORFLOW_COSTS,
     TensorFlowStep,
     at_rate,
     chunked,
