@@ -8,8 +8,9 @@ predicts each model with a table that was fitted on the other ones.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from autotune.whatif.base import Base
 from autotune.whatif.kernel_classes import KernelClass
 from autotune.whatif.operator_work import ProductWork
 from autotune.whatif.question import Factor, Reading
@@ -68,6 +69,14 @@ class FactorTable:
     each_s: float
     each_host_s: Factor
     recording: RecordingCost
+
+    def noted(self, base: Base) -> Base:
+        """The base with a note that the factors are assumed, if it was recorded elsewhere."""
+        if base.device == self.device:
+            return base
+        on = base.device or "a device that the trace does not name"
+        note = f"factors on kernels: measured on {self.device}, assumed for {on}"
+        return replace(base, notes=tuple(dict.fromkeys((*base.notes, note))))
 
     def layout_seconds(self, work: ProductWork, scale: float = 1.0) -> float:
         """In 16 bit; `scale` as in `Roofline.seconds`."""

@@ -71,6 +71,14 @@ def test_autocast_gives_products_the_time_of_their_work(base: Base) -> None:
     assert step_us(faster) == pytest.approx(6 * 110 + 4 * UPDATE_US, rel=0.02)
 
 
+def test_factors_of_another_device_are_noted_as_assumed(base: Base) -> None:
+    here, there = (replace(base, device=name) for name in (H100.device, "NVIDIA A100"))
+    for change in (amp, tf32, fused_adam, batch, accumulate):
+        assert change(here, Question()).notes == here.notes
+        (note,) = change(there, Question()).notes
+        assert note == f"factors on kernels: measured on {H100.device}, assumed for NVIDIA A100"
+
+
 def test_tf32_doubles_all_but_the_fixed_part(base: Base) -> None:
     faster = tf32(base, ASKED, TABLE)
     products = select(faster, name="sgemm", on_device=True)

@@ -36,6 +36,7 @@ def batch(base: Base, question: Question, table: FactorTable = H100) -> Base:
       interval has none: time proportional to the batch.
     - The host's work, the update and kernels of unknown passes do not depend on the batch.
     """
+    base = table.noted(base)
     factor = question.amounts.get("batch", 2.0)
     if not 0 < factor < np.inf:
         raise InvalidInput(f"a batch needs a factor above 0, but it is {factor}")
@@ -80,6 +81,7 @@ def accumulate(base: Base, question: Question, table: FactorTable = H100) -> Bas
       tensors and writes one. They are modelled as one op of their total time.
     - The host does for each part what it did for the whole batch.
     """
+    base = table.noted(base)
     parts = question.amounts.get("accumulate", 2.0)
     if parts != int(parts) or not 2 <= parts <= MOST_PARTS:
         raise InvalidInput(

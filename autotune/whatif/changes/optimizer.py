@@ -33,6 +33,7 @@ def fused_adam(base: Base, question: Question, table: FactorTable = H100) -> Bas
       writes every tensor once. The paper takes the whole sum.
     - The launches of the others go, and the host's work between the first launch and the last one.
     """
+    base = table.noted(base)
     update = _update(base)
     first, rest = update[:1], update[1:]
     total_s = float(base.duration_s[update].sum())
@@ -57,6 +58,7 @@ def foreach_optimizer(base: Base, question: Question, table: FactorTable = H100)
     - Applies to optimizers with a kernel per parameter and operation. Each saves the fixed time of
       its kernel, and its launch with the host's work for it; one in `MANY` stays.
     """
+    base = table.noted(base)
     update = _update(base)
     if any(FOREACH in base.names.ops[op] for op in update.tolist()):
         raise InvalidInput("the trace's optimizer already has kernels for many tensors")
@@ -89,6 +91,7 @@ def for_each_optimizer(base: Base, question: Question, table: FactorTable = H100
     - Each takes at least the time of a small kernel, and a call of its own on the host.
     - The kernels of an operation are modelled as one op of their total time.
     """
+    base = table.noted(base)
     update = _update(base)
     if not all(FOREACH in base.names.ops[op] for op in update.tolist()):
         raise InvalidInput(

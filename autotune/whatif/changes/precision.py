@@ -44,6 +44,7 @@ def amp(base: Base, question: Question, table: FactorTable = H100) -> Base:
     - Parameters are cast to 16 bit before their first use and their gradients back, and inputs of
       matrix products are cast in models with layer normalization, which stays in fp32.
     """
+    base = table.noted(base)
     if not _has_products(base):
         raise InvalidInput(
             "autocast speeds up matrix products and convolutions on a device, but the trace shows "
@@ -66,6 +67,7 @@ def amp_fp16(base: Base, question: Question, table: FactorTable = H100) -> Base:
 
     Then the host waits for the device, because infinite gradients skip the update.
     """
+    base = table.noted(base)
     faster = amp(base, question, table)
     backward = np.flatnonzero(faster.on_device & (faster.kind == Kind.BACKWARD))
     launched = faster.launched[np.isin(faster.launched, backward)]
@@ -93,6 +95,7 @@ def tf32(base: Base, question: Question, table: FactorTable = H100) -> Base:
       of a kernel's time does not grow.
     - Memory-efficient attention in fp32 stays as it is: its kernels emulate fp32 in any case.
     """
+    base = table.noted(base)
     if not _has_products(base):
         raise InvalidInput(
             "TF32 speeds up matrix products and convolutions on a device, but the trace shows no "

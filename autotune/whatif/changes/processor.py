@@ -16,8 +16,8 @@ from autotune.whatif.registry import what_if
 MATRIX = re.compile(r"mm$|addmm|linear|conv|lstm|rnn|matmul|attention")
 """Names of operators that multiply matrices."""
 _SOURCE = (
-    "range over the four examples, recorded without and with the change on two cores of an AMD "
-    "EPYC, loaded (benchmarks.whatif_truth.cpu_factors)"
+    "about the middle of what the four examples showed without and with the change, on two loaded "
+    "cores of an AMD EPYC (benchmarks.whatif_truth.cpu_factors); single ones lay outside the range"
 )
 FUSED_OPTIMIZER = Factor(expected=0.5, optimistic=0.2, pessimistic=0.85, source=_SOURCE)
 BF16_MATRIX = Factor(expected=0.65, optimistic=0.35, pessimistic=0.95, source=_SOURCE)
