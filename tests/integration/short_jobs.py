@@ -8,7 +8,8 @@ from pathlib import Path
 
 from autotune.workload import Variable, Workload
 
-SHORT_PROBE = ("--probe-time", "1s")
+SHORT_PROBE = ("--probe-time", "1s", "--start-timeout", "5min")
+"""With patience, as a busy machine starts ranks slowly."""
 FEW_STEPS = ("--timed-steps", "3", "--most-steps", "3", "--ab-pairs", "6")
 
 

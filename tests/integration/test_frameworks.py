@@ -55,7 +55,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=420,
         env=environment,
     )
 

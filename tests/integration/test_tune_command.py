@@ -36,7 +36,7 @@ TRIALS = [
 
 
 def autotune(
-    *words: str, timeout_s: float = 240.0, **environment: str
+    *words: str, timeout_s: float = 420.0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "autotune", *words]
     return subprocess.run(

@@ -84,7 +84,7 @@ def test_a_folder_without_search_permission_is_one_message(closed, without_privi
 
 @pytest.mark.parametrize("write", [write_whole, lambda path, *_: write_chrome_trace(None, path)])
 def test_writing_never_replaces_a_device_or_waits_for_a_reader(tmp_path, fifo, write, monkeypatch):
-    monkeypatch.setattr("autotune.dfg.chrome_trace.critical_path", lambda timeline: None)
+    monkeypatch.setattr("autotune.dfg.chrome_trace.critical_path", lambda *_: None)
     monkeypatch.setattr("autotune.dfg.chrome_trace._shown", lambda *_: ())
     (tmp_path / "link").symlink_to(NULL)
     before = NULL.stat()
