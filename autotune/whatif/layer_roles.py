@@ -49,20 +49,6 @@ _BY_KERNEL = (
     (Role.POOL, re.compile(r"pool", re.IGNORECASE)),
     (Role.RELU, re.compile(r"relu|threshold_kernel|launch_clamp_scalar", re.IGNORECASE)),
 )
-_TYPE_BYTES = {
-    "unsigned char": 1,
-    "signed char": 1,
-    "bool": 1,
-    "c10::Half": 2,
-    "c10::BFloat16": 2,
-    "short": 2,
-    "short int": 2,
-    "float": 4,
-    "int": 4,
-    "double": 8,
-    "long int": 8,
-    "long": 8,
-}
 
 
 def roles(base: Base) -> IntArray:
@@ -89,8 +75,7 @@ def input_bytes(operator: Operator, number: int = 0) -> int | None:
     inputs = operator.inputs
     if inputs is None or number >= len(inputs.dims) or not inputs.dims[number]:
         return None
-    item_bytes = _TYPE_BYTES.get(inputs.types[number])
-    return None if item_bytes is None else math.prod(inputs.dims[number]) * item_bytes
+    return inputs.size_bytes(number)
 
 
 def output_elements(operator: Operator) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,17 +18,6 @@ _FORMS = (
 )
 
 
-_SCALAR_BYTES = {
-    "double": 8,
-    "float": 4,
-    "c10::Half": 2,
-    "c10::BFloat16": 2,
-    "c10::complex<float>": 8,
-    "c10::complex<double>": 16,
-}
-"""The profilers' names of element types."""
-
-
 @dataclass(frozen=True)
 class TensorShape:
     """A recorded tensor. `size_bytes` is None for a type of unknown size."""
@@ -44,8 +32,7 @@ class TensorShape:
 
     @property
     def size_bytes(self) -> int | None:
-        bytes_each = _SCALAR_BYTES.get(self.dtype)
-        return None if bytes_each is None else math.prod(self.dims) * bytes_each
+        return OpInputs((self.dims,), (self.dtype,)).size_bytes()
 
 
 def read_parameters(path: Path) -> dict[str, float]:

@@ -15,6 +15,7 @@ from scipy.optimize import nnls
 
 from autotune.arrays import FloatArray
 from autotune.dfg.graph import NONE, Kind
+from autotune.profiling.graph.host_units import ACCUMULATE
 from autotune.whatif.base import Base, steady
 from autotune.whatif.changes.batch import batch
 from autotune.whatif.changes.precision import LAYOUT_KERNEL, PRODUCTS, product_calls, tf32
@@ -22,7 +23,6 @@ from autotune.whatif.factors import FactorTable, Roofline
 from autotune.whatif.h100_factors import H100
 from autotune.whatif.kernel_classes import KernelClass, kernel_classes
 from autotune.whatif.operator_work import ALIGNED, ProductWork
-from autotune.whatif.parameters import ACCUMULATION
 from autotune.whatif.primitives import select
 from autotune.whatif.question import Factor, Question
 from autotune.whatif.recording_cost import RecordingCost, recorded_events, without_recording
@@ -190,7 +190,7 @@ def _fused(model: RecordedModel) -> float | None:
 
 
 def _tensors(base: Base) -> int:
-    return sum(operator.name == ACCUMULATION for operator in base.names.operators)
+    return sum(operator.name == ACCUMULATE for operator in base.names.operators)
 
 
 def _each_host_s(model: RecordedModel, tensors: int) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,23 @@ from typing import Any
 MAX_INPUTS, MAX_DIMS, MAX_SIZE, MAX_CHARS = 64, 16, 2**48, 80
 ELEMENT_TYPES = ("double", "float", "c10::Half", "c10::BFloat16")
 """Types of the elements of parameters; they tell a tensor without dimensions from a number."""
+ELEMENT_BYTES = {
+    "bool": 1,
+    "unsigned char": 1,
+    "signed char": 1,
+    "short": 2,
+    "short int": 2,
+    "c10::Half": 2,
+    "c10::BFloat16": 2,
+    "int": 4,
+    "float": 4,
+    "long": 8,
+    "long int": 8,
+    "double": 8,
+    "c10::complex<float>": 8,
+    "c10::complex<double>": 16,
+}
+"""Bytes of an element by the profiler's name of its type."""
 _Dims = tuple[int, ...]
 
 
@@ -23,6 +41,12 @@ class OpInputs:
     dims: tuple[_Dims, ...]
     types: tuple[str, ...]
     values: tuple[str, ...] = ()
+
+    def size_bytes(self, number: int = 0) -> int | None:
+        """Bytes of a tensor; None for an input that there is not, or of another type."""
+        if number >= len(self.dims) or self.types[number] not in ELEMENT_BYTES:
+            return None
+        return math.prod(self.dims[number]) * ELEMENT_BYTES[self.types[number]]
 
 
 def op_inputs(args: Mapping[str, Any]) -> OpInputs | None:
