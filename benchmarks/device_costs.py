@@ -22,7 +22,7 @@ from autotune.profiling.fits.link_fit import fit_alpha_beta
 from autotune.profiling.formats.rank_trace import DEVICE_WORK, Category, RankTrace
 from autotune.profiling.traces.job import read_job
 from autotune.recordings.job_file import RecordedJob
-from autotune.whatif.ddp_buckets import PACK_MARK, UNPACK_MARK
+from autotune.whatif.messages.ddp_buckets import PACK_MARK, UNPACK_MARK
 from benchmarks.repository import ROOT, machine, option_parser
 
 ISSUE = "c10d::allreduce_"

@@ -30,7 +30,7 @@ from autotune.errors import InvalidInput
 from autotune.profiling.formats.rank_trace import DEVICE_WORK, Category, RankTrace, TracedStep
 from autotune.profiling.traces.job import TraceJob, read_job
 from autotune.whatif.base import bounds_s
-from autotune.whatif.recorded import consecutive_steps, recorded_base
+from autotune.whatif.recording.recorded import consecutive_steps, recorded_base
 from benchmarks.repository import ROOT, machine, option_parser, reference_data
 
 MS = 1e3

@@ -11,7 +11,7 @@ from synthetic_traces import Event, span
 from autotune.profiling.formats.kineto import read_kineto
 from autotune.profiling.traces.job import assemble
 from autotune.whatif.base import Base
-from autotune.whatif.recorded import recorded_base
+from autotune.whatif.recording.recorded import recorded_base
 
 ROWS, WIDTH = 64, 128
 KERNEL_US, UPDATE_US = 400.0, 100.0

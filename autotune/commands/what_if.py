@@ -22,11 +22,11 @@ from autotune.profiling.traces.job import read_job
 from autotune.recordings.memory_file import RecordedMemory
 from autotune.reports.whatif_page import write_whatif_report
 from autotune.units import parse_seconds
-from autotune.whatif.answered import Answered
-from autotune.whatif.answers import Asked, all_asked, read_asked
+from autotune.whatif.answers.answered import Answered
+from autotune.whatif.answers.answers import Asked, all_asked, read_asked
+from autotune.whatif.answers.limits import surrounded_step
+from autotune.whatif.answers.user_file import load_what_ifs
 from autotune.whatif.base import Base
-from autotune.whatif.limits import surrounded_step
-from autotune.whatif.user_file import load_what_ifs
 from runtime_rewriter.world.command import read_command
 from runtime_rewriter.world.script_command import ScriptCommand
 

@@ -25,8 +25,8 @@ import numpy as np
 from autotune.errors import InvalidInput, LaunchError
 from autotune.jobs.processes import Launched
 from autotune.tuning.statistics import compare_pairs
-from autotune.whatif.answered import MeasuredChange
-from autotune.whatif.answers import Answer
+from autotune.whatif.answers.answered import MeasuredChange
+from autotune.whatif.answers.answers import Answer
 from runtime_rewriter.changes.settings import ENACTABLE, CheckSettings
 from runtime_rewriter.control import ControlClosed, ControlLine
 from runtime_rewriter.world.command import with_launcher

@@ -16,16 +16,16 @@ from autotune.profiling.graph.global_graph import build_dfg
 from autotune.profiling.graph.traced_steps import TracedSteps
 from autotune.profiling.traces.job import TraceJob
 from autotune.recordings.memory_file import RecordedMemory
-from autotune.whatif.answered import Answered
-from autotune.whatif.answers import Answer, Asked, answers
+from autotune.whatif.answers.answered import Answered
+from autotune.whatif.answers.answers import Answer, Asked, answers
+from autotune.whatif.answers.curves import bandwidth_curves, worker_curves
+from autotune.whatif.answers.limits import limits
+from autotune.whatif.answers.slow_rank import SlowRank, alone_s, slow_rank
 from autotune.whatif.base import Base, bounds_s, steady
-from autotune.whatif.curves import bandwidth_curves, worker_curves
-from autotune.whatif.gradients import gradients_of
-from autotune.whatif.limits import limits
 from autotune.whatif.memory import replica_memory
 from autotune.whatif.question import Question
-from autotune.whatif.recorded import recorded_base
-from autotune.whatif.slow_rank import SlowRank, alone_s, slow_rank
+from autotune.whatif.recording.gradients import gradients_of
+from autotune.whatif.recording.recorded import recorded_base
 
 Progress = Callable[[str], None]
 MOST_NOTES = 8

@@ -24,9 +24,9 @@ from autotune.reports.plot import (
 )
 from autotune.reports.timeline_charts import Bar, Row, Window, drawing
 from autotune.units import format_seconds
-from autotune.whatif.answered import Answered
-from autotune.whatif.curves import Curve
-from autotune.whatif.limits import Limits
+from autotune.whatif.answers.answered import Answered
+from autotune.whatif.answers.curves import Curve
+from autotune.whatif.answers.limits import Limits
 
 PARTS = (
     ("only the host computes", "s5"),

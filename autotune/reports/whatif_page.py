@@ -9,9 +9,9 @@ from autotune.reports.pages import write_page
 from autotune.reports.plot import SERIES
 from autotune.reports.whatif_charts import PARTS, curve_chart, limits_chart
 from autotune.units import format_rate, format_seconds
-from autotune.whatif.answered import Answered, MeasuredChange
-from autotune.whatif.answers import Answer
-from autotune.whatif.curves import Curve
+from autotune.whatif.answers.answered import Answered, MeasuredChange
+from autotune.whatif.answers.answers import Answer
+from autotune.whatif.answers.curves import Curve
 
 
 def write_whatif_report(path: Path, found: Answered) -> None:

@@ -35,8 +35,8 @@ from autotune.profiling.formats.rank_trace import MISSING, Category, RankTrace
 from autotune.profiling.graph.host_units import ACCUMULATE
 from autotune.profiling.traces.job import TraceJob, assemble, read_job
 from autotune.whatif.base import Base
-from autotune.whatif.gradients import gradients_of
-from autotune.whatif.recorded import recorded_base
+from autotune.whatif.recording.gradients import gradients_of
+from autotune.whatif.recording.recorded import recorded_base
 from benchmarks.layer_coverage.framed_models import MODELS, recorded
 from benchmarks.repository import machine, option_parser
 from benchmarks.whatif_baseline import recordings

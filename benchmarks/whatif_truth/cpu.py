@@ -28,9 +28,9 @@ from typing import Any
 from autotune.errors import AutotuneError
 from autotune.jobs.check import CheckPlan, check
 from autotune.profiling.traces.job import TraceJob, read_job
-from autotune.whatif.answers import Answer, Asked
+from autotune.whatif.answers.answers import Answer, Asked
 from autotune.whatif.question import Question
-from autotune.whatif.recorded import recorded_base
+from autotune.whatif.recording.recorded import recorded_base
 from benchmarks.repository import ROOT, can_emulate, machine, option_parser, run_autotune
 from benchmarks.whatif_truth.cpu_cluster import cluster_rows
 from benchmarks.whatif_truth.cpu_factors import RecordedPair, predicted_speedup

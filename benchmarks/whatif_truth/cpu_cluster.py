@@ -17,11 +17,11 @@ from autotune.profiling.traces.job import TraceJob
 from autotune.records import Accelerators
 from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.strategy import Compressor, Strategy
-from autotune.whatif.answers import answer, read_asked
+from autotune.whatif.answers.answers import answer, read_asked
 from autotune.whatif.base import Base, steady
-from autotune.whatif.gradients import gradients_of
 from autotune.whatif.question import Question
-from autotune.whatif.recorded import recorded_base
+from autotune.whatif.recording.gradients import gradients_of
+from autotune.whatif.recording.recorded import recorded_base
 from autotune.workload import Workload
 from benchmarks.repository import ROOT, cluster_file
 from benchmarks.whatif_truth.cpu_rows import CpuRow

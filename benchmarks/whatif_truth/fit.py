@@ -19,13 +19,17 @@ from autotune.profiling.graph.host_units import ACCUMULATE
 from autotune.whatif.base import Base, steady
 from autotune.whatif.changes.batch import batch
 from autotune.whatif.changes.precision import LAYOUT_KERNEL, PRODUCTS, product_calls, tf32
-from autotune.whatif.factors import FactorTable, Roofline
-from autotune.whatif.h100_factors import H100
-from autotune.whatif.kernel_classes import KernelClass, kernel_classes
-from autotune.whatif.operator_work import ALIGNED, ProductWork
+from autotune.whatif.kernels.factors import FactorTable, Roofline
+from autotune.whatif.kernels.h100_factors import H100
+from autotune.whatif.kernels.kernel_classes import KernelClass, kernel_classes
+from autotune.whatif.kernels.operator_work import ALIGNED, ProductWork
 from autotune.whatif.primitives import select
 from autotune.whatif.question import Factor, Question
-from autotune.whatif.recording_cost import RecordingCost, recorded_events, without_recording
+from autotune.whatif.recording.recording_cost import (
+    RecordingCost,
+    recorded_events,
+    without_recording,
+)
 from benchmarks.whatif_truth.recorded_models import BF16, PLAIN, RecordedModel, Timed
 
 SHORTEST_S = 0.2e-3

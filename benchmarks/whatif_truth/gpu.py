@@ -15,14 +15,14 @@ from typing import Any
 import autotune.whatif.changes.all  # noqa: F401 - registers the what-ifs
 from autotune.dfg.graph import NONE
 from autotune.errors import InvalidInput
+from autotune.whatif.answers.predict import changed
 from autotune.whatif.base import Base, steady
 from autotune.whatif.changes import batch, optimizer, precision
-from autotune.whatif.factors import FactorTable
-from autotune.whatif.h100_factors import H100
-from autotune.whatif.predict import changed
+from autotune.whatif.kernels.factors import FactorTable
+from autotune.whatif.kernels.h100_factors import H100
 from autotune.whatif.primitives import scale, select
 from autotune.whatif.question import Question, Reading
-from autotune.whatif.recording_cost import without_recording
+from autotune.whatif.recording.recording_cost import without_recording
 from autotune.whatif.registry import WHAT_IFS, Change, WhatIf
 from benchmarks.whatif_truth.fit import Facts, facts, table_of
 from benchmarks.whatif_truth.recorded_models import PLAIN, RecordedModel, Timed, recorded_models

@@ -22,11 +22,11 @@ from autotune.dfg.graph import Kind
 from autotune.profiling.formats.rank_trace import MISSING, Category, RankTrace
 from autotune.profiling.traces.job import read_job
 from autotune.whatif.base import Base
-from autotune.whatif.collective_times import collective_of
-from autotune.whatif.ddp_buckets import buckets_of
-from autotune.whatif.gradients import gradients_of
-from autotune.whatif.recorded import recorded_base
-from autotune.whatif.synchronization import producers
+from autotune.whatif.messages.collective_times import collective_of
+from autotune.whatif.messages.ddp_buckets import buckets_of
+from autotune.whatif.messages.synchronization import producers
+from autotune.whatif.recording.gradients import gradients_of
+from autotune.whatif.recording.recorded import recorded_base
 from benchmarks.repository import ROOT
 
 BROADCAST = "c10d::broadcast_"

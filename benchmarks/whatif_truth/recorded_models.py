@@ -16,7 +16,7 @@ from autotune.profiling.traces.job import read_job
 from autotune.whatif.base import Base
 from autotune.whatif.changes.alone import alone
 from autotune.whatif.question import Question
-from autotune.whatif.recorded import recorded_base
+from autotune.whatif.recording.recorded import recorded_base
 
 PLAIN, BF16 = "fp32", "amp_bf16"
 HOST_BOUND_SHARE = 0.9

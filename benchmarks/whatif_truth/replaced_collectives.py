@@ -22,7 +22,7 @@ from autotune.whatif.base import steady
 from autotune.whatif.changes.distributed import collectives, distributed
 from autotune.whatif.primitives import remove
 from autotune.whatif.question import Question, Reading
-from autotune.whatif.recorded import recorded_base
+from autotune.whatif.recording.recorded import recorded_base
 from benchmarks.repository import reference_data
 
 TRACE = Path("traces", "ddp_a100", "rank0.json.gz")

@@ -8,7 +8,7 @@ import pytest
 
 from autotune.errors import InvalidInput, LaunchError
 from autotune.jobs.check import CheckPlan, check, check_all, to_check
-from autotune.whatif.answers import Answer, Asked
+from autotune.whatif.answers.answers import Answer, Asked
 from autotune.whatif.question import Question
 from runtime_rewriter.world.command import read_command
 

@@ -16,7 +16,7 @@ from test_trace_graph import call, kernel, mark
 from autotune.errors import InvalidInput
 from autotune.profiling.traces.job import TraceJob, read_job
 from autotune.whatif.base import Base, steady
-from autotune.whatif.recorded import recorded_base
+from autotune.whatif.recording.recorded import recorded_base
 
 Change = Callable[[list[Event]], list[Event]]
 

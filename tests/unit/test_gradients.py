@@ -15,9 +15,9 @@ from test_trace_graph import job_of, mark
 
 from autotune.errors import InvalidInput
 from autotune.profiling.traces.job import TraceJob
-from autotune.whatif.gradients import gradients_of
 from autotune.whatif.question import Gradient
-from autotune.whatif.recorded import recorded_base
+from autotune.whatif.recording.gradients import gradients_of
+from autotune.whatif.recording.recorded import recorded_base
 
 SHAPES = [[10, 32], [32, 3, 3, 3]]
 """The gradients of the weights, in the order of the backward pass."""

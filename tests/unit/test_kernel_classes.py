@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autotune.whatif.kernel_classes import KernelClass, class_of
+from autotune.whatif.kernels.kernel_classes import KernelClass, class_of
 
 CONV, GEMM = KernelClass.CONVOLUTION, KernelClass.GEMM
 KERNELS = {

@@ -17,10 +17,10 @@ from autotune.jobs.operator_times import (
     write_operator_times,
 )
 from autotune.profiling.traces.job import read_job
+from autotune.whatif.answers.predict import predict
 from autotune.whatif.base import Base
-from autotune.whatif.predict import predict
 from autotune.whatif.question import Question
-from autotune.whatif.recorded import recorded_base
+from autotune.whatif.recording.recorded import recorded_base
 from autotune.whatif.registry import combined
 from runtime_rewriter.probe.operators import Invocation, operator_times
 

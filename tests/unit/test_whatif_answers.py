@@ -19,16 +19,16 @@ from autotune.errors import InvalidInput
 from autotune.plugins import UnknownName
 from autotune.profiling.formats.kineto import read_kineto
 from autotune.profiling.traces.job import assemble
-from autotune.whatif.answers import Answer, all_asked, answers, read_asked
+from autotune.whatif.answers.answers import Answer, all_asked, answers, read_asked
+from autotune.whatif.answers.curves import bandwidth_curves, scaled_network, worker_curves
+from autotune.whatif.answers.limits import limits
+from autotune.whatif.answers.user_file import load_what_ifs
 from autotune.whatif.base import Base, steady
 from autotune.whatif.changes.processor import BF16_MATRIX, FUSED_OPTIMIZER, amp_cpu, fused_adam_cpu
-from autotune.whatif.curves import bandwidth_curves, scaled_network, worker_curves
-from autotune.whatif.limits import limits
 from autotune.whatif.primitives import add, connect, scale
 from autotune.whatif.question import Question
-from autotune.whatif.recorded import recorded_base
+from autotune.whatif.recording.recorded import recorded_base
 from autotune.whatif.registry import WHAT_IFS, what_if
-from autotune.whatif.user_file import load_what_ifs
 
 LINK_BYTES_PER_S = 1e9
 MESSAGE_BYTES = 1e6

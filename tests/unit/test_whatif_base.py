@@ -17,7 +17,7 @@ from autotune.errors import InvalidInput
 from autotune.profiling.formats.kineto import read_kineto
 from autotune.profiling.traces.job import assemble
 from autotune.whatif.base import LAUNCH_QUEUE, Base, bounds_s, steady
-from autotune.whatif.recorded import recorded_base
+from autotune.whatif.recording.recorded import recorded_base
 
 
 def with_kernels(base: Base, factor: float) -> Base:

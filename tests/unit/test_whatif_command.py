@@ -19,12 +19,12 @@ from autotune.commands.render.what_if import memory_text
 from autotune.dfg.perfetto_trace import write_perfetto_trace
 from autotune.jobs.what_if import Wanted, answered
 from autotune.profiling.traces.job import read_job
-from autotune.whatif.answers import Asked
-from autotune.whatif.limits import surrounded_step
+from autotune.whatif.answers.answers import Asked
+from autotune.whatif.answers.limits import surrounded_step
+from autotune.whatif.answers.user_file import load_what_ifs
 from autotune.whatif.memory import MemoryOutcome
-from autotune.whatif.recorded import recorded_base
+from autotune.whatif.recording.recorded import recorded_base
 from autotune.whatif.registry import WHAT_IFS
-from autotune.whatif.user_file import load_what_ifs
 
 OWN = '''
 from autotune.errors import InvalidInput

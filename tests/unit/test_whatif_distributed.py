@@ -13,15 +13,15 @@ from autotune.cluster import Cluster, CollectiveFit
 from autotune.dfg.graph import NONE, Kind
 from autotune.errors import InvalidInput
 from autotune.lowering.device_costs import costs_of
+from autotune.whatif.answers.predict import changed
 from autotune.whatif.base import Base, steady
 from autotune.whatif.changes import all as changes
-from autotune.whatif.cluster_size import sized
-from autotune.whatif.collective_times import CollectiveTimes, collective_of, faster_network
-from autotune.whatif.ddp_buckets import buckets_of
-from autotune.whatif.predict import changed
+from autotune.whatif.messages.cluster_size import sized
+from autotune.whatif.messages.collective_times import CollectiveTimes, collective_of, faster_network
+from autotune.whatif.messages.ddp_buckets import buckets_of
 from autotune.whatif.primitives import select
 from autotune.whatif.question import Gradient, Question, Reading
-from autotune.whatif.recorded import recorded_base
+from autotune.whatif.recording.recorded import recorded_base
 from autotune.whatif.registry import combined
 
 assert changes

@@ -14,11 +14,11 @@ from autotune.dfg.graph import NONE
 from autotune.errors import InvalidInput
 from autotune.profiling.traces.job import read_job
 from autotune.recordings.memory_file import RecordedMemory
+from autotune.whatif.answers.predict import Prediction, predict
 from autotune.whatif.base import Base
 from autotune.whatif.memory import replica_memory
-from autotune.whatif.predict import Prediction, predict
 from autotune.whatif.question import Question
-from autotune.whatif.recorded import recorded_base
+from autotune.whatif.recording.recorded import recorded_base
 from autotune.whatif.registry import combined
 
 TRACES = Path(__file__).parents[2] / "datasets/gpu_traces/h100"

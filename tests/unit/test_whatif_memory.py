@@ -12,13 +12,13 @@ import autotune.whatif.changes.all  # noqa: F401
 from autotune.errors import InvalidInput
 from autotune.recordings.memory_file import RecordedMemory
 from autotune.recordings.memory_profile import Lifetime, MemoryProfile, Phase, Segment, TensorRole
-from autotune.whatif.layer_roles import convolutions
+from autotune.whatif.answers.predict import predict
+from autotune.whatif.kernels.layer_roles import convolutions
+from autotune.whatif.kernels.stashes import Stash, stash_inputs
 from autotune.whatif.memory import NOT_RECORDED, ReplicaMemory, replica_memory
-from autotune.whatif.predict import predict
 from autotune.whatif.question import Question
-from autotune.whatif.recorded import recorded_base
+from autotune.whatif.recording.recorded import recorded_base
 from autotune.whatif.registry import combined
-from autotune.whatif.stashes import Stash, stash_inputs
 
 LAYERS = 5
 WEIGHT_BYTES = 16 * 16 * 3 * 3 * 4

@@ -8,9 +8,9 @@ from autotune.profiling.traces.job import read_job
 from autotune.whatif.base import steady
 from autotune.whatif.changes.distributed import collectives, distributed
 from autotune.whatif.changes.network import no_stragglers
-from autotune.whatif.gradients import gradients_of
 from autotune.whatif.question import Question
-from autotune.whatif.recorded import recorded_base
+from autotune.whatif.recording.gradients import gradients_of
+from autotune.whatif.recording.recorded import recorded_base
 from benchmarks.repository import ROOT
 from benchmarks.whatif_truth.messages import predicted_messages, recorded_messages
 from benchmarks.whatif_truth.scaling import Row, noise, on_hosts, workload_of

@@ -15,7 +15,7 @@ from autotune.profiling.formats.kineto import read_kineto
 from autotune.profiling.formats.op_inputs import OpInputs, op_inputs
 from autotune.profiling.traces.job import assemble
 from autotune.whatif.primitives import insert, select
-from autotune.whatif.recorded import recorded_base
+from autotune.whatif.recording.recorded import recorded_base
 
 
 def external(number: int) -> dict[str, Any]:

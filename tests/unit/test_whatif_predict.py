@@ -9,11 +9,11 @@ from periodic_training import training
 
 from autotune.errors import InvalidInput
 from autotune.plugins import UnknownName
+from autotune.whatif.answers.predict import predict
 from autotune.whatif.base import Base
-from autotune.whatif.predict import predict
 from autotune.whatif.primitives import scale, select
 from autotune.whatif.question import Factor, Question
-from autotune.whatif.recorded import recorded_base
+from autotune.whatif.recording.recorded import recorded_base
 from autotune.whatif.registry import WHAT_IFS, WhatIf, combined, what_if
 
 HALF = Factor(0.5, 0.4, 0.8, "invented")

@@ -10,7 +10,7 @@ from autotune.dfg.graph import Kind
 from autotune.errors import InvalidInput
 from autotune.whatif.base import Base, steady
 from autotune.whatif.primitives import add, connect, insert, remove, scale, schedule, select
-from autotune.whatif.recorded import recorded_base
+from autotune.whatif.recording.recorded import recorded_base
 
 
 def base_of(host_us: float, kernel_us: float, **settings: object) -> Base:

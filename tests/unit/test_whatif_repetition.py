@@ -10,8 +10,8 @@ from autotune.dfg.graph import NONE, Kind
 from autotune.errors import InvalidInput
 from autotune.whatif.base import Base, steady
 from autotune.whatif.primitives import select
-from autotune.whatif.recorded import recorded_base
-from autotune.whatif.repetition import passes, repeat
+from autotune.whatif.recording.recorded import recorded_base
+from autotune.whatif.recording.repetition import passes, repeat
 
 
 def step_us(base: Base) -> float:

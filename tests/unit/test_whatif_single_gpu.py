@@ -26,10 +26,10 @@ from layered_training import (
 import autotune.whatif.changes.all  # noqa: F401
 from autotune.errors import InvalidInput
 from autotune.profiling.traces.job import TraceJob
+from autotune.whatif.answers.predict import predict
 from autotune.whatif.changes.elementwise import tensors_touched
-from autotune.whatif.predict import predict
 from autotune.whatif.question import Question, Reading
-from autotune.whatif.recorded import recorded_base
+from autotune.whatif.recording.recorded import recorded_base
 from autotune.whatif.registry import WHAT_IFS, combined
 
 OTHER = Work("aten::mm", "gemm", 100.0, sequence=900)

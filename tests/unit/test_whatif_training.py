@@ -24,14 +24,18 @@ from autotune.whatif.changes.batch import accumulate, batch
 from autotune.whatif.changes.optimizer import for_each_optimizer, foreach_optimizer, fused_adam
 from autotune.whatif.changes.precision import amp, amp_fp16, channels_last, tf32
 from autotune.whatif.changes.recomputation import Blocks, recompute, repeated_blocks
-from autotune.whatif.factors import Roofline
-from autotune.whatif.h100_factors import H100
-from autotune.whatif.kernel_classes import KernelClass
-from autotune.whatif.operator_work import ProductWork, product_work
+from autotune.whatif.kernels.factors import Roofline
+from autotune.whatif.kernels.h100_factors import H100
+from autotune.whatif.kernels.kernel_classes import KernelClass
+from autotune.whatif.kernels.operator_work import ProductWork, product_work
 from autotune.whatif.primitives import select
 from autotune.whatif.question import Factor, Question, Reading
-from autotune.whatif.recorded import recorded_base
-from autotune.whatif.recording_cost import RecordingCost, recorded_events, without_recording
+from autotune.whatif.recording.recorded import recorded_base
+from autotune.whatif.recording.recording_cost import (
+    RecordingCost,
+    recorded_events,
+    without_recording,
+)
 
 SURE = Factor(1.0, 1.0, 1.0, "invented")
 FLOPS = 2.0 * ROWS * WIDTH * WIDTH

@@ -9,11 +9,11 @@ import pytest
 from layered_training import Work, layered
 
 from autotune.errors import InvalidInput
-from autotune.whatif.predict import predict
+from autotune.whatif.answers.predict import predict
+from autotune.whatif.answers.user_file import load_what_ifs
 from autotune.whatif.question import Question
-from autotune.whatif.recorded import recorded_base
+from autotune.whatif.recording.recorded import recorded_base
 from autotune.whatif.registry import WHAT_IFS, combined
-from autotune.whatif.user_file import load_what_ifs
 
 PAGE = Path(__file__).parents[2] / "docs/what-if.md"
 

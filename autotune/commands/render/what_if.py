@@ -7,10 +7,10 @@ from typing import Any
 
 from autotune.commands.render.tables import plain_table
 from autotune.units import format_bytes, format_seconds
-from autotune.whatif.answered import Answered, MeasuredChange
-from autotune.whatif.answers import Answer
-from autotune.whatif.curves import Curve
-from autotune.whatif.limits import Limits
+from autotune.whatif.answers.answered import Answered, MeasuredChange
+from autotune.whatif.answers.answers import Answer
+from autotune.whatif.answers.curves import Curve
+from autotune.whatif.answers.limits import Limits
 from autotune.whatif.memory import MemoryOutcome
 
 SHOWN_PARTS = 3

@@ -10,13 +10,13 @@ from autotune.arrays import BoolArray, FloatArray
 from autotune.dfg.graph import NONE, Kind
 from autotune.errors import InvalidInput
 from autotune.whatif.base import Base
-from autotune.whatif.factors import FactorTable
-from autotune.whatif.h100_factors import H100
-from autotune.whatif.parameters import gradient_bytes
+from autotune.whatif.kernels.factors import FactorTable
+from autotune.whatif.kernels.h100_factors import H100
+from autotune.whatif.kernels.parameters import gradient_bytes
 from autotune.whatif.primitives import insert
 from autotune.whatif.question import Question, Reading
+from autotune.whatif.recording.repetition import passes, repeat
 from autotune.whatif.registry import what_if
-from autotune.whatif.repetition import passes, repeat
 
 MOST_PARTS = 64
 

@@ -7,11 +7,11 @@ import numpy as np
 from autotune.arrays import BoolArray
 from autotune.dfg.graph import NONE, Kind
 from autotune.whatif.base import Base
-from autotune.whatif.layer_roles import Role, roles
+from autotune.whatif.kernels.layer_roles import Role, roles
+from autotune.whatif.kernels.situations import require, stream_neighbours
 from autotune.whatif.primitives import remove, scale
 from autotune.whatif.question import Factor, Question, Reading
 from autotune.whatif.registry import what_if
-from autotune.whatif.situations import require, stream_neighbours
 
 NORMALIZATION = Factor(0.5, 0.5, 0.725, "Daydream sec. 5.1; sec. 6.4 (12.7 % predicted, 7 % real)")
 ACTIVATION_LEFT = 0.45

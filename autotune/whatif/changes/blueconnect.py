@@ -9,9 +9,9 @@ from autotune.lowering.steps import Scope
 from autotune.lowering.traffic import Collective
 from autotune.whatif.base import Base
 from autotune.whatif.changes.distributed import collectives, times_on
-from autotune.whatif.cluster_size import training_cluster
-from autotune.whatif.collective_times import collective_of
-from autotune.whatif.message_stages import Stage, staged
+from autotune.whatif.messages.cluster_size import training_cluster
+from autotune.whatif.messages.collective_times import collective_of
+from autotune.whatif.messages.message_stages import Stage, staged
 from autotune.whatif.question import Question
 from autotune.whatif.registry import what_if
 

@@ -13,8 +13,8 @@ from autotune.lowering.device_costs import costs_of
 from autotune.lowering.traffic import Collective
 from autotune.whatif.base import Base
 from autotune.whatif.changes.distributed import collectives, times_on
-from autotune.whatif.cluster_size import training_cluster
-from autotune.whatif.collective_times import collective_of
+from autotune.whatif.messages.cluster_size import training_cluster
+from autotune.whatif.messages.collective_times import collective_of
 from autotune.whatif.primitives import connect, insert, insert_calls
 from autotune.whatif.question import Question
 from autotune.whatif.registry import what_if

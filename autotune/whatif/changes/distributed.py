@@ -13,13 +13,13 @@ from autotune.errors import InvalidInput
 from autotune.lowering.device_costs import costs_of
 from autotune.lowering.traffic import Collective
 from autotune.whatif.base import Base
-from autotune.whatif.cluster_size import sized, training_cluster
-from autotune.whatif.collective_times import CollectiveTimes, collective_of
-from autotune.whatif.ddp_buckets import buckets_of
+from autotune.whatif.messages.cluster_size import sized, training_cluster
+from autotune.whatif.messages.collective_times import CollectiveTimes, collective_of
+from autotune.whatif.messages.ddp_buckets import buckets_of
+from autotune.whatif.messages.synchronization import contended, synchronized
 from autotune.whatif.primitives import select
 from autotune.whatif.question import Factor, Question, Reading
 from autotune.whatif.registry import what_if
-from autotune.whatif.synchronization import contended, synchronized
 
 CONTENTION = Factor(
     expected=1 / (1 - 0.228),

@@ -12,11 +12,11 @@ import numpy as np
 from autotune.arrays import BoolArray, FloatArray, IntArray
 from autotune.dfg.graph import NONE, Kind
 from autotune.whatif.base import Base
-from autotune.whatif.layer_roles import output_elements
+from autotune.whatif.kernels.layer_roles import output_elements
+from autotune.whatif.kernels.situations import execution_order, require
 from autotune.whatif.primitives import remove
 from autotune.whatif.question import Question, Reading
 from autotune.whatif.registry import what_if
-from autotune.whatif.situations import execution_order, require
 
 ELEMENTWISE = re.compile(r"elementwise|Pointwise|fused_dropout|masked_scale", re.IGNORECASE)
 COMPILED = re.compile(r"triton_")

@@ -10,13 +10,13 @@ from autotune.arrays import FloatArray, IntArray
 from autotune.dfg.graph import NONE, Kind
 from autotune.errors import InvalidInput
 from autotune.whatif.base import Base
-from autotune.whatif.layer_roles import Layer, Role, convolutions, input_bytes, roles
+from autotune.whatif.kernels.layer_roles import Layer, Role, convolutions, input_bytes, roles
+from autotune.whatif.kernels.situations import execution_order
+from autotune.whatif.kernels.stashes import Stash, stash_inputs
 from autotune.whatif.memory import ReplicaMemory
 from autotune.whatif.primitives import connect, insert
 from autotune.whatif.question import Factor, Question
 from autotune.whatif.registry import what_if
-from autotune.whatif.situations import execution_order
-from autotune.whatif.stashes import Stash, stash_inputs
 
 SPARSE_SHARE = Factor(
     0.625,

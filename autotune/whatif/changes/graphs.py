@@ -10,10 +10,10 @@ import numpy as np
 from autotune.arrays import BoolArray, IntArray
 from autotune.dfg.graph import NONE, Kind
 from autotune.whatif.base import Base
+from autotune.whatif.kernels.situations import execution_order, require
 from autotune.whatif.primitives import connect, remove, usual_launch
 from autotune.whatif.question import Question, Reading
 from autotune.whatif.registry import what_if
-from autotune.whatif.situations import execution_order, require
 
 SMALLEST_GRAPH = 2
 """Kernels of a graph that is worth a launch of its own."""

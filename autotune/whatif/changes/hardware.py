@@ -9,10 +9,10 @@ import numpy as np
 from autotune.dfg.graph import Kind
 from autotune.errors import InvalidInput
 from autotune.whatif.base import Base
+from autotune.whatif.kernels.situations import kernels, positive_amount
 from autotune.whatif.primitives import scale, select
 from autotune.whatif.question import Question
 from autotune.whatif.registry import what_if
-from autotune.whatif.situations import kernels, positive_amount
 
 
 @what_if(

@@ -17,8 +17,8 @@ from autotune.whatif.changes.distributed import (
     seconds_of,
     times_on,
 )
-from autotune.whatif.cluster_size import training_cluster
-from autotune.whatif.collective_times import collective_of
+from autotune.whatif.messages.cluster_size import training_cluster
+from autotune.whatif.messages.collective_times import collective_of
 from autotune.whatif.question import Question
 from autotune.whatif.registry import what_if
 

@@ -13,12 +13,12 @@ from autotune.dfg.graph import NONE
 from autotune.errors import InvalidInput
 from autotune.whatif.base import Base
 from autotune.whatif.changes.distributed import CONTENTION, collectives, seconds_of, times_on
-from autotune.whatif.cluster_size import training_cluster
-from autotune.whatif.collective_times import faster_network as faster
+from autotune.whatif.messages.cluster_size import training_cluster
+from autotune.whatif.messages.collective_times import faster_network as faster
+from autotune.whatif.messages.synchronization import uncontended
 from autotune.whatif.primitives import connect, disconnect
 from autotune.whatif.question import Question, Reading
 from autotune.whatif.registry import what_if
-from autotune.whatif.synchronization import uncontended
 
 USUAL_SPEEDUP = 2.0
 

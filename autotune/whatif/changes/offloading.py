@@ -8,13 +8,13 @@ from autotune.arrays import IntArray
 from autotune.dfg.graph import NONE, Kind
 from autotune.errors import InvalidInput
 from autotune.whatif.base import Base
-from autotune.whatif.layer_roles import Layer, convolutions, input_bytes
+from autotune.whatif.kernels.layer_roles import Layer, convolutions, input_bytes
+from autotune.whatif.kernels.situations import execution_order, stream_neighbours
+from autotune.whatif.kernels.stashes import Stash, stash_inputs
 from autotune.whatif.memory import ReplicaMemory
 from autotune.whatif.primitives import add, connect, insert_calls, schedule, usual_launch
 from autotune.whatif.question import Question, Reading
 from autotune.whatif.registry import what_if
-from autotune.whatif.situations import execution_order, stream_neighbours
-from autotune.whatif.stashes import Stash, stash_inputs
 
 COPIES = "offloading"
 LARGE_BYTES = 2**20

@@ -13,11 +13,11 @@ from autotune.dfg.graph import NONE, Kind
 from autotune.errors import InvalidInput
 from autotune.whatif.base import Base
 from autotune.whatif.changes.distributed import has_collectives, times_on
-from autotune.whatif.cluster_size import training_cluster
+from autotune.whatif.messages.cluster_size import training_cluster
+from autotune.whatif.messages.synchronization import ready_ops
 from autotune.whatif.primitives import add, connect, schedule
 from autotune.whatif.question import Gradient, Question
 from autotune.whatif.registry import what_if
-from autotune.whatif.synchronization import ready_ops
 
 SLICE_BYTES = 200_000
 """P3 (SysML 2019), sec. 4: slices of 50,000 parameters."""

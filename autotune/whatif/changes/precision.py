@@ -11,11 +11,11 @@ from autotune.arrays import FloatArray, IntArray
 from autotune.dfg.graph import NONE, Kind
 from autotune.errors import InvalidInput
 from autotune.whatif.base import Base
-from autotune.whatif.factors import FactorTable
-from autotune.whatif.h100_factors import H100
-from autotune.whatif.kernel_classes import KernelClass, kernel_classes
-from autotune.whatif.operator_work import ProductWork, product_work
-from autotune.whatif.parameters import gradient_bytes, parameter_shapes
+from autotune.whatif.kernels.factors import FactorTable
+from autotune.whatif.kernels.h100_factors import H100
+from autotune.whatif.kernels.kernel_classes import KernelClass, kernel_classes
+from autotune.whatif.kernels.operator_work import ProductWork, product_work
+from autotune.whatif.kernels.parameters import gradient_bytes, parameter_shapes
 from autotune.whatif.primitives import connect, insert, remove, select
 from autotune.whatif.question import Question, Reading
 from autotune.whatif.registry import what_if

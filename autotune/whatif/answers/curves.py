@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from autotune.cluster import Cluster, Where
 from autotune.errors import InvalidInput
-from autotune.whatif.answers import Answer
+from autotune.whatif.answers.answers import Answer
+from autotune.whatif.answers.predict import changed
 from autotune.whatif.base import Base, steady
-from autotune.whatif.predict import changed
 from autotune.whatif.question import Question
 
 NETWORK_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)

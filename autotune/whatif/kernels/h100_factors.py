@@ -6,10 +6,10 @@
 
 from __future__ import annotations
 
-from autotune.whatif.factors import FactorTable, Roofline
-from autotune.whatif.kernel_classes import KernelClass
+from autotune.whatif.kernels.factors import FactorTable, Roofline
+from autotune.whatif.kernels.kernel_classes import KernelClass
 from autotune.whatif.question import Factor
-from autotune.whatif.recording_cost import RecordingCost
+from autotune.whatif.recording.recording_cost import RecordingCost
 
 _SOURCE = "five models recorded on an H100 (datasets/gpu_traces/h100)"
 

@@ -10,7 +10,7 @@ from autotune.errors import InvalidInput
 from autotune.memory.segments import first_backward, ready_segments
 from autotune.recordings.memory_profile import Lifetime, MemoryProfile, TensorRole
 from autotune.whatif.base import Operator
-from autotune.whatif.layer_roles import Layer, input_bytes
+from autotune.whatif.kernels.layer_roles import Layer, input_bytes
 from autotune.whatif.memory import ReplicaMemory
 
 ALLOCATED_BYTES = 2**21

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from autotune.errors import InvalidInput
+from autotune.whatif.answers.limits import Limits, limits
+from autotune.whatif.answers.predict import Prediction, predict
 from autotune.whatif.base import Base
-from autotune.whatif.limits import Limits, limits
-from autotune.whatif.predict import Prediction, predict
 from autotune.whatif.question import Question
 from autotune.whatif.registry import WHAT_IFS, WhatIf, combined
 

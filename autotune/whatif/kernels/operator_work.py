@@ -15,7 +15,7 @@ from math import gcd, prod
 
 from autotune.profiling.formats.op_inputs import OpInputs
 from autotune.whatif.base import Operator
-from autotune.whatif.kernel_classes import KernelClass
+from autotune.whatif.kernels.kernel_classes import KernelClass
 
 ALIGNED = 8
 """Tensor cores read 16 bytes at once: fast kernels need dimensions that this divides (16 bit)."""

@@ -22,13 +22,13 @@ from autotune.profiling.graph.host_units import ACCUMULATE, HostUnits, Unit, hos
 from autotune.profiling.graph.layers import update_units
 from autotune.profiling.traces.job import TraceJob
 from autotune.whatif.base import Base
-from autotune.whatif.parameter_sizes import (
+from autotune.whatif.question import Gradient
+from autotune.whatif.recording.parameter_sizes import (
     TensorShape,
     matched_by_shape,
     read_parameters,
     recorded_variables,
 )
-from autotune.whatif.question import Gradient
 
 
 def gradients_of(

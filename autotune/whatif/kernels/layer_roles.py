@@ -17,7 +17,7 @@ from autotune.arrays import IntArray
 from autotune.dfg.graph import NONE, Kind
 from autotune.errors import InvalidInput
 from autotune.whatif.base import Base, Operator
-from autotune.whatif.situations import execution_order
+from autotune.whatif.kernels.situations import execution_order
 
 
 class Role(IntEnum):

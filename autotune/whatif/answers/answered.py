@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autotune.whatif.answers import Answer
+from autotune.whatif.answers.answers import Answer
+from autotune.whatif.answers.curves import Curve
+from autotune.whatif.answers.limits import Limits
+from autotune.whatif.answers.slow_rank import SlowRank
 from autotune.whatif.base import Base, Steady
-from autotune.whatif.curves import Curve
-from autotune.whatif.limits import Limits
-from autotune.whatif.slow_rank import SlowRank
 
 
 @dataclass(frozen=True)

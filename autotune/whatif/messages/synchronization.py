@@ -20,7 +20,7 @@ from autotune.arrays import BoolArray, FloatArray, IntArray
 from autotune.dfg.graph import NONE, Kind
 from autotune.lowering.costs import RuntimeCosts
 from autotune.whatif.base import Base, steady
-from autotune.whatif.ddp_buckets import Bucket, recorded_reducer
+from autotune.whatif.messages.ddp_buckets import Bucket, recorded_reducer
 from autotune.whatif.primitives import add, connect, insert, insert_calls, usual_launch
 from autotune.whatif.question import Gradient
 

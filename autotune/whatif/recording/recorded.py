@@ -18,7 +18,7 @@ from autotune.profiling.graph.step_ops import step_ops
 from autotune.profiling.traces.collectives import TracedCollective
 from autotune.profiling.traces.job import TraceJob
 from autotune.whatif.base import Base, BaseNames
-from autotune.whatif.operators import operators_of
+from autotune.whatif.recording.operators import operators_of
 
 TWIN_DISTANCE = 1000
 """How far from the same place of its thread the op of the next step may be that does the same."""

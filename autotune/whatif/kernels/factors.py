@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autotune.whatif.base import Base
-from autotune.whatif.kernel_classes import KernelClass
-from autotune.whatif.operator_work import ProductWork
+from autotune.whatif.kernels.kernel_classes import KernelClass
+from autotune.whatif.kernels.operator_work import ProductWork
 from autotune.whatif.question import Factor, Reading
-from autotune.whatif.recording_cost import RecordingCost
+from autotune.whatif.recording.recording_cost import RecordingCost
 
 
 @dataclass(frozen=True)

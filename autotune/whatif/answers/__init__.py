@@ -1,0 +1,1 @@
+"""What a user gets: predictions, their limits, curves, and the slowest rank."""

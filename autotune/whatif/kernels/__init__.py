@@ -1,0 +1,1 @@
+"""What kernels do and how changes scale them: classes, roles, shapes and factors."""

@@ -1,0 +1,1 @@
+"""The messages of data-parallel training, for what-ifs that send them."""
