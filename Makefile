@@ -12,7 +12,7 @@ ACCELERATORS ?= emulated
 # If the environment sets it, every process compiles our packages again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup tensorflow horovod tune test pytest lint docs wheel-test clean
+.PHONY: setup tensorflow horovod tune test lint docs wheel-test clean
 
 setup: $(VENV)/.compiled
 
@@ -71,15 +71,13 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# mypy and the download of TensorFlow use one core each; the compilations fill what they leave. The
-# test of the wheel, which mostly copies and unpacks files, gets what the other tests leave.
+# Three test files at a time, in the order of tests/conftest.py: most tests wait for processes. With
+# four, or with the test of the wheel beside them, ranks took minutes to start.
+# mypy and the download of TensorFlow use one core each; the compilations fill what they leave.
 test:
 	$(MAKE) --jobs 3 --output-sync horovod lint setup docs
-	$(MAKE) --jobs 2 pytest wheel-test PYTHONS=$(PYTHON)
-
-# Four test files at a time, in the order of tests/conftest.py: most tests wait for processes.
-pytest:
-	$(BIN)/pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+	$(MAKE) wheel-test PYTHONS=$(PYTHON)
 
 # The site in build/site; warnings, such as broken links, are errors.
 docs: $(VENV)/.installed
@@ -87,7 +85,7 @@ docs: $(VENV)/.installed
 
 # The wheel in fresh environments outside the clone, for every Python from 3.11 to 3.13 on the PATH.
 wheel-test:
-	nice $(PYTHON) tests/wheel.py $(PYTHONS)
+	$(PYTHON) tests/wheel.py $(PYTHONS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
