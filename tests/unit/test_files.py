@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from autotune.dfg.build import DfgBuilder
 from autotune.dfg.chrome_trace import write_chrome_trace
+from autotune.dfg.graph import Kind
+from autotune.dfg.replay import replay
 from autotune.errors import InvalidInput
 from autotune.files import open_regular, read_bytes, read_text, whole_file, write_whole
 
@@ -82,10 +85,14 @@ def test_a_folder_without_search_permission_is_one_message(closed, without_privi
         write_whole(closed / "new", "", "it")
 
 
-@pytest.mark.parametrize("write", [write_whole, lambda path, *_: write_chrome_trace(None, path)])
-def test_writing_never_replaces_a_device_or_waits_for_a_reader(tmp_path, fifo, write, monkeypatch):
-    monkeypatch.setattr("autotune.dfg.chrome_trace.critical_path", lambda *_: None)
-    monkeypatch.setattr("autotune.dfg.chrome_trace._shown", lambda *_: ())
+def write_timeline(path, *_):
+    graph = DfgBuilder()
+    graph.op("op", graph.queue("stream"), 1.0, Kind.OTHER)
+    write_chrome_trace(replay(graph.build()), path)
+
+
+@pytest.mark.parametrize("write", [write_whole, write_timeline])
+def test_writing_never_replaces_a_device_or_waits_for_a_reader(tmp_path, fifo, write):
     (tmp_path / "link").symlink_to(NULL)
     before = NULL.stat()
     for path in (NULL, tmp_path / "link", fifo, tmp_path):
