@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,14 @@ def reference_data() -> Path | None:
     beside = ROOT.parent / "shared" / "data"
     folder = Path(os.environ.get("AUTOTUNE_REFERENCE_DATA", beside))
     return folder if folder.exists() else None
+
+
+def print_result(result: tuple[str, Mapping[str, object]] | None) -> None:
+    """Print a table and its keys as the last line; None ends the benchmark, without its data."""
+    if result is None:
+        raise SystemExit("without the reference data: set AUTOTUNE_REFERENCE_DATA")
+    print(result[0])
+    print(json.dumps(result[1]))
 
 
 def setup_of(model: str, cluster: str) -> Setup:

@@ -42,15 +42,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from gpu_models import MODELS, TimedModel
-from gpu_variants import (
-    PLAIN,
-    ModelTraits,
-    Variant,
-    Work,
-    missing_work,
-    pair_folder,
-    recording_folder,
-)
+from gpu_variants import PLAIN, Variant, Work, missing_work, pair_folder, recording_folder
 from rich.console import Console
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -302,7 +294,8 @@ def write_sums(out: Path) -> None:
     (out / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None, versions: Mapping[str, str] | None = None) -> int:
+    """`versions`: of the software that measures; usually the installed ones."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -313,9 +306,16 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="show what is missing and end")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     traits = {name: MODELS[name].traits for name in options.models}
-    works = work_of(options.out, traits, pairs=options.pairs, again=options.again)
+    works = missing_work(
+        options.out,
+        traits,
+        rows_in(options.out),
+        versions or _versions(),
+        pairs=options.pairs,
+        again=options.again,
+    )
     if options.list:
         console.print("\n".join(map(described, works)) or "nothing is missing", soft_wrap=True)
         return 0
@@ -341,12 +341,6 @@ def rows_in(out: Path) -> list[dict[str, Any]]:
         json.loads(times.read_text(encoding="utf-8")) if times.exists() else []
     )
     return rows
-
-
-def work_of(
-    out: Path, traits: Mapping[str, ModelTraits], *, pairs: bool, again: bool
-) -> list[Work]:
-    return missing_work(out, traits, rows_in(out), _versions(), pairs=pairs, again=again)
 
 
 def described(work: Work) -> str:

@@ -7,8 +7,6 @@ another machine, alone. The truth is the recorded step.
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +21,7 @@ from autotune.whatif.changes.distributed import collectives, distributed
 from autotune.whatif.primitives import remove
 from autotune.whatif.question import Question, Reading
 from autotune.whatif.recording.recorded import recorded_base
-from benchmarks.repository import reference_data
+from benchmarks.repository import print_result, reference_data
 
 TRACE = Path("traces", "ddp_a100", "rank0.json.gz")
 TABLE = Path("collectives", "nccl_allreduce_a100_2gpu.txt")
@@ -87,13 +85,5 @@ def replaced_result() -> tuple[str, dict[str, object]] | None:
     return text, {"error_replaced_collectives": found.error}
 
 
-def main() -> None:
-    result = replaced_result()
-    if result is None:
-        sys.exit("without the reference data: set AUTOTUNE_REFERENCE_DATA")
-    print(result[0])
-    print(json.dumps(result[1]))
-
-
 if __name__ == "__main__":
-    main()
+    print_result(replaced_result())

@@ -18,8 +18,6 @@ have the same digits in another order, which are the same cluster. No prediction
 from __future__ import annotations
 
 import csv
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -36,7 +34,7 @@ from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.plan import plan
 from autotune.workload import Variable, Workload
 from autotune.zoo.assumed_models import assumed_ops
-from benchmarks.repository import reference_data
+from benchmarks.repository import print_result, reference_data
 
 ALONE, CALIBRATED = "1", "1234"
 """One GPU, and the placement that has hosts of every size."""
@@ -204,13 +202,5 @@ def scaling_result(second: str = CALIBRATED) -> tuple[str, Mapping[str, object]]
     return "\n".join(lines), keys
 
 
-def main() -> None:
-    result = scaling_result()
-    if result is None:
-        sys.exit("without the reference data: set AUTOTUNE_REFERENCE_DATA")
-    print(result[0])
-    print(json.dumps(result[1]))
-
-
 if __name__ == "__main__":
-    main()
+    print_result(scaling_result())

@@ -53,6 +53,13 @@ class Invocation:
     values: tuple[str, ...] = ()
 
 
+UNFIT = (RuntimeError, ValueError, TypeError, IndexError)
+"""What torch raises for an operator whose recorded inputs do not tell how to call it.
+
+The invocation stays untimed, and the exception's first line is its reason.
+"""
+
+
 @dataclass(frozen=True)
 class OperatorTime:
     """Median seconds of an invocation, or the reason why it was not timed."""
@@ -78,7 +85,7 @@ def operator_times(
                 yield OperatorTime(one, None, f"it calls {called}")
                 continue
             yield OperatorTime(one, _median_s(call, device))
-        except (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError) as error:
+        except UNFIT as error:
             lines = str(error).splitlines()
             yield OperatorTime(one, None, lines[0][:200] if lines else type(error).__name__)
 
@@ -105,7 +112,7 @@ def prepared(one: Invocation, device: str) -> Callable[[], Any]:
         try:
             with torch.no_grad():
                 function(*positional, **named)
-        except (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError) as error:
+        except UNFIT as error:
             problem = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
             continue
         return lambda: function(*positional, **named)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -71,16 +70,14 @@ def test_times_of_another_version_are_not_mixed_with_new_ones(tmp_path: Path) ->
 
 
 def test_the_shipped_folder_lacks_the_newer_variants_and_models(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     import collect_gpu
     from gpu_models import MODELS
 
     folder = DATASETS / "gpu_traces" / "h100"
     torch = json.loads((folder / "times.json").read_text())[0]["torch"]
-    monkeypatch.setattr(collect_gpu, "_versions", lambda: {"torch": torch})
-    monkeypatch.setattr(sys, "argv", ["collect_gpu.py", "--out", str(folder), "--list"])
-    assert collect_gpu.main() == 0
+    assert collect_gpu.main(["--out", str(folder), "--list"], {"torch": torch}) == 0
     lines = dict(line.split(": ", 1) for line in capsys.readouterr().err.splitlines())
     assert set(lines) == set(MODELS)
     assert lines["resnet50"].startswith("times of amp_bf16_optimizer_fused, double_batch, compiled")

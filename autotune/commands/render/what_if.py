@@ -87,7 +87,7 @@ def _enacting(predicted: tuple[Answer, ...]) -> list[str]:
 
 
 def _sources(predicted: tuple[Answer, ...]) -> list[str]:
-    """What the rows took from elsewhere or assumed, each once."""
+    """The notes of all rows, each once: amounts that were assumed or measured elsewhere."""
     notes = (one.prediction.base.notes for one in predicted if one.prediction is not None)
     listed = dict.fromkeys(note for of_row in notes for note in of_row)
     return ["taken from elsewhere:", *(f"  {note}" for note in listed)] if listed else []

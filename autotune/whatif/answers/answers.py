@@ -149,7 +149,7 @@ def answer(base: Base, asked: Asked, question: Question) -> Answer:
         files.check_read("file")
     except InvalidInput as error:
         return replace(blank, reason=str(error))
-    except Exception as error:  # noqa: BLE001 - a what-if of the user may raise anything
+    except Exception as error:  # noqa: BLE001 - a user's function may raise anything; its row says so
         return replace(blank, reason=f"its function raised {type(error).__name__}: {error}")
     return replace(
         blank, prediction=prediction, limits=limits(prediction.base, prediction.timeline)
