@@ -41,7 +41,7 @@ import numpy as np
 from autotune.arrays import BoolArray, FloatArray, IntArray
 from autotune.cluster import Cluster, CollectiveFit, Where
 from autotune.costs.row_traffic import RowTraffic
-from autotune.errors import InvalidInput
+from autotune.errors import InvalidInput, InvalidStrategy
 from autotune.strategy_space.plan import Message, Plan
 from autotune.strategy_space.strategy import SparseHandling, Synchronizer
 from autotune.workload import Workload
@@ -54,6 +54,11 @@ Measured: issuing an in-place all-reduce on a packed 32 MB buffer (torch 2.13, g
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")
 """The five collectives of Eq. 3."""
+
+NOT_PREDICTED = (
+    "no cost model predicts a direct exchange yet, but a message is one; "
+    "measure the strategy, or use another synchronizer"
+)
 
 _PARTS = {
     Synchronizer.ALL_REDUCE: ("all_reduce",),
@@ -308,6 +313,8 @@ class Rates:
 
     def _collective(self, kind: MessageKind, ranks: tuple[int, ...], size: int) -> _Rate:
         """Eq. 3, summed over the message's collectives."""
+        if kind.synchronizer is Synchronizer.DIRECT_EXCHANGE:
+            raise InvalidStrategy(NOT_PREDICTED)
         parts = (
             ("all_gather",)
             if kind.sparse is SparseHandling.ALL_GATHER

@@ -16,12 +16,13 @@ import numpy as np
 
 from autotune.arrays import FloatArray, IntArray
 from autotune.costs.row_traffic import RowTraffic
-from autotune.errors import InvalidInput
+from autotune.costs.sync_cost import NOT_PREDICTED
+from autotune.errors import InvalidInput, InvalidStrategy
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.step_times import StepTimes, Timing
 from autotune.lowering.steps import Scope, Step, steps_of
 from autotune.strategy_space.plan import Message, Plan
-from autotune.strategy_space.strategy import Compressor
+from autotune.strategy_space.strategy import Compressor, Synchronizer
 from autotune.workload import Workload
 
 
@@ -100,7 +101,9 @@ class MessageTimer:
     def batches(
         self, messages: Sequence[Message], ring_order: tuple[int, ...] | None = None
     ) -> list[Batch]:
-        """The messages by kind."""
+        """The messages by kind. Raises `InvalidStrategy` for a direct exchange."""
+        if any(m.synchronizer is Synchronizer.DIRECT_EXCHANGE for m in messages):
+            raise InvalidStrategy(NOT_PREDICTED)
         numbers_of: dict[Hashable, list[int]] = {}
         for number, message in enumerate(messages):
             numbers_of.setdefault(_kind(message), []).append(number)

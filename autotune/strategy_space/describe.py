@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from autotune.strategy_space.compressors import ASSUMED
 from autotune.strategy_space.plan import Message, Plan, PlannedStrategy
+from autotune.strategy_space.shares import shares_text
 from autotune.strategy_space.strategy import (
     Compressor,
     Shard,
@@ -45,7 +46,7 @@ def variable_rows(workload: Workload, planned: PlannedStrategy) -> list[Variable
         rows.append(
             VariableRow(
                 variable,
-                _distinct(_synchronizer(shard) for shard in choice.shards)
+                _distinct(synchronizer_text(shard) for shard in choice.shards)
                 + (f", sparse: {choice.sparse}" if variable.sparse else ""),
                 _partition(choice),
                 _distinct(compressor_text(shard) for shard in choice.shards),
@@ -70,7 +71,8 @@ def whole_text(strategy: Strategy) -> str:
         "Synchronization and update run into the next forward pass." if strategy.cross_step else ""
     )
     if strategy.in_flight > 1:
-        crossing += f" {strategy.in_flight} messages are under way at once on each lane."
+        what = "pieces" if strategy.direct else "messages"
+        crossing += f" {strategy.in_flight} {what} are under way at once on each lane."
     ring = (
         ""
         if strategy.ring_order is None
@@ -80,7 +82,7 @@ def whole_text(strategy: Strategy) -> str:
     ops = sum(len(names) for names in strategy.op_fusion)
     fusion = f"{ops} ops run as {sets} fused kernel{'s' * (sets > 1)}." if sets else ""
     remote = "" if strategy.local_copies else "Replicas read variables at their servers."
-    return " ".join(sentence for sentence in (crossing, ring, fusion, remote) if sentence)
+    return " ".join(sentence for sentence in (crossing.lstrip(), ring, fusion, remote) if sentence)
 
 
 _SENT = {
@@ -88,6 +90,7 @@ _SENT = {
     Synchronizer.REDUCE_SCATTER_ALL_GATHER: "reduce-scattered and gathered",
     Synchronizer.PARAMETER_SERVER: "pushed to servers",
     Synchronizer.REDUCE_BROADCAST: "reduced to one rank and broadcast",
+    Synchronizer.DIRECT_EXCHANGE: "exchanged directly with their owners",
 }
 
 
@@ -154,7 +157,7 @@ def message_rows(planned: Plan) -> list[MessageRow]:
     return [
         MessageRow(
             number,
-            message.synchronizer.value + (", hierarchical" if message.hierarchical else ""),
+            synchronizer_text(message),
             compressor_text(message),
             message.grad_bytes,
             message.wire_bytes,
@@ -184,8 +187,11 @@ def numbers_text(numbers: list[int]) -> str:
     )
 
 
-def _synchronizer(shard: Shard) -> str:
-    return shard.synchronizer.value + (", hierarchical" if shard.hierarchical else "")
+def synchronizer_text(one: Shard | Message) -> str:
+    """Name the synchronizer and its settings: "direct_exchange, shares 0.5, 0.5, 0, 2 pieces"."""
+    shares = "" if one.shares is None else f", shares {shares_text(one.shares, SHOWN)}"
+    pieces = "" if one.pieces == 1 else f", {one.pieces} pieces"
+    return one.synchronizer.value + (", hierarchical" if one.hierarchical else "") + shares + pieces
 
 
 def _partition(choice: VariableStrategy) -> str:

@@ -15,6 +15,8 @@ from autotune.strategy_space.strategy import (
     SPARSE_SYNCHRONIZERS,
     Compressor,
     SparseHandling,
+    Synchronizer,
+    direct_error,
     in_flight_error,
 )
 
@@ -42,7 +44,7 @@ def refusal_reason(plan: Plan, rewrites_graph: bool = False) -> str | None:
             f"ring_order must name each of the {plan.world_size} ranks once, "
             f"but is {plan.ring_order}"
         )
-    error = in_flight_error(plan.in_flight, plan.cross_step)
+    error = in_flight_error(plan.in_flight, plan.cross_step, plan.direct)
     if error is not None:
         return error
     for number, message in enumerate(plan.messages):
@@ -64,6 +66,12 @@ def _message_refusal(message: Message, world_size: int) -> str | None:
         reason = _rows_refusal(message)
         if reason is not None:
             return reason
+    if message.synchronizer is Synchronizer.DIRECT_EXCHANGE:
+        reason = _direct_refusal(message, world_size)
+        if reason is not None:
+            return reason
+    elif message.shares is not None or message.pieces != 1:
+        return f"only a direct exchange has shares and pieces, but it is {message.synchronizer}"
     if message.ranks:
         return f"every rank takes part in a message, but the plan names {message.ranks}"
     if message.synchronizer in ROOTED and (
@@ -71,6 +79,14 @@ def _message_refusal(message: Message, world_size: int) -> str | None:
     ):
         return f"the owner must be a rank below {world_size}, but is {message.owner}"
     return None
+
+
+def _direct_refusal(message: Message, world_size: int) -> str | None:
+    if message.shares is not None and len(message.shares) != world_size:
+        return f"shares must be one for each of {world_size} ranks, but are {len(message.shares)}"
+    if message.sparse is not SparseHandling.DENSE and message.pieces != 1:
+        return f"rows of a sparse gradient travel in one piece, but it has {message.pieces}"
+    return direct_error(message.compressor, message.shares, message.pieces)
 
 
 def _feedback_refusal(message: Message) -> str | None:

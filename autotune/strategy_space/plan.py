@@ -15,7 +15,9 @@ from typing import Any
 from autotune.canonical import LATER, canonical_json, content_id, stored_as, to_data
 from autotune.errors import InvalidInput, InvalidStrategy
 from autotune.parsing import parse, parse_json, refuse_newer, schema_of_stored
+from autotune.strategy_space.shares import Shares
 from autotune.strategy_space.strategy import (
+    MOST_IN_FLIGHT,
     Compressor,
     OpFusionSets,
     Partition,
@@ -54,7 +56,10 @@ class TensorSlice:
 
 @dataclass(frozen=True)
 class Message:
-    """Slices that are sent together. An empty `ranks` means every rank of the world."""
+    """Slices that are sent together. An empty `ranks` means every rank of the world.
+
+    `shares` and `pieces` belong to a direct exchange (see `Shard`).
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -69,6 +74,8 @@ class Message:
     ratio: float | None = None
     rank: int | None = None
     ranks: tuple[int, ...] = ()
+    shares: Shares | None = field(default=None, metadata=LATER)
+    pieces: int = field(default=1, metadata=LATER)
 
     __get_pydantic_core_schema__ = classmethod(schema_of_stored)
 
@@ -129,10 +136,20 @@ class Plan:
     op_fusion: OpFusionSets = field(default=(), metadata=LATER)
     local_copies: bool = field(default=True, metadata=LATER)
 
+    @cached_property
+    def direct(self) -> bool:
+        """Whether a message is exchanged directly."""
+        return any(
+            message.synchronizer is Synchronizer.DIRECT_EXCHANGE for message in self.messages
+        )
+
     @property
     def limit(self) -> int | None:
-        """Most messages in flight per lane; None within the step, where the library decides."""
-        return self.in_flight if self.cross_step else None
+        """Most collectives in flight per lane; None within the step, where the library decides.
+
+        Direct exchanges have at most `in_flight` pieces in each of their two rounds instead.
+        """
+        return min(self.in_flight, MOST_IN_FLIGHT) if self.cross_step else None
 
     @cached_property
     def id(self) -> str:
@@ -164,10 +181,10 @@ class Plan:
 def plan(strategy: Strategy, workload: Workload, world_size: int) -> Plan:
     """Plan the messages of `strategy` for this workload and number of ranks.
 
-    Shards that share a group and agree in synchronizer, compressor, placement, hierarchy and dtype
-    become one message. Rows of a sparse gradient are a message per shard. Messages are sorted by
-    (lowest priority of their shards, backward position of the last gradient, first slice), which
-    gives the same order on every rank. Raises `InvalidStrategy`.
+    Shards that share a group and agree in everything but the priority become one message, per
+    dtype. Rows of a sparse gradient are a message per shard. Messages are sorted by (lowest
+    priority of their shards, backward position of the last gradient, first slice),
+    which gives the same order on every rank. Raises `InvalidStrategy`.
     """
     choices = _choices(strategy, workload)
     if strategy.ring_order is not None and len(strategy.ring_order) != world_size:
@@ -270,6 +287,8 @@ class _Groups:
             shard.hierarchical,
             shard.ratio,
             shard.rank,
+            shard.shares,
+            shard.pieces,
         )
         key = (*kind, variable.dtype)
         if key not in self.of_kind:
@@ -292,6 +311,8 @@ def message_of(
         sparse,
         shard.ratio,
         shard.rank,
+        shares=shard.shares,
+        pieces=shard.pieces,
     )
 
 

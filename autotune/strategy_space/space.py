@@ -120,10 +120,13 @@ class SearchSpace:
 
     @staticmethod
     def default(lossy: bool = False) -> SearchSpace:
-        """Everything the PyTorch runtime enacts; `lossy` adds all compressors, also plugins'."""
+        """Everything that the PyTorch runtime enacts and the replay predicts.
+
+        `lossy` adds all compressors, also plugins'.
+        """
         compressors = Compressor.installed() if lossy else (Compressor.NONE,)
         return SearchSpace(
-            tuple(Synchronizer),
+            tuple(kind for kind in Synchronizer if kind is not Synchronizer.DIRECT_EXCHANGE),
             compressors,
             tuple(SparseHandling),
             hierarchical=True,

@@ -21,10 +21,13 @@ from autotune.strategy_space.compressors import (
     CompressorDescription,
     plugin_description,
 )
+from autotune.strategy_space.shares import Shares, normal_shares, pieces_error, shares_error
 
 SCHEMA = 1
 MOST_IN_FLIGHT = 2
 """Collectives that gloo runs at once in one process group; NCCL runs one."""
+MOST_DIRECT_IN_FLIGHT = 8
+"""Pieces of direct exchanges under way at once: their sends bypass gloo's threads."""
 
 
 class Synchronizer(StrEnum):
@@ -34,6 +37,7 @@ class Synchronizer(StrEnum):
     REDUCE_SCATTER_ALL_GATHER = "reduce_scatter_all_gather"
     PARAMETER_SERVER = "parameter_server"  # every rank sends to the server and receives the sum
     REDUCE_BROADCAST = "reduce_broadcast"
+    DIRECT_EXCHANGE = "direct_exchange"  # each rank sums the share that it owns, by plain sends
 
     @property
     def operation(self) -> str:
@@ -108,12 +112,12 @@ class SparseHandling(StrEnum):
 
     DENSE = "dense"
     ALL_GATHER = "all_gather"  # indices and values
-    GATHER_SCATTER = "gather_scatter"  # through a parameter server
+    GATHER_SCATTER = "gather_scatter"  # through a parameter server, or the owners of the rows
 
 
 SPARSE_SYNCHRONIZERS = {
     SparseHandling.ALL_GATHER: (Synchronizer.ALL_REDUCE, Synchronizer.REDUCE_SCATTER_ALL_GATHER),
-    SparseHandling.GATHER_SCATTER: (Synchronizer.PARAMETER_SERVER,),
+    SparseHandling.GATHER_SCATTER: (Synchronizer.PARAMETER_SERVER, Synchronizer.DIRECT_EXCHANGE),
 }
 """The synchronizers that send rows as indices and values."""
 SPARSE_COMPRESSORS = frozenset({Compressor.NONE, *CASTS})
@@ -147,6 +151,11 @@ class Shard:
     a message of its own. `priority`: messages are issued by ascending priority, then in
     gradient-ready order. `ratio` (top-k: share of the elements sent) and `rank` (PowerSGD) belong
     to the compressor.
+
+    A direct exchange has `shares`, one per rank with sum 1: each rank owns that share of the
+    message and sums it. None: equal shares; a single 1.0: a parameter server. It sends the message
+    in `pieces`: the push of one overlaps the sum and the pull of another. A partition cuts one
+    variable into messages; pieces cut a message of many.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -159,8 +168,11 @@ class Shard:
     hierarchical: bool = False
     ratio: float | None = None
     rank: int | None = None
+    shares: Shares | None = field(default=None, metadata=LATER)
+    pieces: int = field(default=1, metadata=LATER)
 
     def __post_init__(self) -> None:
+        self._check_direct()
         rooted = self.synchronizer in ROOTED
         if rooted != (self.placement is not None):
             need = "a placement (the rank of its server)" if rooted else "no placement"
@@ -183,6 +195,19 @@ class Shard:
             )
         if self.rank is not None and self.rank < 1:
             raise InvalidStrategy(f"power_sgd rank must be at least 1, but is {self.rank}")
+
+    def _check_direct(self) -> None:
+        if self.synchronizer is not Synchronizer.DIRECT_EXCHANGE:
+            if self.shares is not None or self.pieces != 1:
+                raise InvalidStrategy(
+                    "synchronizer direct_exchange, and only it, has shares and pieces, "
+                    f"but {self.synchronizer} has {self.shares} and {self.pieces}"
+                )
+            return
+        reason = direct_error(self.compressor, self.shares, self.pieces)
+        if reason is not None:
+            raise InvalidStrategy(reason)
+        object.__setattr__(self, "shares", normal_shares(self.shares))
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +239,10 @@ class Strategy:
     """A choice for each variable of a workload, sorted by name: their order carries no meaning.
 
     `cross_step`: synchronization and update may continue into the next forward pass. `ring_order`:
-    the ranks along the ring; None is rank order. `in_flight`: messages in flight per lane, which
-    needs `cross_step` (ByteScheduler's credit, counted in messages); within the step the library
-    decides. `op_fusion`: sets of ops of the model's graph, by name; each set is one kernel.
+    the ranks along the ring; None is rank order. `in_flight`: messages in flight per lane
+    (ByteScheduler's credit, counted in messages), and pieces of direct exchanges in each of their
+    two rounds. Within the step the library decides for all other messages. `op_fusion`: sets of ops
+    of the model's graph, by name; each set is one kernel.
     `local_copies`: replicas read a copy of a parameter server's variable that each step refreshes
     (AutoDist's proxy); else they read it at the server.
     """
@@ -248,9 +274,10 @@ class Strategy:
         ring = self.ring_order
         if ring is not None and sorted(ring) != list(range(len(ring))):
             raise InvalidStrategy(f"ring_order must be a permutation of the ranks, but is {ring}")
-        reason = in_flight_error(self.in_flight, self.cross_step)
-        if reason is not None:
-            raise InvalidStrategy(reason)
+        if self.in_flight != 1:
+            reason = in_flight_error(self.in_flight, self.cross_step, self.direct)
+            if reason is not None:
+                raise InvalidStrategy(reason)
         if self.op_fusion:
             object.__setattr__(self, "op_fusion", checked_fusion(self.op_fusion))
 
@@ -262,10 +289,19 @@ class Strategy:
     def by_name(self) -> dict[str, VariableStrategy]:
         return {choice.variable: choice for choice in self.variables}
 
+    @cached_property
+    def direct(self) -> bool:
+        """Whether a shard is exchanged directly."""
+        return any(
+            shard.synchronizer is Synchronizer.DIRECT_EXCHANGE
+            for choice in self.variables
+            for shard in choice.shards
+        )
+
     @property
     def limit(self) -> int | None:
-        """Most messages in flight per lane; None within the step, where the library decides."""
-        return self.in_flight if self.cross_step else None
+        """Most collectives in flight per lane; None within the step, where the library decides."""
+        return min(self.in_flight, MOST_IN_FLIGHT) if self.cross_step else None
 
     @property
     def lossless(self) -> bool:
@@ -307,11 +343,26 @@ def checked_fusion(op_fusion: OpFusionSets) -> OpFusionSets:
     return in_order
 
 
-def in_flight_error(in_flight: int, cross_step: bool) -> str | None:
-    """Return the rule that this number of messages in flight breaks, or None."""
-    if 1 <= in_flight <= (MOST_IN_FLIGHT if cross_step else 1):
+def in_flight_error(in_flight: int, cross_step: bool, direct: bool) -> str | None:
+    """Return the rule that this number of messages in flight breaks, or None.
+
+    `direct`: whether the strategy has direct exchanges.
+    """
+    most = MOST_DIRECT_IN_FLIGHT if direct else MOST_IN_FLIGHT if cross_step else 1
+    if 1 <= in_flight <= most:
         return None
     return (
-        f"in_flight must be from 1 to {MOST_IN_FLIGHT} across steps and 1 within the step, "
-        f"but is {in_flight}, cross_step: {cross_step}"
+        f"in_flight must be from 1 to {MOST_DIRECT_IN_FLIGHT} with direct exchanges, otherwise "
+        f"from 1 to {MOST_IN_FLIGHT} across steps and 1 within the step, "
+        f"but is {in_flight}, cross_step: {cross_step}, direct exchanges: {direct}"
     )
+
+
+def direct_error(compressor: Compressor, shares: Shares | None, pieces: int) -> str | None:
+    """Return the rule that a direct exchange breaks, or None."""
+    if pieces > 1 and compressor.error_feedback:
+        return (
+            f"compressor {compressor} needs the whole message, but a direct exchange has {pieces} "
+            "pieces; set pieces = 1, or cut its variables by a partition"
+        )
+    return pieces_error(pieces) or (None if shares is None else shares_error(shares))

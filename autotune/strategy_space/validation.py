@@ -24,6 +24,11 @@ def check_shard(shard: Shard, variable: Variable, world_size: int) -> None:
             f"placement of {variable.name!r} must be a rank below the world size {world_size}, "
             f"but is {shard.placement}"
         )
+    if shard.shares is not None and len(shard.shares) != world_size:
+        raise InvalidStrategy(
+            f"shares of {variable.name!r} must be one for each of the {world_size} ranks, "
+            f"but are {len(shard.shares)}"
+        )
     _check_compressor(shard.compressor, variable)
 
 
@@ -59,6 +64,11 @@ def check_sparse(variable: Variable, choice: VariableStrategy) -> None:
             raise InvalidStrategy(
                 "rows of a sparse gradient are sent as they are or as fp16 or bf16, "
                 f"but {variable.name!r} has {shard.compressor}; change it or set sparse = dense"
+            )
+        if shard.pieces != 1:
+            raise InvalidStrategy(
+                "rows of a sparse gradient travel in one piece, "
+                f"but {variable.name!r} has {shard.pieces}; set pieces = 1 or sparse = dense"
             )
 
 

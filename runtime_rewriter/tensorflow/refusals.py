@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from autotune.errors import InvalidInput, ModelMismatch
 from autotune.strategy_space.enactable import describe, refusal_reason
 from autotune.strategy_space.plan import Message, Plan
-from autotune.strategy_space.strategy import Compressor, SparseHandling
+from autotune.strategy_space.strategy import Compressor, SparseHandling, Synchronizer
 from runtime_rewriter.tensorflow.op_fusion import refuse_fusion
 from runtime_rewriter.tensorflow.training_graph import TrainingGraph
 
@@ -78,6 +78,11 @@ def plan_refusal(plan: Plan) -> str | None:
 
 
 def _message_refusal(message: Message) -> str | None:
+    if message.synchronizer is Synchronizer.DIRECT_EXCHANGE:
+        return (
+            "TensorFlow's servers exchange tensors by collectives and reads only; use "
+            "parameter_server or reduce_scatter_all_gather"
+        )
     if message.dtype not in _WIRE_DTYPES:
         return f"TensorFlow's collectives sum {', '.join(_WIRE_DTYPES)}, but it is {message.dtype}"
     if message.compressor not in tuple(Compressor):

@@ -35,7 +35,7 @@ from autotune.cluster import Cluster
 from autotune.sampler.random import sample_many
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import Compressor, Strategy, Synchronizer
+from autotune.strategy_space.strategy import Compressor, Strategy
 from runtime_rewriter.pytorch.agreement import assumed_workload
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.pytorch.profile import profiling_plan
@@ -154,7 +154,7 @@ EXAMPLES: dict[str, Callable[[int], ExampleTraining]] = {
 def strategies(module: nn.Module, compressor: Compressor, count: int, seed: int) -> list[Strategy]:
     """Random ones that compress at least half of their shards. Small variables may be cut, too."""
     space = SearchSpace(
-        tuple(Synchronizer),
+        SearchSpace.default().synchronizers,
         (Compressor.NONE, compressor),
         min_partition_bytes=1000,
         top_k_ratios=(TOP_K_RATIO,),

@@ -59,7 +59,7 @@ def test_random_points_reach_every_kind_of_choice() -> None:
     shards = {
         shard for strategy in strategies for choice in strategy.variables for shard in choice.shards
     }
-    assert {shard.synchronizer for shard in shards} == set(Synchronizer)
+    assert {shard.synchronizer for shard in shards} == set(SearchSpace.default().synchronizers)
     assert {shard.compressor for shard in shards} == set(Compressor)
     assert {choice.sparse for strategy in strategies for choice in strategy.variables} == set(
         SparseHandling

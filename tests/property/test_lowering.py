@@ -238,7 +238,7 @@ def messages(
 
 @pytest.mark.parametrize("cross_step", [False, True])
 @pytest.mark.parametrize("name", ["even", "uneven", "devices"])
-@pytest.mark.parametrize("synchronizer", list(Synchronizer))
+@pytest.mark.parametrize("synchronizer", SearchSpace.default().synchronizers)
 @pytest.mark.parametrize("elements", [1, 5_000, 100_000, 10_000_000])
 def test_a_message_alone_costs_its_fit(synchronizer, elements, name, cross_step) -> None:
     cluster, root, parts = fitted(CLUSTERS[name]), None, [synchronizer.operation]

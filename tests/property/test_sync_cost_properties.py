@@ -16,6 +16,7 @@ from autotune.costs.sync_cost import KERNEL_LATENCY_S, message_costs, network_ov
 from autotune.features.compute_cost import overlap_step_s, slowed_ready_s
 from autotune.features.flat import FlatPlan
 from autotune.strategy_space.plan import Message, Plan, TensorSlice
+from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Compressor, Synchronizer
 from autotune.workload import Variable, Workload
 
@@ -41,7 +42,7 @@ def plans(draw: st.DrawFn) -> tuple[Cluster, Plan]:
     cluster = draw(clusters())
     messages = []
     for number in range(draw(st.integers(1, 6))):
-        synchronizer = draw(st.sampled_from(list(Synchronizer)))
+        synchronizer = draw(st.sampled_from(SearchSpace.default().synchronizers))
         rooted = synchronizer in (Synchronizer.PARAMETER_SERVER, Synchronizer.REDUCE_BROADCAST)
         owner = draw(st.integers(0, cluster.world_size - 1)) if rooted else None
         parts = (TensorSlice(f"v{number}", draw(st.integers(1, 10**7))),)

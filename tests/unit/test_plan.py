@@ -44,6 +44,10 @@ def served(rank, **fields):
     return Shard(SERVER, placement=rank, **fields)
 
 
+def direct(**fields):
+    return Shard(Synchronizer.DIRECT_EXCHANGE, **fields)
+
+
 def strategy(default=None, **choices):
     """Every variable whole with `default` (all-reduce), except the named ones."""
     return strategy_of(MODEL, default or shard(), choices)
@@ -85,6 +89,10 @@ def test_a_stored_message_has_a_share_as_its_ratio(ratio):
         (strategy(c=served(0, group=0), b=served(1, group=0), t=served(0, group=0)), "b|a|c t"),
         (strategy(c=GROUP, b=shard(Compressor.FP16, group=0)), "c|b|a|t"),
         (strategy(c=GROUP, b=served(0, group=0)), "c|b|a|t"),
+        # and by shares and pieces of a direct exchange
+        (strategy(c=direct(group=0), b=direct(group=0), t=direct(group=0)), "a|c b t"),
+        (strategy(c=direct(group=0), b=direct(group=0, pieces=2)), "c|b|a|t"),
+        (strategy(c=direct(group=0), b=direct(group=0, shares=(1.0, 0.0))), "c|b|a|t"),
         # rows of a sparse gradient travel alone
         (strategy(c=GROUP, b=GROUP, **cut("t", 2, 3, sparse=GATHER, group=0)), "c b|a|t|t"),
         (strategy(GROUP, **cut("t", 2, 3, sparse=GATHER, group=0)), "c b|a|t|t"),
@@ -150,6 +158,14 @@ def test_power_sgd_sends_both_factors_of_a_slice_but_never_more(shape, sizes, ax
             Strategy((*strategy().variables, VariableStrategy("z", (shard(),)))),
             "exactly the 4 variables .* has the unknown z",
         ),
+        (
+            strategy(c=direct(shares=(0.5, 0.3, 0.2))),
+            "shares of 'c' must be one for each of the 2 ranks, but are 3",
+        ),
+        (
+            strategy(t=VariableStrategy("t", (direct(pieces=2),), sparse=SCATTER)),
+            "travel in one piece, but 't' has 2; set pieces = 1 or sparse = dense",
+        ),
         (strategy(c=served(2)), "'c' must be a rank below the world size 2, but is 2"),
         (
             Strategy(strategy().variables, ring_order=(1, 0, 2)),
@@ -164,7 +180,8 @@ def test_power_sgd_sends_both_factors_of_a_slice_but_never_more(shape, sizes, ax
         ),
         (
             strategy(**rows(sparse=SCATTER)),
-            "gather_scatter needs the synchronizer parameter_server, but 't' has all_reduce",
+            "gather_scatter needs the synchronizer parameter_server or direct_exchange, "
+            "but 't' has all_reduce",
         ),
         (
             strategy(**rows(Compressor.INT8)),
@@ -196,8 +213,15 @@ def test_the_plan_is_hashed_with_all_that_ranks_must_agree_on():
     assert len({plan(chosen, MODEL, ranks).id for chosen, ranks in cases}) == 4
 
 
+def test_a_message_has_the_shares_and_pieces_of_its_shards():
+    first, *others = messages(strategy(c=direct(shares=(0.75, 0.25), pieces=3)))
+    assert (first.shares, first.pieces) == ((0.75, 0.25), 3)
+    assert {(other.shares, other.pieces) for other in others} == {(None, 1)}
+
+
 def test_a_plan_survives_json_and_a_bad_one_is_refused():
-    planned = plan(Strategy(strategy().variables, True, (1, 0)), MODEL, 2)
+    owned = strategy(c=direct(shares=(0.75, 0.25), pieces=3)).variables
+    planned = plan(Strategy(owned, True, (1, 0)), MODEL, 2)
     assert Plan.from_json(planned.to_json()) == planned
     data = json.loads(planned.to_json())
     newer = "this version reads plan schema 1, but the file has 2; update autotune"

@@ -7,19 +7,28 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from small_worlds import model
+from small_worlds import strategy as strategy_of
 from torch import nn
 
+from autotune.cluster import Cluster
+from autotune.costs.sync_cost import message_costs
 from autotune.errors import InvalidInput, InvalidStrategy
+from autotune.lowering.lower import Lowering
 from autotune.strategy_space.enactable import refusal_reason, scaled_refusal_reason, scaled_space
 from autotune.strategy_space.plan import Message, Plan, TensorSlice
+from autotune.strategy_space.plan import plan as plan_of
 from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import Compressor, SparseHandling, Synchronizer
+from autotune.strategy_space.strategy import Compressor, Shard, SparseHandling, Synchronizer
 from runtime_rewriter.pytorch.agreement import check_fit
+from runtime_rewriter.tensorflow.refusals import plan_refusal
 
 WHOLE = Message((TensorSlice("w", 12),), Synchronizer.ALL_REDUCE, Compressor.NONE, "float32")
+TWO_HOSTS = Cluster.local(2)
 TWO = (TensorSlice("w", 12), TensorSlice("v", 3))
 ROWS = {"sparse": SparseHandling.ALL_GATHER}
 SERVED = {"synchronizer": Synchronizer.PARAMETER_SERVER}
+DIRECT: dict[str, Any] = {"synchronizer": Synchronizer.DIRECT_EXCHANGE}
 ROOTED = {"synchronizer": Synchronizer.REDUCE_BROADCAST}
 TOP_K = {"compressor": Compressor.TOP_K, "ratio": 0.1}
 INT8 = {"compressor": Compressor.INT8}
@@ -54,7 +63,8 @@ FP16 = {"compressor": Compressor.FP16}
         ),
         (
             {"sparse": SparseHandling.GATHER_SCATTER},
-            "sparse = gather_scatter needs parameter_server, but the synchronizer is all_reduce",
+            "sparse = gather_scatter needs parameter_server or direct_exchange, "
+            "but the synchronizer is all_reduce",
         ),
         (
             {**ROWS, **SERVED, "owner": 0},
@@ -62,6 +72,15 @@ FP16 = {"compressor": Compressor.FP16}
             "but the synchronizer is parameter_server",
         ),
         ({**ROWS, **ROOTED, "owner": 0}, "but the synchronizer is reduce_broadcast"),
+        ({"pieces": 2}, "only a direct exchange has shares and pieces, but it is all_reduce"),
+        ({**DIRECT, "shares": (0.5, 0.25, 0.25)}, "one for each of 2 ranks, but are 3"),
+        ({**DIRECT, "shares": (0.5, 0.25)}, r"sum to 1, but are \(0.5, 0.25\)"),
+        ({**DIRECT, "pieces": 65}, "pieces must be from 1 to 64, but are 65"),
+        ({**DIRECT, **INT8, "pieces": 2}, "int8 needs the whole message"),
+        (
+            {**DIRECT, "pieces": 2, "sparse": SparseHandling.GATHER_SCATTER},
+            "travel in one piece, but it has 2",
+        ),
     ],
 )
 def test_a_message_that_cannot_be_enacted_is_named_with_the_rule(change, rule):
@@ -75,10 +94,18 @@ def test_a_message_that_cannot_be_enacted_is_named_with_the_rule(change, rule):
 @pytest.mark.parametrize(("cross_step", "in_flight"), [(False, 2), (True, 0), (True, 3)])
 def test_messages_in_flight_are_one_within_the_step_and_few_across_it(cross_step, in_flight):
     plan = Plan("model", 2, (WHOLE,), cross_step, in_flight=in_flight)
-    rule = "in_flight must be from 1 to 2 across steps and 1 within the step"
-    values = f"but is {in_flight}, cross_step: {cross_step}"
-    assert refusal_reason(plan) == f"{rule}, {values}"
+    rule = "from 1 to 2 across steps and 1 within the step"
+    values = f"but is {in_flight}, cross_step: {cross_step}, direct exchanges: False"
+    assert str(refusal_reason(plan)).endswith(f"{rule}, {values}")
     assert refusal_reason(replace(plan, cross_step=True, in_flight=2)) is None
+
+
+def test_pieces_in_flight_are_eight_where_a_message_is_exchanged_directly():
+    plan = Plan("model", 2, (WHOLE, replace(WHOLE, **DIRECT)), in_flight=8)
+    assert refusal_reason(plan) is None and plan.limit is None
+    assert replace(plan, cross_step=True).limit == 2
+    rule = "from 1 to 8 with direct exchanges, .* but is 9, .* direct exchanges: True"
+    assert re.search(rule, str(refusal_reason(replace(plan, in_flight=9))))
 
 
 @pytest.mark.parametrize("most", [0, 3])
@@ -124,6 +151,24 @@ def test_a_replica_on_several_devices_is_refused_with_their_names():
     rule = "must be on one device for plans, but the model's parameters are on cpu, meta"
     with pytest.raises(InvalidStrategy, match=rule):
         check_fit(Plan("model", 2, (WHOLE,)), replica, 2)
+
+
+def test_what_cannot_carry_or_predict_direct_exchanges_says_so():
+    message = replace(WHOLE, **DIRECT)
+    plan = Plan("model", 2, (message,))
+    assert "TensorFlow's servers exchange tensors by collectives" in str(plan_refusal(plan))
+    one = model(12)
+    for predict in (lambda: step_s(one), lambda: message_costs(direct_plan(one), TWO_HOSTS, one)):
+        with pytest.raises(InvalidStrategy, match="no cost model predicts a direct exchange yet"):
+            predict()
+
+
+def direct_plan(workload):
+    return plan_of(strategy_of(workload, Shard(**DIRECT)), workload, 2)
+
+
+def step_s(workload):
+    return Lowering(workload, TWO_HOSTS).step_s(direct_plan(workload))
 
 
 def test_only_a_rewritten_graph_reads_variables_at_their_servers():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,7 @@ from autotune.strategy_space.strategy import (
 )
 
 REDUCE = Synchronizer.ALL_REDUCE
+DIRECT: dict[str, Any] = {"synchronizer": Synchronizer.DIRECT_EXCHANGE}
 ALL_REDUCE = Shard(REDUCE)
 ONE = VariableStrategy("w", (ALL_REDUCE,))
 TWO = Strategy(
@@ -56,6 +59,16 @@ TWO = Strategy(
         ),
         (Shard, {"compressor": Compressor.POWER_SGD}, "needs a rank, but power_sgd has None"),
         (Shard, {"compressor": Compressor.POWER_SGD, "rank": 0}, "must be at least 1, but is 0"),
+        (Shard, {"shares": (1.0, 0.0)}, "direct_exchange, and only it, .* but all_reduce has"),
+        (Shard, {"pieces": 2}, "direct_exchange, and only it, has shares and pieces"),
+        (Shard, {**DIRECT, "pieces": 0}, "pieces must be from 1 to 64, but are 0"),
+        (
+            Shard,
+            {**DIRECT, "pieces": 2, "compressor": Compressor.INT8},
+            "int8 needs the whole message, but a direct exchange has 2 pieces; set pieces = 1",
+        ),
+        (Shard, {**DIRECT, "shares": (0.5, 0.4)}, r"sum to 1, but are \(0.5, 0.4\)"),
+        (Shard, {**DIRECT, "shares": (1.5, -0.5)}, r"lie in \[0, 1\] and sum to 1, but are"),
         (Partition, {"axis": -1, "sizes": (1, 1)}, "axis must be at least 0, but is -1"),
         (
             Partition,
@@ -107,6 +120,30 @@ def test_more_messages_are_in_flight_than_one_only_across_steps(cross_step, in_f
     rule = f"in_flight must be .* but is {in_flight}, cross_step: {cross_step}"
     with pytest.raises(InvalidStrategy, match=rule):
         Strategy(TWO.variables, cross_step=cross_step, in_flight=in_flight)
+
+
+def direct(**fields):
+    return Strategy((VariableStrategy("w", (Shard(**DIRECT, **fields),)),))
+
+
+@pytest.mark.parametrize(("cross_step", "in_flight"), [(False, 8), (True, 8), (False, 1)])
+def test_pieces_of_direct_exchanges_are_in_flight_also_within_the_step(cross_step, in_flight):
+    several = replace(direct(), cross_step=cross_step, in_flight=in_flight)
+    assert several.limit == (2 if cross_step else None)  # of collectives
+    assert ("8 pieces are under way" in whole_text(several)) is (in_flight == 8)
+    with pytest.raises(InvalidStrategy, match=r"from 1 to 8 with direct exchanges, .* but is 9"):
+        replace(several, in_flight=9)
+
+
+def test_a_strategy_stored_before_direct_exchanges_keeps_its_identity():
+    assert "shares" not in TWO.to_json() and "pieces" not in TWO.to_json()
+    served = direct(shares=(0.0, 1.0, 0.0), pieces=4)
+    assert Strategy.from_json(served.to_json()) == served
+    assert len({direct().id, direct(pieces=4).id, served.id}) == 3
+
+
+def test_equal_shares_are_one_strategy_however_they_are_written():
+    assert direct(shares=(0.25,) * 4) == direct() and direct(shares=(0.25,) * 4).id == direct().id
 
 
 def test_json_round_trip_is_loss_free_for_every_field():

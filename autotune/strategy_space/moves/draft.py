@@ -27,6 +27,7 @@ from autotune.strategy_space.strategy import (
     Strategy,
     Synchronizer,
     VariableStrategy,
+    in_flight_error,
 )
 from autotune.workload import Workload
 
@@ -115,7 +116,9 @@ class Draft:
             in_order = tuple(shards[position, number] for number in range(self.shards_of(position)))
             partition, sparse = self.partitions[position], self.sparse[position]
             choices.append(VariableStrategy(variable.name, in_order, partition, sparse))
-        in_flight = self.in_flight if self.cross_step else 1
+        direct = any(m.shard.synchronizer is Synchronizer.DIRECT_EXCHANGE for m in self.messages)
+        too_many = in_flight_error(self.in_flight, self.cross_step, direct)
+        in_flight = 1 if too_many else self.in_flight
         return Strategy(
             tuple(choices),
             self.cross_step,
@@ -181,7 +184,14 @@ class Draft:
             size = sum(self.shard_bytes(member) for member in members)
             server = least_loaded(list(loads.values()), self.servers.shares, size)
             placement = self.servers.ranks[server]
-        return replace(shard, synchronizer=synchronizer, placement=placement)
+        direct = synchronizer is Synchronizer.DIRECT_EXCHANGE
+        return replace(
+            shard,
+            synchronizer=synchronizer,
+            placement=placement,
+            shares=shard.shares if direct else None,
+            pieces=shard.pieces if direct else 1,
+        )
 
     def make_dense(self, members: list[Member]) -> None:
         """Send the variables of these shards dense, which any synchronizer can do."""

@@ -177,7 +177,9 @@ def _recompress(draft: Draft) -> bool:
     settings = [s for s in draft.space.settings_of(compressor) if s != current]
     if not settings:
         return False
-    message.shard = replace(shard, **settings[draft.pick(len(settings))]._asdict())
+    pieces = 1 if compressor.error_feedback else shard.pieces
+    setting = settings[draft.pick(len(settings))]
+    message.shard = replace(shard, pieces=pieces, **setting._asdict())
     return True
 
 
@@ -222,7 +224,9 @@ def _switch_sparse(draft: Draft) -> bool:
     shard = holder.shard
     if kind is not SparseHandling.DENSE:
         compressor = shard.compressor if shard.compressor in SPARSE_COMPRESSORS else Compressor.NONE
-        shard = replace(shard, compressor=compressor, ratio=None, rank=None, hierarchical=False)
+        shard = replace(
+            shard, compressor=compressor, ratio=None, rank=None, pieces=1, hierarchical=False
+        )
     draft.send_alone(position, holder, synchronizer, shard)
     return True
 
