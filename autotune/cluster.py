@@ -7,7 +7,7 @@ Nothing is stored per pair of workers: a link is a host's own interface, unless 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from autotune.arrays import FloatArray
-from autotune.canonical import content_id, to_data
+from autotune.canonical import LATER, content_id, to_data
 from autotune.errors import InvalidInput
 from autotune.limits import (
     MAX_BYTES,
@@ -215,6 +215,34 @@ class LinkFit:
 
 
 @dataclass(frozen=True)
+class PeerFit:
+    """Measured cost of point-to-point messages between a host and `peers` other hosts at once.
+
+    seconds = peers * message_s + bytes / bytes_per_s, with the bytes of all messages together. One
+    peer: the cost of a single message. `outwards`: the host sends; otherwise it receives. Slower
+    peers hide the rate of a host's own interface. Errors as in `LinkFit`.
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    host: str
+    peers: int
+    outwards: bool
+    bytes_per_s: float
+    message_s: float
+    relative_error: float
+    spread: float
+
+    def __post_init__(self) -> None:
+        of = f"of the messages of {self.host!r} to {self.peers} peers"
+        check_range(self.peers, 1, MAX_RANKS, f"peers of {self.host!r}")
+        check_rate(self.bytes_per_s, f"bandwidth {of}")
+        check_seconds(self.message_s, f"message_s {of}")
+        for what in ("relative_error", "spread"):
+            check_range(getattr(self, what), 0, MAX_ERROR, f"{what} {of}")
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Hosts and links. `source` is "assumed" until a probe fits the links' costs ("measured").
 
@@ -236,6 +264,7 @@ class Cluster:
     software: tuple[tuple[str, str], ...] = ()
     measured_on: str = ""
     machine_cores: int = 0
+    peer_fits: tuple[PeerFit, ...] = field(default=(), metadata=LATER)
 
     def __post_init__(self) -> None:
         names = [host.name for host in self.hosts]
@@ -250,11 +279,10 @@ class Cluster:
             for end in link.between:
                 if end not in known:
                     raise InvalidInput(f"a link names host {end!r}, but the hosts are {hosts}")
-        for fit in self.link_fits:
-            if fit.host not in known:
-                raise InvalidInput(
-                    f"a fitted link names host {fit.host!r}, but the hosts are {hosts}"
-                )
+        fitted = [fit.host for fit in self.link_fits] + [fit.host for fit in self.peer_fits]
+        for name in fitted:
+            if name not in known:
+                raise InvalidInput(f"a fitted link names host {name!r}, but the hosts are {hosts}")
         if len(self.fits) > MAX_FITS:
             raise InvalidInput(
                 f"cluster {self.name!r} may hold at most {MAX_FITS} fits, but has {len(self.fits)}"
@@ -333,6 +361,21 @@ class Cluster:
     def _fits(self) -> dict[tuple[str, int, Where, bool], CollectiveFit]:
         """The first fit of each identity counts."""
         return {fit.identity: fit for fit in reversed(self.fits)}
+
+    def peer_fit(self, host: str, peers: int, outwards: bool) -> PeerFit | None:
+        """The fit of this host and direction with the nearest number of peers, if it was probed.
+
+        Of two equally near numbers the larger one counts.
+        """
+        fits = self._peer_fits.get((host, outwards), ())
+        return min(fits, key=lambda fit: (abs(fit.peers - peers), -fit.peers), default=None)
+
+    @cached_property
+    def _peer_fits(self) -> dict[tuple[str, bool], list[PeerFit]]:
+        by_port: dict[tuple[str, bool], list[PeerFit]] = {}
+        for fit in self.peer_fits:
+            by_port.setdefault((fit.host, fit.outwards), []).append(fit)
+        return by_port
 
     def with_fits(self, fits: tuple[CollectiveFit, ...]) -> Cluster:
         """This cluster with measured costs; new fits replace those of the same identity."""

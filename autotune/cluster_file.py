@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.canonical import to_data
-from autotune.cluster import Cluster, CollectiveFit, Host, LinkFit, PairLink
+from autotune.cluster import Cluster, CollectiveFit, Host, LinkFit, PairLink, PeerFit
 from autotune.errors import InvalidInput
 from autotune.parsing import parse, read_yaml, refuse_newer
 from autotune.units import (
@@ -61,6 +61,7 @@ class _ClusterSpec:
     machine_cores: int = 0
     software: dict[str, str] | None = None
     link_fits: tuple[LinkFit, ...] = ()
+    peer_fits: tuple[PeerFit, ...] = ()
     fits: tuple[CollectiveFit, ...] = ()
 
 
@@ -103,7 +104,17 @@ def read_cluster(path: Path) -> Cluster:
     )
     software = tuple((spec.software or {}).items())
     provenance = (spec.measured_at, software, spec.measured_on, spec.machine_cores)
-    return Cluster(spec.name, hosts, links, spec.fits, spec.source, 1, spec.link_fits, *provenance)
+    return Cluster(
+        spec.name,
+        hosts,
+        links,
+        spec.fits,
+        spec.source,
+        1,
+        spec.link_fits,
+        *provenance,
+        peer_fits=spec.peer_fits,
+    )
 
 
 def cluster_yaml(cluster: Cluster) -> str:
@@ -145,6 +156,9 @@ def cluster_yaml(cluster: Cluster) -> str:
     if cluster.link_fits:
         lines += ["link_fits: # one-way cost between two hosts, or inside one; measured"]
         lines += [f"  - {_flow(to_data(link))}" for link in cluster.link_fits]
+    if cluster.peer_fits:
+        lines += ["peer_fits: # seconds = peers * message_s + bytes / bytes_per_s; measured"]
+        lines += [f"  - {_flow(to_data(fit))}" for fit in cluster.peer_fits]
     if cluster.fits:
         lines += [
             "fits: # seconds = alpha_s + beta_s_per_byte * bytes beyond the last bend; measured"

@@ -35,6 +35,15 @@ from runtime_rewriter.world.script_command import ScriptCommand
 
 WIDTH = 150
 LINK_COLUMNS = ("host", "link", "bandwidth", "latency", "fit error", "spread")
+PEER_COLUMNS = (
+    "host",
+    "peers at once",
+    "messages",
+    "bandwidth",
+    "per message",
+    "fit error",
+    "spread",
+)
 FIT_COLUMNS = (
     *("primitive", "ranks", "sizes", "alpha", "bandwidth", "pieces", "error", "from 1 MiB"),
     *("spread", "loaded", "cpu at 1 MiB"),
@@ -164,6 +173,19 @@ def _tables(cluster: Cluster) -> str:
                 f"{link.spread:.1%}",
             )
         text += table_text(links, WIDTH)
+    if cluster.peer_fits:
+        peers = Table(*PEER_COLUMNS, box=SIMPLE)
+        for peer in cluster.peer_fits:
+            peers.add_row(
+                peer.host,
+                str(peer.peers),
+                "to them" if peer.outwards else "from them",
+                format_rate(peer.bytes_per_s),
+                format_seconds(peer.message_s),
+                f"{peer.relative_error:.1%}",
+                f"{peer.spread:.1%}",
+            )
+        text += table_text(peers, WIDTH)
     fits = Table(*FIT_COLUMNS, box=SIMPLE)
     for fit in cluster.fits:
         fits.add_row(*_fit_row(fit))

@@ -7,11 +7,11 @@ from datetime import datetime
 from typing import Protocol
 
 from autotune import __version__
-from autotune.cluster import Cluster, Host, LinkFit
+from autotune.cluster import Cluster, Host, LinkFit, PeerFit
 from autotune.errors import InvalidInput
 from autotune.jobs.places import Ranks, Where, placed_world
 from autotune.profiling.fits.probe_fits import collective_fits, own_links
-from autotune.recordings.probe import HostPair, LinkCost
+from autotune.recordings.probe import HostPair, LinkCost, PeerCost
 from autotune.records import Accelerators, Conditions
 from runtime_rewriter.world.results import Probe
 
@@ -94,8 +94,10 @@ def measured_cluster(
     remark = ""
     hosts = base.hosts
     link_fits: tuple[LinkFit, ...] = ()
+    peer_fits: tuple[PeerFit, ...] = ()
     if tuple(host.devices for host in base.hosts) == layout:
         hosts, link_fits = _with_links(base, probe)
+        peer_fits = tuple(_peer_fit(base.hosts[cost.host].name, cost) for cost in probe.links.peers)
         if given is not None:
             hosts = tuple(_at_least_as_given(at, host, given) for at, host in enumerate(hosts))
     else:
@@ -113,6 +115,7 @@ def measured_cluster(
         measured_on=measured_on,
         # Emulated hosts share the cores of one machine.
         machine_cores=max(probe.cores, default=0) if measured_on else 0,
+        peer_fits=peer_fits,
     )
     return cluster.with_fits(collective_fits(probe.series)), remark
 
@@ -150,6 +153,18 @@ def _with_links(base: Cluster, probe: Probe) -> tuple[tuple[Host, ...], tuple[Li
 def _link_fit(host: str, inside: bool, cost: LinkCost, probes: int) -> LinkFit:
     return LinkFit(
         host, inside, cost.bytes_per_s, cost.latency_s, cost.relative_error, cost.spread, probes
+    )
+
+
+def _peer_fit(host: str, cost: PeerCost) -> PeerFit:
+    return PeerFit(
+        host=host,
+        peers=cost.peers,
+        outwards=cost.outwards,
+        bytes_per_s=cost.bytes_per_s,
+        message_s=cost.message_s,
+        relative_error=cost.relative_error,
+        spread=cost.spread,
     )
 
 

@@ -87,13 +87,36 @@ class LinkCost:
 
 
 @dataclass(frozen=True)
+class PeerCost:
+    """Cost of messages between a host and `peers` other hosts at once; see `cluster.PeerFit`."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    host: int
+    peers: int
+    outwards: bool
+    bytes_per_s: float
+    message_s: float
+    relative_error: float
+    spread: float
+
+    def __post_init__(self) -> None:
+        check_range(self.peers, 1, MAX_RANKS, "peers of a host")
+        check_rate(self.bytes_per_s, "rate of a host with its peers")
+        check_seconds(self.message_s, "time of a message to a peer")
+        for error in (self.relative_error, self.spread):
+            check_range(error, 0, MAX_ERROR, "errors of messages to peers")
+
+
+@dataclass(frozen=True)
 class ProbedLinks:
     """`inside`: (host, cost between two of its devices).
 
-    `between`: cost of every pair of hosts that was probed.
+    `between`: cost of every pair of hosts that was probed. `peers`: of hosts with several peers.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
 
     inside: tuple[tuple[int, LinkCost], ...] = ()
     between: tuple[tuple[HostPair, LinkCost], ...] = ()
+    peers: tuple[PeerCost, ...] = ()

@@ -17,7 +17,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import ArrayLike
 
-from autotune.arrays import IntArray
+from autotune.arrays import FloatArray, IntArray
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
 
@@ -49,27 +49,77 @@ def servers_of(cluster: Cluster) -> Servers:
     """Choose servers among `server_ranks`, and their shares.
 
     Algorithm 1 divides by bandwidth alone, as if servers had their links to themselves. But servers
-    share links with the workers of their hosts. Host h has d_h of the n ranks and the link b_h, and
-    serves the share s_h. For each byte of the model it sends and receives d_h (1 - s_h) for its own
-    workers and (n - d_h) s_h for the others. The shares here are in proportion to the s_h that make
-    the slowest link, max_h (d_h + (n - 2 d_h) s_h) / b_h, as fast as possible. With equal hosts
-    this is Algorithm 1. A host with a slow link serves less than its bandwidth, or nothing.
+    share links with the workers of their hosts, so the shares here are `host_shares`. With equal
+    hosts this is Algorithm 1. A host with a slow link serves less than its bandwidth, or nothing.
     """
     devices = np.array([host.devices for host in cluster.hosts], dtype=np.float64)
-    firsts = (np.cumsum(devices) - devices).astype(np.int64)
-    links = np.array([cluster.own_bandwidth_bytes_per_s(first) for first in firsts.tolist()])
-    slope = cluster.world_size - 2 * devices
-    shares = links / links.sum()
-    if (slope > 0).all():  # otherwise a host has half of the ranks, and serving costs it nothing
-        even_s = (1 + (devices / slope).sum()) / (links / slope).sum()
-        least_s = max(even_s, (devices / links).max())
-        shares = (least_s * links - devices) / slope
+    shares = host_shares(devices, _links(cluster))
     shares = np.where(shares > SMALLEST_SHARE * shares.max(), shares, 0.0)
     ranks = np.array(server_ranks(cluster))
     host = np.array(cluster.host_of_rank)[ranks]
     of_rank = (shares / np.bincount(host, minlength=len(shares)))[host] / shares.sum()
     serving = of_rank > 0
     return Servers(tuple(ranks[serving].tolist()), tuple(of_rank[serving].tolist()))
+
+
+@lru_cache(maxsize=64)
+def exchange_shares(cluster: Cluster, hierarchical: bool = False) -> tuple[float, ...]:
+    """The share of a direct exchange that each rank should own, by the hosts' bandwidths.
+
+    The closed form `host_shares`, with equal parts for the ranks of a host. If `hierarchical`, one
+    leader per host exchanges. Pair links do not count; the search refines the shares by replay.
+    """
+    devices = np.array([host.devices for host in cluster.hosts], dtype=np.float64)
+    members = np.ones(len(devices)) if hierarchical and len(devices) > 1 else devices
+    shares = host_shares(members, _links(cluster)) / devices
+    return tuple(np.repeat(shares, devices.astype(np.int64)).tolist())
+
+
+def _links(cluster: Cluster) -> FloatArray:
+    """Bytes per second of each host's own link."""
+    firsts = np.cumsum([0, *(host.devices for host in cluster.hosts[:-1])]).tolist()
+    return np.array([cluster.own_bandwidth_bytes_per_s(first) for first in firsts])
+
+
+def host_shares(devices: FloatArray, links: FloatArray) -> FloatArray:
+    """The share of all sums that each host should own, so that the slowest link is fastest.
+
+    Host h has d_h of the n ranks and the link b_h in each direction, and owns the share s_h. For
+    each byte of the model it sends d_h (1 - s_h) to other hosts for its own workers, and (n - d_h)
+    s_h of its sums; it receives as much. So its link is occupied for
+
+        (d_h + (n - 2 d_h) s_h) / b_h,   with one rank per host (1 + (n - 2) s_h) / b_h.
+
+    No shares have a smaller maximum T. A host that T does not bind has room for more than its part;
+    the room is divided in proportion. A host with half of the ranks or more loses nothing by owning
+    more: then T is that of a host that owns everything, and shares follow the links as far as T
+    allows. Inputs and result have shape (hosts,).
+    """
+    ranks = devices.sum()
+    slope = ranks - 2 * devices
+    if (slope > 0).all():
+        even_s = (1 + (devices / slope).sum()) / (links / slope).sum()
+        least_s = max(even_s, (devices / links).max())
+        room = np.maximum(least_s * links - devices, 0.0) / slope
+        divided: FloatArray = room / room.sum()
+        return divided
+    shares: FloatArray = links / links.sum()
+    most = int(slope.argmin())
+    others = np.arange(len(links)) != most
+    least_s = max((devices / links)[others].max(initial=0.0), (ranks - devices[most]) / links[most])
+    free = np.divide(
+        least_s * links - devices, slope, out=np.ones(len(links)), where=others & (slope > 0)
+    )
+    shares = np.minimum(shares, np.maximum(free, 0.0))
+    needed = 0.0
+    if slope[most] < 0:
+        bound_share = (least_s * links[most] - devices[most]) / slope[most]
+        needed = min(max(bound_share, 0.0), 1.0)
+    owned = float(shares[others].sum())
+    if owned > 1 - needed:
+        shares *= (1 - needed) / owned
+    shares[most] = 1 - shares[others].sum()
+    return shares
 
 
 def balance_load(shard_bytes: ArrayLike, weights: ArrayLike, rng: np.random.Generator) -> IntArray:

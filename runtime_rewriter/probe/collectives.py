@@ -35,6 +35,7 @@ from runtime_rewriter.probe.operations import (
     UNDER_LOAD,
 )
 from runtime_rewriter.probe.pairs import PairProbe, Report
+from runtime_rewriter.probe.peers import PeerProbe
 from runtime_rewriter.probe.rounds import STEADY, larger_are_known, spread_of, suspects
 from runtime_rewriter.pytorch.exchange.device import Device
 from runtime_rewriter.pytorch.exchange.ranks import SynchronizerGroups
@@ -128,7 +129,7 @@ def probe_cluster(
     byte_scale: float = 1.0,
     computing: bool = True,
 ) -> ProbeResult:
-    """The long probe: hosts' own links, and every primitive at more sizes.
+    """The long probe: hosts' own links, their peers at once, and every primitive at more sizes.
 
     With `computing`, also messages while every rank computes. Every rank calls `report` with a
     description of each measurement.
@@ -138,7 +139,10 @@ def probe_cluster(
         links = ProbedLinks()
         if world:
             pairs = PairProbe(prober.world, prober.device, prober.grant, byte_scale, report)
-            links = pairs.probe(devices_per_host(prober.world.size, devices), 0.15)
+            of_hosts = devices_per_host(prober.world.size, devices)
+            links = pairs.probe(of_hosts, 0.15)
+            several = PeerProbe(prober.world, prober.device, prober.grant, byte_scale, report)
+            links = replace(links, peers=several.probe(of_hosts, dict(links.between), 0.22))
         on_world = prober.series_on(world, EVERYWHERE)
         on_others = prober.series_on(others, EVERYWHERE)
         prober.run_pass(on_world, SIZES_BYTES, 0.4)

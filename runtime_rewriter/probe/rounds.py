@@ -104,6 +104,33 @@ def pair_cost(
     return LinkCost(bytes_per_s, latency_s, float(errors.max()), float(np.median(spreads)))
 
 
+def peer_counts(hosts: int) -> list[int]:
+    """Numbers of peers that are probed at once: one, all others, then powers of two between."""
+    most = hosts - 1
+    between = [2**power for power in range(1, most.bit_length()) if 2**power < most]
+    return list(dict.fromkeys([1, most, *between])) if most > 0 else []
+
+
+def peer_parts(
+    host: int, count: int, hosts: int, costs: Mapping[HostPair, LinkCost]
+) -> dict[int, float]:
+    """The fastest `count` peers of a host and the part of all bytes that each one exchanges.
+
+    In proportion to the bandwidths of the pairs, so that all messages end together, as far as they
+    are known; otherwise equal.
+    """
+    others = [(host + step) % hosts for step in range(1, hosts)]
+    rates = {
+        peer: max((cost.bytes_per_s for pair, cost in costs.items() if peer in pair), default=0.0)
+        for peer in others
+    }
+    if min(rates.values()) <= 0:
+        rates = dict.fromkeys(others, 1.0)
+    peers = sorted(others, key=lambda peer: -rates[peer])[:count]
+    total = sum(rates[peer] for peer in peers)
+    return {peer: rates[peer] / total for peer in peers}
+
+
 def first_rounds(hosts: int) -> list[list[HostPair]]:
     """At most `FIRST_ROUNDS` rounds of disjoint pairs by the circle method.
 

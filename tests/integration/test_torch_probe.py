@@ -6,12 +6,13 @@ import time
 from itertools import pairwise
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch_world import run_world
 
 from autotune.cluster import Cluster, Where
 from autotune.profiling.fits.probe_fits import collective_fits
-from autotune.recordings.probe import ProbedLinks, ProbeSeries
+from autotune.recordings.probe import LinkCost, PeerCost, ProbedLinks, ProbeSeries
 from runtime_rewriter.probe.collectives import (
     SIZES_BYTES,
     ProbeResult,
@@ -20,6 +21,9 @@ from runtime_rewriter.probe.collectives import (
     sizes_up_to,
 )
 from runtime_rewriter.probe.groups import members_of
+from runtime_rewriter.probe.peers import PeerProbe
+from runtime_rewriter.pytorch.exchange.device import Device
+from runtime_rewriter.pytorch.exchange.ranks import SynchronizerGroups
 
 EVERYWHERE = {
     "all_reduce",
@@ -86,6 +90,25 @@ def test_sizes_end_at_the_largest_message_with_three_at_least(largest_bytes: int
     assert all(2 * size <= larger for size, larger in pairwise(sizes))
 
 
+def peers(rank: int) -> tuple[tuple[PeerCost, ...], list[str]]:
+    world = SynchronizerGroups.of(None, 60.0, 60.0)
+    reports: list[str] = []
+    probe = PeerProbe(world, Device(torch.device("cpu")), lambda *_: 1.0, 1.0, reports.append)
+    between = {(0, 1): LinkCost(1e8, 0.0, 0.0, 0.0), (0, 2): LinkCost(3e8, 0.0, 0.0, 0.0)}
+    return probe.probe((1, 1, 1), between, 1.0), reports
+
+
+def test_every_host_sends_to_and_receives_from_one_and_all_others_at_once() -> None:
+    answers = run_world(peers, 3)
+    costs, reports = answers[0]
+    assert all(answer == costs for answer, _ in answers)
+    measured = {(one.host, one.peers, one.outwards) for one in costs}
+    assert measured <= {(host, k, out) for host in range(3) for k in (1, 2) for out in (0, 1)}
+    assert len(measured) >= 10  # a disturbed line may be flat
+    assert all(one.bytes_per_s > 0 and one.message_s >= 0 for one in costs)
+    assert reports[0] == "host 0 to 1 peers at once"
+
+
 def long(
     rank: int, budget_s: float, devices: tuple[int, ...], script_groups: bool = False
 ) -> tuple[ProbeResult, list[str], int]:
@@ -120,6 +143,7 @@ def test_hosts_are_probed_inside_and_between_each_other_and_under_load() -> None
     }
     assert [host for host, _ in result.links.inside] == [0, 1]
     assert [pair for pair, _ in result.links.between] == [(0, 1)]
+    assert {(one.host, one.peers) for one in result.links.peers} == {(0, 1), (1, 1)}
     for _, cost in (*result.links.inside, *result.links.between):
         assert cost.bytes_per_s > 0 and cost.latency_s >= 0
     assert any("links of the hosts" in line for line in reports)

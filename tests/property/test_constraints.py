@@ -12,12 +12,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from synthetic_cluster import cluster
 
 from autotune.cluster import Cluster, Host
 from autotune.errors import InvalidInput
+from autotune.optimizer.bounds import least_transfer_s
 from autotune.rng import generator
 from autotune.strategy_space.constraints import (
     balance_load,
+    exchange_shares,
+    host_shares,
     merge_adjacent,
     server_ranks,
     servers_of,
@@ -183,37 +187,38 @@ def test_servers_are_all_ranks_and_in_large_worlds_the_first_rank_of_each_host()
 @settings(max_examples=200)
 @given(
     st.lists(
-        st.tuples(st.integers(1, 3), st.sampled_from([1e8, 2e8, 5e8, 1e9, 1e10])),
-        min_size=2,
-        max_size=6,
+        st.tuples(st.integers(1, 6), st.sampled_from([1e8, 2e8, 5e8, 1e9, 1e10])),
+        min_size=1,
+        max_size=4,
     )
 )
-def test_no_other_shares_of_the_servers_make_the_slowest_link_faster(hosts):
-    cluster = Cluster(
-        "c",
-        tuple(
-            Host(f"h{i}", devices, rate, 1e-5, 5e10, 1e-6)
-            for i, (devices, rate) in enumerate(hosts)
-        ),
-    )
-    servers = servers_of(cluster)
-    assert sum(servers.shares) == pytest.approx(1)
-    of_host = np.bincount(
-        np.array(cluster.host_of_rank)[list(servers.ranks)], servers.shares, len(hosts)
-    )
+def test_no_other_shares_make_the_slowest_link_faster(hosts):
+    """Brute force over a grid, also with a host that has most of the ranks."""
+    devices, links = (np.array(column, dtype=np.float64) for column in zip(*hosts, strict=True))
+    shares = host_shares(devices, links)
+    assert shares.sum() == pytest.approx(1) and (shares >= 0).all()
 
     def slowest_s(shares):
-        """For each byte of the model, rank by rank: what its host's workers do not serve
-        themselves, and what it serves to others.
-        """
-        world, loads = cluster.world_size, []
-        for share, (devices, rate) in zip(shares, hosts, strict=True):
-            loads.append((devices * (1 - share) + (world - devices) * share) / rate)
-        return max(loads)
+        """For each byte of the model: what a host's workers do not own, and its sums to others."""
+        sent = devices * (1 - shares) + (devices.sum() - devices) * shares
+        return float((sent / links).max())
 
-    if all(2 * devices < cluster.world_size for devices, _ in hosts):
-        drawn = np.random.default_rng(0).dirichlet(np.full(len(hosts), 0.5), 300)
-        assert slowest_s(of_host) <= min(map(slowest_s, drawn)) * (1 + 1e-6)
+    cuts = 10
+    grid = itertools.product(range(cuts + 1), repeat=len(hosts))
+    best_s = min(slowest_s(np.array(one) / cuts) for one in grid if sum(one) == cuts)
+    assert slowest_s(shares) <= best_s * (1 + 1e-9) + 1e-30
+
+
+@pytest.mark.parametrize("hierarchical", [False, True])
+def test_the_slowest_link_of_a_direct_exchange_carries_as_little_as_it_can(hierarchical):
+    """The bound of every synchronization, and equal parts for the ranks of a host."""
+    on = cluster((2, 2000), (2, 1000), (2, 1000), (2, 500))
+    shares = np.array(exchange_shares(on, hierarchical)).reshape(4, 2)
+    assert (shares[:, 0] == shares[:, 1]).all() and shares.sum() == pytest.approx(1)
+    members = 1 if hierarchical else 2
+    of_host, links = shares.sum(axis=1), np.array([host.link_bytes_per_s for host in on.hosts])
+    load_s = (members + (4 * members - 2 * members) * of_host) / links
+    assert load_s.max() == pytest.approx(members * least_transfer_s(on, 1.0))
 
 
 def test_between_equal_hosts_all_serve_alike_and_a_slow_one_serves_nothing():

@@ -10,7 +10,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_worlds import cluster as hosts_with
 
-from autotune.cluster import MAX_FITS, Bend, Cluster, CollectiveFit, Host, LinkFit, PairLink, Where
+from autotune.cluster import (
+    MAX_FITS,
+    Bend,
+    Cluster,
+    CollectiveFit,
+    Host,
+    LinkFit,
+    PairLink,
+    PeerFit,
+    Where,
+)
 from autotune.cluster_file import cluster_yaml, read_cluster
 from autotune.errors import InvalidInput
 
@@ -206,6 +216,20 @@ def test_a_fit_is_found_by_where_it_was_probed_and_the_world_comes_first():
     assert one.with_fits((inside,)).fit("all_reduce", 4) == inside
 
 
+def test_the_nearest_number_of_peers_stands_for_another_one():
+    fits = tuple(
+        PeerFit("a", k, out, 1e8 / k, 1e-4, 0.0, 0.0) for k in (1, 2, 4) for out in (False, True)
+    )
+    cluster = replace(Cluster("c", (Host("a", 1, 1e8, 0, 1e8, 0),)), peer_fits=fits)
+    found = [cluster.peer_fit("a", k, True) for k in (1, 3, 9)]
+    assert [fit and fit.peers for fit in found] == [1, 4, 4]
+    assert cluster.peer_fit("a", 2, False) == fits[2]
+    assert Cluster.local(2).peer_fit("localhost", 1, True) is None
+    unknown = PeerFit("z", 1, True, 1e8, 0, 0, 0)
+    with pytest.raises(InvalidInput, match="a fitted link names host 'z'"):
+        replace(cluster, peer_fits=(unknown,))
+
+
 def test_a_newer_fit_replaces_the_one_of_the_same_identity_and_no_other():
     older = Cluster.local(4).with_fits((fit(), fit(loaded=True)))
     assert older.with_fits((fit(alpha_s=2e-3),)).fits == (fit(alpha_s=2e-3), fit(loaded=True))
@@ -249,6 +273,10 @@ def clusters(draw):
         draw(st.builds(LinkFit, st.just(name), st.booleans(), rates, figures, figures, figures))
         for name in names
     ]
+    counts = st.integers(1, 4000)
+    peer = st.builds(
+        PeerFit, st.sampled_from(names), counts, st.booleans(), rates, figures, figures, figures
+    )
     return Cluster(
         draw(words),
         tuple(hosts),
@@ -259,6 +287,7 @@ def clusters(draw):
         measured_at=draw(words),
         software=tuple(draw(st.dictionaries(words, words, max_size=3)).items()),
         measured_on=draw(st.just("") | words),
+        peer_fits=tuple(draw(st.lists(peer, max_size=3))),
     )
 
 

@@ -15,6 +15,8 @@ from runtime_rewriter.probe.rounds import (
     larger_are_known,
     last_rounds,
     pair_cost,
+    peer_counts,
+    peer_parts,
     spread_of,
     suspects,
 )
@@ -51,6 +53,25 @@ def test_one_slow_host_of_four_comes_out_as_such() -> None:
 def test_two_fast_hosts_among_slow_ones_are_found_wherever_they_stand() -> None:
     links, _ = probed([31e6, 125e6, 31e6, 31e6, 125e6])
     assert [links[host][0].bytes_per_s for host in range(5)] == [31e6, 125e6, 31e6, 31e6, 125e6]
+
+
+def test_hosts_exchange_with_one_peer_and_with_all_before_the_numbers_between() -> None:
+    assert [peer_counts(hosts) for hosts in (1, 2, 3, 4, 9)] == [
+        [],
+        [1],
+        [1, 2],
+        [1, 3, 2],
+        [1, 8, 2, 4],
+    ]
+
+
+def test_the_fastest_peers_get_parts_in_proportion_to_their_links() -> None:
+    speeds = (2.0, 1.0, 4.0, 1.0)
+    pairs = [(a, b) for a in range(4) for b in range(a + 1, 4)]
+    costs = {(a, b): LinkCost(min(speeds[a], speeds[b]), 0.0, 0.0, 0.0) for a, b in pairs}
+    assert peer_parts(0, 3, 4, costs) == {2: 0.5, 1: 0.25, 3: 0.25}
+    assert peer_parts(0, 1, 4, costs) == {2: 1.0}
+    assert peer_parts(3, 2, 4, {}) == {0: 0.5, 1: 0.5}
 
 
 @settings(max_examples=60, deadline=None)

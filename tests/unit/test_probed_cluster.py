@@ -8,11 +8,18 @@ from datetime import UTC, datetime
 
 import pytest
 
-from autotune.cluster import Cluster, Host, LinkFit, PairLink, Where
+from autotune.cluster import Cluster, Host, LinkFit, PairLink, PeerFit, Where
 from autotune.jobs.driver import probed
 from autotune.jobs.probe import measured_cluster
 from autotune.profiling.fits.probe_fits import collective_fits
-from autotune.recordings.probe import HostPair, LinkCost, ProbedLinks, ProbePoint, ProbeSeries
+from autotune.recordings.probe import (
+    HostPair,
+    LinkCost,
+    PeerCost,
+    ProbedLinks,
+    ProbePoint,
+    ProbeSeries,
+)
 from autotune.workload import Variable, Workload
 from runtime_rewriter.world.results import Probe, Profile
 
@@ -115,6 +122,17 @@ def test_a_probe_of_a_described_cluster_keeps_names_memory_and_addresses() -> No
     identities = [(host.name, host.memory_bytes, host.address) for host in cluster.hosts]
     assert identities == [("1", 7, "10.0.0.9"), ("2", 7, "10.0.0.9")]
     assert [host.link_bytes_per_s for host in cluster.hosts] == [3e7, 3e7]
+
+
+def test_the_costs_of_peers_at_once_belong_to_the_hosts_of_the_file() -> None:
+    probe = probe_of(("x", 1), ("y", 1))
+    of_hosts = tuple(PeerCost(host, 1, True, 2e7, 1e-4, 0.01, 0.02) for host in (0, 1))
+    probe = replace(probe, links=replace(probe.links, peers=of_hosts))
+    cluster, _ = measured_cluster(Cluster("described", hosts_of("ab")), probe, NOW)
+    fits = tuple(PeerFit(host, 1, True, 2e7, 1e-4, 0.01, 0.02) for host in "ab")
+    assert cluster.peer_fits == fits
+    elsewhere, _ = measured_cluster(Cluster("one", hosts_of("a", 2)), probe, NOW)
+    assert elsewhere.peer_fits == ()
 
 
 def test_ranks_on_other_hosts_than_the_files_do_not_change_its_links() -> None:

@@ -110,4 +110,7 @@ def scaled_network(cluster: Cluster, factor: float) -> Cluster:
             fit if fit.inside else replace(fit, bytes_per_s=factor * fit.bytes_per_s)
             for fit in cluster.link_fits
         ),
+        peer_fits=tuple(
+            replace(fit, bytes_per_s=factor * fit.bytes_per_s) for fit in cluster.peer_fits
+        ),
     )

@@ -26,7 +26,7 @@ def sized(cluster: Cluster, workers: int) -> Cluster:
     if workers == cluster.world_size:
         return cluster
     if workers > cluster.world_size:
-        return replace(cluster, hosts=_more_hosts(cluster, workers), link_fits=())
+        return replace(cluster, hosts=_more_hosts(cluster, workers), link_fits=(), peer_fits=())
     hosts: list[Host] = []
     left = workers
     for host in cluster.hosts:
@@ -39,6 +39,7 @@ def sized(cluster: Cluster, workers: int) -> Cluster:
         hosts=tuple(hosts),
         pair_links=tuple(one for one in cluster.pair_links if names.issuperset(one.between)),
         link_fits=tuple(one for one in cluster.link_fits if one.host in names),
+        peer_fits=tuple(one for one in cluster.peer_fits if one.host in names),
     )
 
 

@@ -1,0 +1,156 @@
+"""Point-to-point messages between a host and several others at once, in both directions.
+
+| symbol | meaning |
+|---|---|
+| H | hosts, by their first ranks |
+| k | peers with which the central host exchanges at once |
+| S | bytes of all k messages together |
+
+The central host sends S to its peers, each of which answers with a few bytes; or it asks its peers
+with a few bytes, and they send S. A message alone (k = 1) and all hosts at once (k = H - 1) come
+first, because they tell the cost of a message and what the host's interface carries in a direct
+exchange.
+"""
+
+# mypy: untyped-calls-exclude=torch
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autotune.recordings.probe import HostPair, LinkCost, PeerCost
+from runtime_rewriter.probe.groups import first_ranks
+from runtime_rewriter.probe.pairs import Grant, Report
+from runtime_rewriter.probe.rounds import pair_cost, peer_counts, peer_parts
+from runtime_rewriter.pytorch.exchange.device import Device
+from runtime_rewriter.pytorch.exchange.ranks import SynchronizerGroups
+
+PEER_BYTES = tuple(2**power for power in (10, 19, 21, 22))  # 1 KiB .. 4 MiB
+REPEATS = 5
+MOST_HOSTS = 16
+"""Central hosts that a probe measures; the others of a large cluster keep assumed costs."""
+
+
+class PeerProbe:
+    """Times the interfaces of the hosts. `grant`: as in `pairs.PairProbe`."""
+
+    def __init__(
+        self,
+        world: SynchronizerGroups,
+        device: Device,
+        grant: Grant,
+        byte_scale: float,
+        report: Report,
+    ) -> None:
+        self._world = world
+        self._device = device
+        self._grant = grant
+        self._byte_scale = byte_scale
+        self._report = report
+
+    def probe(
+        self, devices: tuple[int, ...], between: Mapping[HostPair, LinkCost], end: float
+    ) -> tuple[PeerCost, ...]:
+        """Collective over the world. Hosts for which the time did not suffice are left out.
+
+        `between`: costs of pairs of hosts, by which the messages are cut.
+        """
+        hosts = len(devices)
+        first = first_ranks(devices)
+        todo = [
+            (host, count, outwards)
+            for count in peer_counts(hosts)
+            for host in range(min(hosts, MOST_HOSTS))
+            for outwards in (True, False)
+        ]
+        costs = []
+        for number, (host, count, outwards) in enumerate(todo):
+            self._report(f"host {host} {'to' if outwards else 'from'} {count} peers at once")
+            parts = peer_parts(host, count, hosts, between)
+            peers = {first[peer]: share for peer, share in parts.items()}
+            cost = self._cost(first[host], peers, outwards, len(todo) - number, end)
+            if cost is not None:
+                costs.append(
+                    PeerCost(
+                        host=host,
+                        peers=count,
+                        outwards=outwards,
+                        bytes_per_s=cost.bytes_per_s,
+                        message_s=cost.latency_s / count,
+                        relative_error=cost.relative_error,
+                        spread=cost.spread,
+                    )
+                )
+        return tuple(costs)
+
+    def _cost(
+        self, centre: int, peers: Mapping[int, float], outwards: bool, open_points: int, end: float
+    ) -> LinkCost | None:
+        """The cost of k messages, with the latency of all k; None if the time did not suffice."""
+        seconds: list[list[float]] = []
+        sizes: list[int] = []
+        expected_s = 0.0
+        for size in PEER_BYTES:
+            needed_s = (REPEATS + 1) * expected_s
+            share_s = self._grant(needed_s, open_points, end)
+            if share_s <= 0 or (len(sizes) > 2 and share_s <= needed_s):
+                break
+            row = self._exchange(centre, peers, size, outwards)
+            sizes.append(size)
+            seconds.append(row)
+            following = PEER_BYTES[min(len(sizes), len(PEER_BYTES) - 1)]
+            expected_s = max(row) * following / size
+        if len(sizes) < 3:
+            return None
+        # A round trip of small messages is two ways of k messages.
+        one_way_s = min(seconds[0]) / 2
+        return pair_cost(sizes, [[each - one_way_s for each in row] for row in seconds])
+
+    def _exchange(
+        self, centre: int, peers: Mapping[int, float], size_bytes: int, outwards: bool
+    ) -> list[float]:
+        """Seconds of every repeat at the centre; one more repeat runs first, untimed."""
+        seconds = torch.zeros(REPEATS, dtype=torch.float64)
+        rank = self._world.rank
+        large = {peer: self._part(size_bytes, share) for peer, share in peers.items()}
+        small = {peer: torch.zeros(1, device=self._device.device) for peer in peers}
+        there, back = (large, small) if outwards else (small, large)
+        for repeat in range(-1, REPEATS):
+            if rank == centre:
+                start_s = self._device.now_s()
+                self._send(there)
+                self._receive(back)
+                if repeat >= 0:
+                    seconds[repeat] = self._device.now_s() - start_s
+            elif rank in peers:
+                self._receive({centre: there[rank]})
+                self._send({centre: back[rank]})
+        dist.all_reduce(seconds, group=self._world.control)
+        row: list[float] = seconds.tolist()
+        return row
+
+    def _part(self, size_bytes: int, share: float) -> Tensor:
+        elements = max(int(share * size_bytes / self._byte_scale) // 4, 1)
+        return torch.zeros(elements, device=self._device.device)
+
+    def _send(self, tensors: Mapping[int, Tensor]) -> None:
+        self._run(dist.isend, tensors)
+
+    def _receive(self, tensors: Mapping[int, Tensor]) -> None:
+        self._run(dist.irecv, tensors)
+
+    def _run(
+        self, operation: Callable[..., dist.Work | None], tensors: Mapping[int, Tensor]
+    ) -> None:
+        """Start all messages together, as one group of NCCL, and wait for them."""
+        group = self._world.first
+        ops = [
+            dist.P2POp(operation, tensor, group=group, group_peer=peer)
+            for peer, tensor in tensors.items()
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
