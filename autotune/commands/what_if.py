@@ -87,6 +87,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_ranks(parser)
     parser.add_argument(
+        "--unrecorded-step",
+        metavar="TIME",
+        help="how long a step takes without a profiler, such as 50ms; the cost of recording is "
+        "removed accordingly (default: removed where it is known)",
+    )
+    parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="write a timeline for each what-if"
     )
     parser.add_argument(
@@ -208,6 +214,9 @@ def _wanted(options: argparse.Namespace) -> Wanted:
         rank=options.rank,
         curves=options.report is not None,
         memory=memory,
+        unrecorded_s=None
+        if options.unrecorded_step is None
+        else parse_seconds(options.unrecorded_step, "--unrecorded-step"),
     )
 
 

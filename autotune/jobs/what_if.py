@@ -21,6 +21,7 @@ from autotune.whatif.answers.answers import Answer, Asked, answers
 from autotune.whatif.answers.curves import bandwidth_curves, worker_curves
 from autotune.whatif.answers.limits import limits
 from autotune.whatif.answers.slow_rank import SlowRank, alone_s, slow_rank
+from autotune.whatif.answers.unrecorded import unrecorded
 from autotune.whatif.base import Base, bounds_s, steady
 from autotune.whatif.memory import replica_memory
 from autotune.whatif.question import Question
@@ -37,6 +38,7 @@ class Wanted:
 
     `workers`: numbers to predict for; () takes that of the cluster, if there is one. `curves`:
     whether to predict them as well. `memory`: of the recorded replica, None if it is unknown.
+    `unrecorded_s`: how long a step takes that nobody records, None if the user does not state it.
     """
 
     asked: tuple[Asked, ...]
@@ -46,6 +48,7 @@ class Wanted:
     rank: int | None = None
     curves: bool = False
     memory: RecordedMemory | None = None
+    unrecorded_s: float | None = None
 
 
 def answered(job: TraceJob, wanted: Wanted, progress: Progress = lambda item: None) -> Answered:
@@ -57,12 +60,15 @@ def answered(job: TraceJob, wanted: Wanted, progress: Progress = lambda item: No
         raise InvalidInput("no what-if is registered; name a file that registers one with --load")
     bases, notes = _bases(job, wanted.rank, progress)
     place = _chosen(job, bases, wanted.rank)
-    base = bases[place]
+    recorded = bases[place]
+    start = unrecorded(recorded, by_recorder=job.details is not None, step_s=wanted.unrecorded_s)
+    base = start.base
     slow, problem = _slow_rank(job, bases, wanted.rank)
     question = _question(job, place, base, wanted)
     rows: list[Answer] = []
     progress(wanted.asked[0].text)
-    for number, found in enumerate(answers(base, wanted.asked, question, wanted.workers), 1):
+    all_rows = answers(base, wanted.asked, question, wanted.workers, start.others)
+    for number, found in enumerate(all_rows, 1):
         rows += found
         if number < len(wanted.asked):
             progress(wanted.asked[number].text)
@@ -81,12 +87,13 @@ def answered(job: TraceJob, wanted: Wanted, progress: Progress = lambda item: No
         base=base,
         before=before,
         before_limits=limits(base, before),
+        recorded_s=steady(recorded).step_s,
         least_s=bounds_s(base)[0],
         answers=tuple(rows),
         slow=slow,
         over_workers=tuple(over_workers),
         over_bandwidth=tuple(over_bandwidth),
-        notes=(*repairs, *notes, *problem),
+        notes=(start.note, *repairs, *notes, *problem),
     )
 
 

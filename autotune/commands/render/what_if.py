@@ -36,10 +36,10 @@ def answered_text(found: Answered) -> str:
 
 def _base_lines(found: Answered) -> list[str]:
     base, limits = found.base, found.before_limits
-    error = limits.step_s / base.measured_s - 1 if base.measured_s > 0 else 0.0
+    error = found.recorded_s / base.measured_s - 1 if base.measured_s > 0 else 0.0
     line = (
         f"rank {found.rank}: a step takes {format_seconds(base.measured_s)}, replayed "
-        f"{format_seconds(limits.step_s)} ({100 * error:+.2f} %)"
+        f"{format_seconds(found.recorded_s)} ({100 * error:+.2f} %)"
     )
     if base.unknown_s:
         line += f"; {format_seconds(found.least_s)} without waits of unknown cause"
@@ -175,7 +175,8 @@ def answered_data(found: Answered) -> dict[str, Any]:
     return {
         "rank": found.rank,
         "measured_step_s": found.base.measured_s,
-        "replayed_step_s": found.before_limits.step_s,
+        "replayed_step_s": found.recorded_s,
+        "step_s": found.before_limits.step_s,
         "least_step_s": found.least_s,
         "unexplained_s": found.base.unknown_s,
         "limits": limits_data(found.before_limits),

@@ -41,8 +41,10 @@ class MeasuredChange:
 
 @dataclass(frozen=True, eq=False)
 class Answered:
-    """`before`, `before_limits`: the replayed base. `least_s`: without waits of unknown cause.
+    """`base`: the step that what-ifs start from; `before`, `before_limits`: its replay.
 
+    `recorded_s`: the replayed step as recorded. `least_s`: the base's without waits of unknown
+    cause.
     `refusals`: what-ifs that were checked but not measured, with the reason.
     """
 
@@ -51,6 +53,7 @@ class Answered:
     base: Base
     before: Steady
     before_limits: Limits
+    recorded_s: float
     least_s: float
     answers: tuple[Answer, ...]
     slow: SlowRank | None = None

@@ -109,24 +109,32 @@ def all_asked() -> tuple[Asked, ...]:
 
 
 def answers(
-    base: Base, asked: Sequence[Asked], question: Question, workers: Sequence[int] = ()
+    base: Base,
+    asked: Sequence[Asked],
+    question: Question,
+    workers: Sequence[int] = (),
+    others: Sequence[Base] = (),
 ) -> Iterator[list[Answer]]:
     """The answers of each combination in turn: one, or one for each number of workers.
 
-    They are one where the prediction is the same on the first and the last number.
+    They are one where the prediction is the same on the first and the last number. `others`: as in
+    `predict`.
     """
+
+    def of(one: Asked, workers: int | None) -> Answer:
+        return answer(base, one, replace(question, workers=workers), others)
+
     counts: list[int | None] = [*workers] or [question.workers]
     for one in asked:
-        first = answer(base, one, replace(question, workers=counts[0]))
+        first = of(one, counts[0])
         rows = [first]
         if first.prediction is not None and len(counts) > 1:
-            last = answer(base, one, replace(question, workers=counts[-1]))
+            last = of(one, counts[-1])
             if not _same(first, last):
-                middle = [answer(base, one, replace(question, workers=n)) for n in counts[1:-1]]
-                rows = [first, *middle, last]
+                rows = [first, *(of(one, count) for count in counts[1:-1]), last]
                 rows = [replace(row, workers=row.question.workers) for row in rows]
         elif first.prediction is not None and counts[0] is not None:
-            alone = answer(base, one, replace(question, workers=2 * counts[0]))
+            alone = of(one, 2 * counts[0])
             rows = [first if _same(first, alone) else replace(first, workers=counts[0])]
         yield rows
 
@@ -137,14 +145,14 @@ def _same(one: Answer, other: Answer) -> bool:
     return math.isclose(one.prediction.after_s, other.prediction.after_s, rel_tol=SAME)
 
 
-def answer(base: Base, asked: Asked, question: Question) -> Answer:
+def answer(base: Base, asked: Asked, question: Question, others: Sequence[Base] = ()) -> Answer:
     """Predict one combination. A what-if that does not apply gives an answer with the reason."""
     what_ifs = combined(asked.names)
     amounts, files = _Given(asked.amounts), _Given(asked.files)
     question = replace(question, amounts=amounts, files=files)
     blank = Answer(asked, what_ifs, question)
     try:
-        prediction = predict(base, what_ifs, question)
+        prediction = predict(base, what_ifs, question, others)
         amounts.check_read("amount")
         files.check_read("file")
     except InvalidInput as error:

@@ -18,7 +18,7 @@ class Prediction:
 
     - `before_s`, `after_s`: with all waits as recorded and the expected amounts.
     - `speedup_low`, `speedup_high`: of all extreme readings: waits without a known cause stay or
-      vanish, and uncertain amounts are pessimistic or optimistic.
+      vanish, uncertain amounts are pessimistic or optimistic, and so is the cost of recording.
     - `base`, `timeline`: of the changed training.
     - `memory`: of what-ifs that are about memory, else None; also None where the memory is unknown,
       for which `memory_reason` states the cause.
@@ -45,9 +45,14 @@ def changed(base: Base, what_ifs: Sequence[WhatIf], question: Question) -> Base:
     return base
 
 
-def predict(base: Base, what_ifs: Sequence[WhatIf], question: Question) -> Prediction:
-    """Replay the base before and after. Raises `InvalidInput` where a what-if does not apply."""
-    readings = [base]
+def predict(
+    base: Base, what_ifs: Sequence[WhatIf], question: Question, others: Sequence[Base] = ()
+) -> Prediction:
+    """Replay the base before and after; `others`: other readings of the recorded step.
+
+    Raises `InvalidInput` where a what-if does not apply.
+    """
+    readings = [base, *others]
     if base.unknown_s:
         readings.append(base.without_unknown_waits())
     before_s = [steady(reading).step_s for reading in readings]

@@ -1,0 +1,133 @@
+"""The step that what-ifs start from: the recorded one, without the cost of recording it if known.
+
+The cost is known in two cases. Recordings of `autotune profile` and `autotune.Recorder` on a GPU
+wait for the device at the end of each step. What the profiler takes per operator was measured on
+the devices of the factor tables. For any trace, the user may state how long a step takes
+unrecorded; then the profiler's time per operator follows from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autotune.errors import InvalidInput
+from autotune.units import format_seconds
+from autotune.whatif.base import Base, steady
+from autotune.whatif.kernels.h100_factors import H100
+from autotune.whatif.question import Factor, Reading
+from autotune.whatif.recording.recording_cost import (
+    RecordingCost,
+    recorded_events,
+    without_end_wait,
+    without_recording,
+)
+
+CALL_SHARE = H100.recording.call_s.expected / H100.recording.operator_s.expected
+"""What a profiler takes for a call into the driver, over what it takes for an operator."""
+MOST_OPERATOR_S = 1e-3
+SAME_STEP = 1e-4
+"""Relative difference up to which the step agrees with the stated one."""
+MOST_HALVINGS = 40
+
+
+@dataclass(frozen=True, eq=False)
+class Start:
+    """`base`: the expected step. `others`: those of the ends of an uncertain recording cost.
+
+    `note`: what was removed, or that nothing was, for people.
+    """
+
+    base: Base
+    others: tuple[Base, ...] = ()
+    note: str = ""
+
+
+def unrecorded(base: Base, *, by_recorder: bool, step_s: float | None = None) -> Start:
+    """The start of what-ifs on a recorded `base`.
+
+    `by_recorder`: whether `autotune.Recorder` made the recording. `step_s`: how long a step takes
+    unrecorded, None if the user does not state it. Raises `InvalidInput` for a `step_s` that is not
+    below the recorded step, or that no cost of recording explains.
+    """
+    recorded_s = steady(base).step_s
+    if step_s is not None:
+        found, operator_s = _calibrated(base, by_recorder, step_s, recorded_s)
+        how = f"{format_seconds(operator_s)} per operator, from the stated unrecorded step"
+        return Start(found, (), _removed_note(how, recorded_s, found))
+    if by_recorder and base.device == H100.device:
+        cost = H100.recording
+        found, *others = (
+            without_recording(base, cost, reading)
+            for reading in (Reading.EXPECTED, Reading.OPTIMISTIC, Reading.PESSIMISTIC)
+        )
+        how = (
+            f"{format_seconds(cost.operator_s.expected)} per operator and "
+            f"{format_seconds(cost.call_s.expected)} per call, measured on {base.device}, and the "
+            "recorder's wait at the end of each step"
+        )
+        return Start(found, tuple(others), _removed_note(how, recorded_s, found))
+    unknown = (
+        "speed-ups are those of the recorded training: what the profiler takes on this machine is "
+        "unknown; state an unrecorded step with --unrecorded-step"
+    )
+    if by_recorder and base.on_device.any():
+        found = without_end_wait(base)
+        how = "the recorder's wait at the end of each step"
+        return Start(found, (), f"{_removed_note(how, recorded_s, found)}; {unknown}")
+    return Start(base, (), unknown)
+
+
+def _removed_note(what: str, recorded_s: float, found: Base) -> str:
+    return (
+        f"the cost of recording is removed ({what}): a step takes "
+        f"{format_seconds(steady(found).step_s)} instead of {format_seconds(recorded_s)}"
+    )
+
+
+def _calibrated(
+    base: Base, by_recorder: bool, step_s: float, recorded_s: float
+) -> tuple[Base, float]:
+    """The base whose step takes `step_s`, and the profiler's seconds per operator."""
+    if not 0 < step_s < recorded_s:
+        raise InvalidInput(
+            f"an unrecorded step must be shorter than the recorded one of "
+            f"{format_seconds(recorded_s)}, but --unrecorded-step is {format_seconds(step_s)}"
+        )
+    begins, _ = recorded_events(base)
+
+    def without(operator_s: float) -> Base:
+        cost = RecordingCost(_sure(operator_s), _sure(CALL_SHARE * operator_s))
+        free = without_recording(base, cost) if operator_s else base
+        return without_end_wait(free) if by_recorder else free
+
+    return _bisected(without, step_s, int(begins.sum()))
+
+
+def _bisected(
+    without: Callable[[float], Base], step_s: float, operators: int
+) -> tuple[Base, float]:
+    """The base and the cost at which the step takes `step_s`; more cost leaves a shorter step."""
+    low_s, high_s = 0.0, MOST_OPERATOR_S
+    found = without(low_s)
+    if steady(found).step_s <= step_s:
+        return found, low_s
+    least_s = steady(without(high_s)).step_s
+    if least_s > step_s * (1 + SAME_STEP):
+        raise InvalidInput(
+            f"an unrecorded step must be one that the cost of recording {operators} operators "
+            f"explains, at least {format_seconds(least_s)}, but --unrecorded-step is "
+            f"{format_seconds(step_s)}; is it of the same training?"
+        )
+    for _ in range(MOST_HALVINGS):
+        middle_s = (low_s + high_s) / 2
+        found = without(middle_s)
+        error = steady(found).step_s / step_s - 1
+        if abs(error) <= SAME_STEP:
+            break
+        low_s, high_s = (middle_s, high_s) if error > 0 else (low_s, middle_s)
+    return found, middle_s
+
+
+def _sure(seconds: float) -> Factor:
+    return Factor(seconds, seconds, seconds, "from the stated unrecorded step")
