@@ -49,6 +49,27 @@ def covered_s(start_s: FloatArray, end_s: FloatArray) -> float:
     return float(np.maximum(reached_s - np.maximum(start_s, before_s), 0.0).sum())
 
 
+def covered_within_s(
+    start_s: FloatArray, end_s: FloatArray, from_s: FloatArray, to_s: FloatArray
+) -> FloatArray:
+    """Length of the union of the intervals [start, end] within each window [from, to], (K,).
+
+    `start_s`, `end_s` (M,), at least one; `from_s`, `to_s` (K,).
+    """
+    order = np.argsort(start_s, kind="stable")
+    starts_s, ends_s = start_s[order], np.maximum.accumulate(end_s[order])
+    # Where an interval begins after all before it have ended, nothing is covered.
+    gaps_s = np.maximum(starts_s[1:] - ends_s[:-1], 0.0)
+    gaps_until_s = np.concatenate([[0.0], np.cumsum(gaps_s)])
+
+    def covered_until_s(at_s: FloatArray) -> FloatArray:
+        place = np.maximum(np.searchsorted(starts_s, at_s, side="right") - 1, 0)
+        since_s: FloatArray = np.minimum(at_s, ends_s[place]) - starts_s[0] - gaps_until_s[place]
+        return np.maximum(since_s, 0.0)
+
+    return covered_until_s(to_s) - covered_until_s(from_s)
+
+
 def busy_share(timeline: Timeline) -> FloatArray:
     """Share of the makespan in which each queue or channel is busy, without gaps; shape (Q,)."""
     dfg = timeline.dfg

@@ -80,6 +80,7 @@ class RuntimeCosts:
     | `star_threads` | the same of gathers and scatters, in which one rank sums | - |
     | `star_turns` | 1: transfers of stars in both directions between two hosts take turns | - |
     | `payload` | share of a link's bytes that belong to messages | - |
+    | `contention` | share by which a message is longer that computation accompanies | - |
 
     The costs of emulated accelerators are 0 for real ones.
     """
@@ -132,6 +133,7 @@ class RuntimeCosts:
         "Ethernet of MTU 1500: of 1538 bytes with preamble and gap, "
         "a TCP segment with timestamps carries 1448",
     )
+    contention: Constant = Constant(0.0, "on a CPU, messages and computation share its cores")
 
     def __post_init__(self) -> None:
         threads = min(self.threads.value, self.star_threads.value)

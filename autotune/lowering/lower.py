@@ -12,6 +12,7 @@ from autotune.dfg.graph import NONE, Dfg, Kind
 from autotune.dfg.replay import replay
 from autotune.errors import InvalidInput
 from autotune.lowering.compute import HostCosts, Worker
+from autotune.lowering.contention import contended
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.device_costs import costs_of
 from autotune.lowering.messages import MessageTimer, SliceTable
@@ -70,7 +71,7 @@ class Lowering:
             raise InvalidInput(f"a graph needs at least 1 step, but {steps} are asked for")
         graph = _PlanGraph(self, plan, symmetric, coarse=False)
         graph.add_steps(steps)
-        return graph.build(), graph.message_ops
+        return self._contended(graph), graph.message_ops
 
     def period(self, plan: Plan, symmetric: bool = True) -> Dfg:
         """From the start of a backward pass to the next one; its makespan is the steady step time.
@@ -84,7 +85,10 @@ class Lowering:
         """`period`, and the ops of each message."""
         graph = _PlanGraph(self, plan, symmetric, coarse=True)
         graph.add_period(NONE, last=False)
-        return graph.build(), graph.message_ops[0]
+        return self._contended(graph), graph.message_ops[0]
+
+    def _contended(self, graph: _PlanGraph) -> Dfg:
+        return contended(graph.build(), graph.message_ops, self.costs["contention"])
 
     def step_s(self, plan: Plan) -> float:
         """Predicted seconds per step in the steady state."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from autotune.cluster import Cluster, Host
-from autotune.lowering.costs import RuntimeCosts
+from autotune.dfg.graph import Kind
+from autotune.dfg.utilisation import covered_s, covered_within_s
+from autotune.lowering.costs import Constant, RuntimeCosts
 from autotune.lowering.device_costs import costs_of
 from autotune.lowering.lower import Lowering
 from autotune.optimizer.budget import Budget
@@ -55,3 +58,35 @@ def test_a_search_names_assumed_costs_of_the_device() -> None:
         named = replace(workload, device_name=name)
         found = optimize(named, cluster, budget=Budget(replays=3, seconds=60.0))
         assert any("packing and issuing" in note for note in found.assumed) == expected
+
+
+def test_messages_are_longer_while_a_gpu_computes() -> None:
+    """Only the part during computation is longer: all of it, none of it, or in between."""
+    workload = replace(assumed_ops("resnet50").workload(), device_name=H100)
+    free = replace(costs_of("cuda", H100), contention=Constant(0.0, "alone"))
+    ddp = plan(ddp_default(workload), workload, 2)
+    for bytes_per_s, least, most in ((1e12, 0.2, 0.2951), (1e8, 1e-3, 0.1)):
+        cluster = Cluster("2", (Host("a", 2, 12.5e9, 2e-5, bytes_per_s, 5e-6),))
+        sent_s = []
+        for costs in (free, costs_of("cuda", H100)):
+            graph, ops = Lowering(workload, cluster, costs).period_with_messages(ddp)
+            inside = np.zeros(graph.ops, dtype=np.bool_)
+            for first, last in zip(ops.starts, ops.ends, strict=True):
+                inside[first : last + 1] = True
+            sent = inside & np.isin(graph.kind, (Kind.SEND, Kind.VIRTUAL))
+            sent_s.append(float(graph.duration_s[sent].sum()))
+        longer = sent_s[1] / sent_s[0] - 1
+        assert least < longer < most
+    assert costs_of("cpu")["contention"] == 0.0
+
+
+def test_covered_time_within_windows_agrees_with_the_union() -> None:
+    random = np.random.default_rng(0)
+    start_s = random.uniform(0, 10, 40)
+    end_s = start_s + random.exponential(0.3, 40)
+    from_s = random.uniform(-1, 10, 20)
+    to_s = from_s + random.exponential(2.0, 20)
+    found = covered_within_s(start_s, end_s, from_s, to_s)
+    for low_s, high_s, covered in zip(from_s, to_s, found, strict=True):
+        clipped = covered_s(np.clip(start_s, low_s, high_s), np.clip(end_s, low_s, high_s))
+        assert covered == pytest.approx(clipped)

@@ -113,7 +113,8 @@ def test_plans_that_the_caller_refuses_are_dropped() -> None:
 
 def test_ops_are_fused_if_that_saves_time_and_the_gain_is_reported() -> None:
     graph = chain()
-    optimized = optimize(graph.workload(), NETWORK, graph=graph, budget=SMALL)
+    network = cluster(*[(1, 4000)] * 4, latency_s=1e-4, inner_latency_s=1e-5)
+    optimized = optimize(graph.workload(), network, graph=graph, budget=SMALL)
     assert optimized.op_fusion.forward and optimized.op_fusion.backward
     assert optimized.predicted_step_s < optimized.enacted_step_s
     assert any("fused kernels" in note for note in optimized.assumed)

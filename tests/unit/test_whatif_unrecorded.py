@@ -62,6 +62,7 @@ def test_an_unknown_cost_stays_and_the_note_says_so() -> None:
 def test_the_interval_holds_both_ends_of_the_cost() -> None:
     base = replace(host_bound(), device=H100.device)
     start = unrecorded(base, by_recorder=True)
+
     def no_gaps(base: Base, question: Question) -> Base:
         return replace(base, gap_s=0 * base.gap_s, unknown_gap_s=0 * base.unknown_gap_s)
 

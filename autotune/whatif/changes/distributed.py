@@ -10,7 +10,7 @@ from autotune.arrays import BoolArray, FloatArray
 from autotune.cluster import Cluster
 from autotune.dfg.graph import NONE, Kind
 from autotune.errors import InvalidInput
-from autotune.lowering.device_costs import costs_of
+from autotune.lowering import device_costs
 from autotune.lowering.traffic import Collective
 from autotune.whatif.base import Base
 from autotune.whatif.messages.cluster_size import sized, training_cluster
@@ -22,11 +22,10 @@ from autotune.whatif.question import Factor, Question, Reading
 from autotune.whatif.registry import what_if
 
 CONTENTION = Factor(
-    expected=1 / (1 - 0.228),
+    expected=1 + device_costs.CONTENTION.value,
     optimistic=1.0,
     pessimistic=1.34,
-    source="Daydream, sec. 6.5: NCCL's calls took 22.8 % less time behind a synchronization, and "
-    "34 % more than in theory",
+    source=f"{device_costs.CONTENTION.source}, and 34 % more than in theory",
 )
 """Time of a message that competes with kernels for the device, over its time alone."""
 
@@ -48,7 +47,7 @@ def has_collectives(base: Base) -> bool:
 
 def times_on(base: Base, cluster: Cluster) -> CollectiveTimes:
     return CollectiveTimes(
-        cluster, costs_of("cuda" if base.on_device.any() else "cpu", base.device)
+        cluster, device_costs.costs_of("cuda" if base.on_device.any() else "cpu", base.device)
     )
 
 
@@ -126,7 +125,7 @@ def on_cluster(
         times = times_on(base, cluster)
         seconds = times.seconds(Collective.ALL_REDUCE, sizes_bytes)
         seconds = seconds * fit_error(cluster, question.reading)
-        costs = costs_of("cuda" if base.on_device.any() else "cpu", base.device)
+        costs = device_costs.costs_of("cuda" if base.on_device.any() else "cpu", base.device)
         base = synchronized(base, gradients, buckets, seconds, costs)
     else:
         return base
@@ -150,6 +149,6 @@ def _notes(base: Base, cluster: Cluster) -> tuple[str, ...]:
             f"{cluster.name!r} ({cluster.source}), not fitted"
         )
     if base.on_device.any():
-        costs = costs_of("cuda", base.device)
+        costs = device_costs.costs_of("cuda", base.device)
         notes.append(f"copies into buckets and back: {costs.pack_s_per_byte.source}")
     return tuple(notes)

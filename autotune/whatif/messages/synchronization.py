@@ -18,6 +18,7 @@ import numpy as np
 
 from autotune.arrays import BoolArray, FloatArray, IntArray
 from autotune.dfg.graph import NONE, Kind
+from autotune.dfg.utilisation import covered_within_s
 from autotune.lowering.costs import RuntimeCosts
 from autotune.whatif.base import Base, steady
 from autotune.whatif.messages.ddp_buckets import Bucket, recorded_reducer
@@ -210,21 +211,9 @@ def _overlap(base: Base, ops: IntArray) -> FloatArray:
     copies = base.copies()
     timeline = steady(base).timeline
     inside = np.concatenate([np.flatnonzero(computes) + copy * base.ops for copy in range(copies)])
-    order = inside[np.argsort(timeline.start_s[inside], kind="stable")]
-    starts_s, ends_s = timeline.start_s[order], np.maximum.accumulate(timeline.end_s[order])
-    # Where a kernel begins after all before it have ended, the device was idle.
-    idle_s = np.maximum(starts_s[1:] - ends_s[:-1], 0.0)
-    idle_until_s = np.concatenate([[0.0], np.cumsum(idle_s)])
-
-    def busy_s(at_s: FloatArray) -> FloatArray:
-        """Seconds that the device has computed since the first kernel."""
-        place = np.maximum(np.searchsorted(starts_s, at_s, side="right") - 1, 0)
-        since: FloatArray = np.minimum(at_s, ends_s[place]) - starts_s[0] - idle_until_s[place]
-        return np.maximum(since, 0.0)
-
     shown = ops + (copies - 2) * base.ops  # the last step lacks what follows it
     begin_s, end_s = timeline.start_s[shown], timeline.end_s[shown]
     lengths_s = end_s - begin_s
-    within_s = busy_s(end_s) - busy_s(begin_s)
+    within_s = covered_within_s(timeline.start_s[inside], timeline.end_s[inside], begin_s, end_s)
     share: FloatArray = np.divide(within_s, lengths_s, out=np.zeros(len(ops)), where=lengths_s > 0)
     return np.clip(share, 0.0, 1.0)
