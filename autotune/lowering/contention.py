@@ -1,9 +1,9 @@
 """Messages that compete with kernels for a device take longer (Daydream, sec. 6.5).
 
 A message that the device's computation accompanies all the time is longer by the share
-`RuntimeCosts.contention` than alone, and in proportion for a part of it. The parts are those of the replay
-without contention: longer messages end later, so the share of a message that ends behind the
-computation is a little too large.
+`RuntimeCosts.contention` than alone, and in proportion for a part of it. The parts are those of the
+replay without contention. Longer messages end later, so the share of a message that ends behind
+the computation is a little too large.
 """
 
 from __future__ import annotations
