@@ -16,29 +16,45 @@ unexport PYTHONDONTWRITEBYTECODE
 
 setup: $(VENV)/.compiled
 
-# Only files whose hashes are listed. A torch with CUDA needs its libraries; `pip check` says so, and
-# at the end that every requirement of pyproject.toml is pinned and installed.
+# Only files whose hashes are listed. pip downloads and unpacks on one core, so with --jobs three
+# install different packages.
 LOCKED := install --quiet --no-compile --no-deps --require-hashes --only-binary :all: --requirement
 TORCH := $(shell grep -o '^torch==[0-9.]*' constraints.txt)
 
+$(VENV)/.created:
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
 # pip chooses the wheel of torch without hashes, as it would for a user, and checks it afterwards:
 # with hashes it would prefer a large one with CUDA from an index to one for CPUs on disk.
-$(VENV)/.installed: pyproject.toml constraints.txt constraints-cuda.txt
-	$(PYTHON) -m venv $(VENV)
+$(VENV)/.torch: constraints.txt | $(VENV)/.created
 	$(BIN)/pip download --quiet --no-deps --only-binary :all: --dest $(VENV)/torch $(TORCH)
 	sed -n '/^torch==/,/[^\\]$$/p' constraints.txt > $(VENV)/torch/pin.txt
 	$(BIN)/pip $(LOCKED) $(VENV)/torch/pin.txt --no-index --find-links $(VENV)/torch
 	rm -r $(VENV)/torch
-	$(BIN)/pip $(LOCKED) constraints.txt
+	touch $@
+
+# Every other package of the rest, from the first or the second one on.
+$(VENV)/.packages-0 $(VENV)/.packages-1: $(VENV)/.packages-%: constraints.txt | $(VENV)/.created
+	sed '/^torch==/,/[^\\]$$/d' constraints.txt | awk '/^[^ #]/ {n++} n % 2 == $*' > $(VENV)/pins-$*.txt
+	$(BIN)/pip $(LOCKED) $(VENV)/pins-$*.txt
+	touch $@
+
+# A torch with CUDA needs its libraries; `pip check` says so, and at the end that every requirement
+# of pyproject.toml is pinned and installed.
+$(VENV)/.installed: pyproject.toml constraints-cuda.txt $(VENV)/.torch $(VENV)/.packages-0 $(VENV)/.packages-1
 	$(BIN)/pip check >/dev/null || $(BIN)/pip $(LOCKED) constraints-cuda.txt
 	$(BIN)/pip install --quiet --no-compile --no-deps --no-build-isolation --editable .
 	$(BIN)/pip check >/dev/null || { $(BIN)/pip check; exit 1; }
 	touch $@
 
 # pip compiles the 300 MB of modules on one core; this uses all. A few of them are templates or for
-# other versions of Python.
+# other versions of Python. Of some large folders nearly nothing is imported: what is, Python
+# compiles then.
+UNUSED := transformers/models|torch/(_inductor|testing)|ray/(data|llm|rllib|serve|train|tune)
+UNUSED := /(tests|$(UNUSED)|databricks|fontTools|mypy|mypyc|pygments/lexers)/
 $(VENV)/.compiled: $(VENV)/.installed
-	$(BIN)/python -W ignore -m compileall -q -j 0 -x '/tests/' $(VENV)/lib >/dev/null || true
+	$(BIN)/python -W ignore -m compileall -q -j 0 -x '$(UNUSED)' $(VENV)/lib >/dev/null || true
 	touch $@
 
 tensorflow: $(VENV)/.tensorflow
@@ -71,13 +87,11 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Three test files at a time, in the order of tests/conftest.py: most tests wait for processes. With
-# four, or with the test of the wheel beside them, ranks took minutes to start.
-# mypy and the download of TensorFlow use one core each; the compilations fill what they leave.
+# Three test files at a time, in the order of tests/conftest.py: most tests wait for processes.
+# The wheel is tested while pip installs the environment, which leaves most of a core.
 test:
-	$(MAKE) --jobs 3 --output-sync horovod lint setup docs
+	$(MAKE) --jobs 4 --output-sync horovod lint setup docs wheel-test PYTHONS=$(PYTHON)
 	$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
-	$(MAKE) wheel-test PYTHONS=$(PYTHON)
 
 # The site in build/site; warnings, such as broken links, are errors.
 docs: $(VENV)/.installed

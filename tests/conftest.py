@@ -10,16 +10,18 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import few_jobs
 import pytest
 
 if TYPE_CHECKING:
     from autotune.dfg.graph import Dfg
     from runtime_rewriter.world.world import World
 
+JOB_TIMEOUT_S = 600.0
 SMALL = Path(__file__).parent / "scripts" / "train_small.py"
 
 LONGEST_FIRST = (
@@ -75,6 +77,15 @@ ranks took more than two minutes to start.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: number for number, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+    for item in items:
+        if item.get_closest_marker("job"):
+            item.add_marker(pytest.mark.timeout(JOB_TIMEOUT_S), append=False)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # the time limit of a test excludes its wait
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    with few_jobs.turn() if item.get_closest_marker("job") else contextlib.nullcontext():
+        return (yield)
 
 
 def pytest_collection_finish() -> None:

@@ -67,7 +67,7 @@ def check(python: str, wheel: Path, folder: Path) -> None:
     pip = environment / "bin/pip"
     pins = folder / "pins.txt"
     pins.write_text("\n".join(PIN.findall((ROOT / "constraints.txt").read_text())))
-    run(pip, "install", "-q", "-c", pins, wheel, folder=folder)
+    run(pip, "install", "-q", "--no-compile", "-c", pins, wheel, folder=folder)
     shutil.copytree(RECORDING, folder / "recording")
     for words in COMMANDS:
         output = run(environment / "bin/autotune", *words, folder=folder)

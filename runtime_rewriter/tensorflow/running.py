@@ -33,6 +33,8 @@ _COLLECTIVE = ("collective", "socket closed", "rendezvous", "recvtensor", "recvb
 
 
 Combine = Callable[[str, list[np.ndarray]], np.ndarray]
+Distribute = Callable[..., DistributedGraph]
+"""`distribute`, or a function of the same arguments."""
 
 
 class Target(Protocol):
@@ -56,7 +58,7 @@ class RunningGraph:
 
     A step fails after `step_timeout_s`. `combine`: makes a fetch, given its name, of those of all
     replicas; None: the first replica's counts. `first_key`: the first collective key that the
-    servers have not seen.
+    servers have not seen. `distribute` writes the graph of a plan.
     """
 
     def __init__(
@@ -66,8 +68,9 @@ class RunningGraph:
         step_timeout_s: float,
         combine: Combine | None = None,
         first_key: int = 1,
+        distribute: Distribute = distribute,
     ) -> None:
-        self.combine = combine
+        self.combine, self._distribute = combine, distribute
         self.training, self.servers = training, servers
         self._options = v1.RunOptions(timeout_in_ms=int(step_timeout_s * 1e3))
         self._next_key = first_key
@@ -85,7 +88,7 @@ class RunningGraph:
         """
         waiting: frozenset[str] = frozenset() if training is not None else self._waiting()
         try:
-            graph = distribute(
+            graph = self._distribute(
                 training or self.training,
                 plan,
                 self.servers.devices,

@@ -15,10 +15,15 @@ ELASTIC_REFUSAL = (
 )
 
 
+GLOO = "--gloo"
+
+
 def read_horovodrun(words: list[str]) -> tuple[list[str], dict[str, str], int, list[str]]:
     """The options, the variables that they set, the number of ranks, and the command's words.
 
-    Where the ranks run is left to the cluster that they are tuned on.
+    Where the ranks run is left to the cluster that they are tuned on. The options name gloo, whose
+    operations the ranks of a tuning job use. Otherwise horovodrun imports TensorFlow once more, to
+    see whether Horovod was built with MPI.
     """
     try:
         from horovod.runner.common.util import config_parser
@@ -38,6 +43,8 @@ def read_horovodrun(words: list[str]) -> tuple[list[str], dict[str, str], int, l
         )
     variables: dict[str, Any] = config_parser.set_env_from_args({}, options)
     before = words[: len(words) - len(options.command)]
+    if not options.use_gloo:
+        before = [GLOO, *before]
     texts = {name: str(value) for name, value in variables.items()}
     return before, texts, int(options.num_proc), list(options.command)
 

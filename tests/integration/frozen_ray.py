@@ -41,7 +41,7 @@ def frozen_raylet() -> str:
     """The outcome of a trial, after which the `raylet` freezes."""
     cluster = RayCluster(RayPlace(), 1, IN_A_HURRY)
     command = read_command(["torchrun", "--nproc-per-node", "1", str(SCRIPT)])
-    world = ray_world(cluster, command, 1, Path("logs"), 60.0, 60.0, statistics)
+    world = ray_world(cluster, command, 1, Path("logs"), 60.0, 240.0, statistics)
     request = TrialRequest(0, "", Role.CANDIDATE, warmup_steps=1, timed_steps=3)
     outcome = world.run_trial(request, None)
     freeze("raylet")

@@ -147,7 +147,7 @@ def local_world(
     *,
     ranks: int = 2,
     step_timeout_s: float = 60.0,
-    start_timeout_s: float = 60.0,
+    start_timeout_s: float = 240.0,
     conditions: Conditions = REAL_CONDITIONS,
     given_profile: Workload | None = None,
     probe_s: float = PROBE_S,

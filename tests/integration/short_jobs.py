@@ -8,8 +8,11 @@ from pathlib import Path
 
 from autotune.workload import Variable, Workload
 
-SHORT_PROBE = ("--probe-time", "1s", "--start-timeout", "5min")
-"""With patience, as a busy machine starts ranks slowly."""
+START_S = 300.0
+"""Patience with a start of Ray or of ranks, which took more than two minutes when it was busy."""
+JOB_S = 500.0
+"""Longest duration of a whole job."""
+SHORT_PROBE = ("--probe-time", "1s", "--start-timeout", f"{START_S:.0f}s")
 FEW_STEPS = ("--timed-steps", "3", "--most-steps", "3", "--ab-pairs", "6")
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from short_jobs import FEW_STEPS, SHORT_PROBE, with_tracking_store
+from short_jobs import FEW_STEPS, JOB_S, SHORT_PROBE, START_S, with_tracking_store
 from torch_scripts import run_ranks, run_script
 
 import autotune
@@ -39,7 +39,7 @@ LAUNCHER = SCRIPT.with_name("run_own_export.py")
 def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*launcher, "--nproc-per-node", "2", str(SCRIPT), *words]
-    return run_script(command, cwd=ROOT, timeout=120)
+    return run_script(command, cwd=ROOT, timeout=START_S)
 
 
 def two_ranks(*words: str, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
@@ -63,7 +63,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory, tracking_store: Path) -> tup
     launch = ["--", "torchrun", "--nproc-per-node", "2", str(SCRIPT)]
     job = ("--json", "--job", "applied", *in_directory)
     command = [*autotune_command, "tune", *job, *settings, *launch]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=JOB_S)
     assert done.returncode == 0, done.stderr
     tried = json.loads(done.stdout)["decision"]["best_candidate_id"]
     path = directory / "chosen.json"
@@ -72,6 +72,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory, tracking_store: Path) -> tup
     return path, tried
 
 
+@pytest.mark.job
 def test_an_applied_export_trains_to_the_same_bits_as_ddp(tuned) -> None:
     path, tried = tuned
     assert read_export(path).strategy.id == tried
@@ -82,6 +83,7 @@ def test_an_applied_export_trains_to_the_same_bits_as_ddp(tuned) -> None:
     assert len(with_ddp) == 1
 
 
+@pytest.mark.job
 def test_another_model_is_refused_with_the_difference_named(tuned, tmp_path) -> None:
     """In the `apply` line, and under `autotune run` when the script builds its DDP."""
     path, _ = tuned
@@ -96,6 +98,7 @@ def test_another_model_is_refused_with_the_difference_named(tuned, tmp_path) -> 
         assert "0.weight is float32[48, 32] instead of float32[64, 32]" in refused.stderr
 
 
+@pytest.mark.job
 def test_ranks_with_different_exports_raise_before_the_first_step(tuned, tmp_path) -> None:
     """One export keeps the current setup, without a plan; with DDP, as under `autotune run`."""
     path, _ = tuned
@@ -107,6 +110,7 @@ def test_ranks_with_different_exports_raise_before_the_first_step(tuned, tmp_pat
     assert f"{rule}, but rank 0 holds no plan, rank 1 holds plan-" in mixed.stderr
 
 
+@pytest.mark.job
 def test_an_edited_export_is_refused(tuned, tmp_path) -> None:
     path, _ = tuned
     data = json.loads(path.read_text())

@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from short_jobs import FEW_STEPS, SHORT_PROBE, with_tracking_store
+from short_jobs import FEW_STEPS, JOB_S, SHORT_PROBE, with_tracking_store
 
 from autotune.records import Measured
 from autotune.storage.store import Store
 
 pytest.importorskip("accelerate", reason="needs the extra `frameworks`")
+pytestmark = pytest.mark.job
 ROOT = Path(__file__).parents[2]
 FEW_TRIALS = ("--budget-trials", "1", "--top-k", "1", "--samples-per-round", "20", *FEW_STEPS)
 
@@ -55,7 +56,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=420,
+        timeout=JOB_S,
         env=environment,
     )
 

@@ -20,6 +20,7 @@ from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.workload import Library
 
 pytest.importorskip("horovod", reason="`make horovod` builds it")
+pytestmark = pytest.mark.job
 SCRIPT = Path(__file__).parents[1] / "scripts" / "horovod_by_hand.py"
 STEPS = 3
 
@@ -54,7 +55,7 @@ def test_horovod_executes_an_export_by_its_groups_and_by_one_line(tmp_path: Path
     assert plan is not None
     sizes = Counter(len(message.slices) for message in plan.messages)
     assert sorted(sizes) == [2, 4]
-    horovodrun = [str(Path(sys.executable).with_name("horovodrun")), "-np", "2"]
+    horovodrun = [str(Path(sys.executable).with_name("horovodrun")), "--gloo", "-np", "2"]
     started = ["env", "HOROVOD_TIMELINE=DYNAMIC", *horovodrun, sys.executable, str(SCRIPT)]
     done = subprocess.run(
         [*started, str(tmp_path), str(STEPS)], capture_output=True, text=True, timeout=400

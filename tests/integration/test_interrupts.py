@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from short_jobs import SHORT_PROBE, with_tracking_store
+from short_jobs import SHORT_PROBE, START_S, with_tracking_store
 
 from autotune.cluster import Cluster
 from autotune.export import Export
@@ -20,11 +20,12 @@ from autotune.strategy_space.builders.collectives import single_bucket
 from autotune.strategy_space.plan import plan
 from autotune.workload import Variable, Workload
 
+pytestmark = pytest.mark.job
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "scripts" / "train_small.py"
 
 
-def wait_for(condition: Callable[[], bool], what: str, limit_s: float = 90.0) -> None:
+def wait_for(condition: Callable[[], bool], what: str, limit_s: float = START_S) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > deadline:

@@ -14,7 +14,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from short_jobs import FEW_STEPS, SHORT_PROBE, small_model, take_interrupts, with_tracking_store
+from short_jobs import (
+    FEW_STEPS,
+    JOB_S,
+    SHORT_PROBE,
+    START_S,
+    small_model,
+    take_interrupts,
+    with_tracking_store,
+)
 
 from autotune.cluster import Cluster
 from autotune.errors import LaunchError
@@ -68,6 +76,7 @@ def assert_same_checkpoints(folder: Path, expected: Path) -> None:
         assert all(torch.equal(state[key], ours[name][key]) for key in state), name
 
 
+@pytest.mark.job
 def test_a_kept_and_resumed_training_ends_as_plain_ddp_does_with_all_checkpoints(
     project, tmp_path, tracking_store
 ) -> None:
@@ -89,9 +98,9 @@ def test_a_kept_and_resumed_training_ends_as_plain_ddp_does_with_all_checkpoints
     begun.send_signal(signal.SIGINT)
     assert "`autotune tune --resume` continues" in begun.communicate(timeout=90)[1]
     assert begun.returncode == 130 and not (project / "final.pt").exists()
-    done = subprocess.run([*tune, "--resume"], **pipes, timeout=280)
+    done = subprocess.run([*tune, "--resume"], **pipes, timeout=JOB_S)
     assert done.returncode == 0, done.stderr
-    assert plain.wait(timeout=120) == 0
+    assert plain.wait(timeout=START_S) == 0
     result = json.loads(done.stdout)
     with Store.open(jobs / "autotune.db") as store:
         events = store.history(result["job"]).events

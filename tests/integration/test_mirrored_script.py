@@ -39,7 +39,6 @@ def test_trials_change_the_messages_of_the_script_s_own_step(make_world, tmp_pat
         str(tmp_path),
         script=SCRIPT,
         step_timeout_s=120.0,
-        start_timeout_s=240.0,
         probe_s=0.0,
         supervisor=with_tensorflow,
     )

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from short_jobs import START_S
 
 from autotune.cluster import Where
 from autotune.cluster_file import cluster_yaml, read_cluster
@@ -18,11 +19,12 @@ ROOT = Path(__file__).parents[2]
 def probe(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "autotune", "probe", "--directory", str(directory / "jobs")]
     return subprocess.run(
-        [*command, *words], cwd=directory, capture_output=True, text=True, timeout=240
+        [*command, *words], cwd=directory, capture_output=True, text=True, timeout=START_S
     )
 
 
 @pytest.mark.slow
+@pytest.mark.job
 def test_a_local_cluster_is_probed_into_a_file_that_reads_back_and_tunes(tmp_path) -> None:
     output = tmp_path / "probed.yaml"
     to_output = ("--output", str(output))

@@ -15,16 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from short_jobs import START_S
 
 from autotune.cluster_file import read_cluster
 
+pytestmark = pytest.mark.job
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 # Ray replaces 127.0.0.1 by the first real interface, but leaves other loopback addresses alone.
 RAY_START = (str(Path(sys.executable).with_name("ray")), "start", "--block")
 RAY = [*RAY_START, "--num-cpus", "2", "--object-store-memory", "100000000"]
 WAIT = """
 import ray, sys, time
-for _ in range(60):
+for _ in range(240):
     try:
         ray.init(address=sys.argv[1], logging_level='ERROR', log_to_driver=False)
         break
@@ -75,7 +77,7 @@ def address(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactor
 
 def _wait_for_nodes(count: int, address: str, environment: dict[str, str]) -> None:
     command = [sys.executable, "-c", WAIT, address, str(count)]
-    subprocess.run(command, env=environment, check=True, timeout=90)
+    subprocess.run(command, env=environment, check=True, timeout=START_S)
 
 
 def report_of(
@@ -84,7 +86,7 @@ def report_of(
     shutil.copy(SCRIPTS / "train_small.py", directory)
     command = [sys.executable, str(SCRIPTS / "train_at_address.py"), address, mode]
     done = subprocess.run(
-        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=180
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=START_S
     )
     assert done.returncode == 0, done.stderr
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -127,7 +129,7 @@ def test_the_hosts_of_an_address_are_probed_into_a_cluster_file(
     limited = {**environment, "RAY_max_grpc_message_size": str(2**20)}
     command = [sys.executable, "-m", "autotune", "probe", *options]
     done = subprocess.run(
-        command, cwd=tmp_path, env=limited, capture_output=True, text=True, timeout=240
+        command, cwd=tmp_path, env=limited, capture_output=True, text=True, timeout=START_S
     )
     assert done.returncode == 0, done.stderr
     cluster = read_cluster(tmp_path / "probed.yaml")
@@ -162,7 +164,7 @@ def test_a_frozen_cluster_of_others_is_left_alone_and_ends_the_command(
         assert process.stdout.readline() == "connected\n"
         os.kill(gcs, signal.SIGSTOP)
         try:
-            output, errors = process.communicate("\n", timeout=120)
+            output, errors = process.communicate("\n", timeout=START_S)
         finally:
             os.kill(gcs, signal.SIGCONT)
     refusal = json.loads(output)["refusal"]

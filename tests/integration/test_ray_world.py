@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from short_jobs import small_model
+from short_jobs import START_S, small_model
 
 from autotune.errors import LaunchError
 from autotune.records import (
@@ -39,6 +39,7 @@ from runtime_rewriter.world.ray_world import ray_world
 from runtime_rewriter.world.views import Protected
 from runtime_rewriter.world.world import World
 
+pytestmark = pytest.mark.job
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train_small.py"
 FROZEN_RAY = Path(__file__).with_name("frozen_ray.py")
 RANKS = 2
@@ -78,7 +79,7 @@ def test_a_frozen_server_of_ray_leaves_nothing_behind_and_lets_the_process_end(
     server, outcome, tmp_path
 ) -> None:
     program = [sys.executable, FROZEN_RAY, server]
-    result = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=START_S)
     assert result.returncode == 0, result.stderr
     (folder, mode), printed = (json.loads(line) for line in result.stdout.splitlines())
     assert printed == outcome
@@ -108,7 +109,7 @@ def make_world(clusters: Clusters, tmp_path: Path) -> Iterator[Callable[..., Wor
     def make(*words: str, **options: Any) -> World:
         command = read_command(["torchrun", "--nproc-per-node", str(RANKS), str(SCRIPT), *words])
         place = (clusters.connected, command, RANKS, tmp_path / "logs")
-        worlds.append(ray_world(*place, 60.0, 60.0, statistics, **options))
+        worlds.append(ray_world(*place, 60.0, START_S, statistics, **options))
         return worlds[-1]
 
     yield make
@@ -148,7 +149,7 @@ def test_every_start_of_the_script_has_a_fresh_view_and_the_users_files_stay(
     words = ["--starts", str(starts), "--crash-step", "8", "--rotate"]
     command = read_command(["torchrun", "--nproc-per-node", str(RANKS), script, *words])
     place = (clusters.connected, command, RANKS, tmp_path / "logs")
-    world = ray_world(*place, 60.0, 60.0, statistics, protected=Protected.of([project]))
+    world = ray_world(*place, 60.0, START_S, statistics, protected=Protected.of([project]))
     try:
         crashed = world.run_trial(replace(REQUEST, timed_steps=12), None)
         assert isinstance(crashed, Failed) and "planted crash" in crashed.message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -29,9 +30,8 @@ from runtime_rewriter.emulation import timetable_of
 from runtime_rewriter.protocol import StartEmulation, StartTrial
 from runtime_rewriter.rank.activities import NumericsFailure
 from runtime_rewriter.rank.tensorflow_model import TensorflowModel
-from runtime_rewriter.tensorflow import running as running_module
-from runtime_rewriter.tensorflow.collectives import Carrier, Flat
 from runtime_rewriter.tensorflow.distribute import distribute
+from runtime_rewriter.tensorflow.distributed_graph import DistributedGraph
 from runtime_rewriter.tensorflow.emulation import LATE
 from runtime_rewriter.tensorflow.running import RunningGraph
 from runtime_rewriter.tensorflow.servers import session_config
@@ -58,14 +58,29 @@ class FourDevices:
         return config
 
 
+def _correct(graph_def: Any) -> None:
+    """Leave the graph as it is."""
+
+
 class Trials:
-    """Trials of one program, each of a single step under the gate."""
+    """Trials of one program, each of a single step under the gate.
+
+    `edit`: changes the graphs of the plans that are loaded next.
+    """
 
     def __init__(self, program: Any) -> None:
+        self.edit: Callable[[Any], None] = _correct
         training = program.capture()
-        self.running = RunningGraph(training, FourDevices(), STEP_TIMEOUT_S)
+        self.running = RunningGraph(
+            training, FourDevices(), STEP_TIMEOUT_S, distribute=self._distributed
+        )
         self.model = TensorflowModel(self.running, "model")
         self.batch = batches_of(program, 2 * REPLICAS, 1)[0]
+
+    def _distributed(self, *arguments: Any, **keywords: Any) -> DistributedGraph:
+        graph = distribute(*arguments, **keywords)
+        self.edit(graph.graph_def)
+        return graph
 
     def planned(self, name: str, rows: bool = False) -> Plan:
         workload = self.model.workload
@@ -143,43 +158,41 @@ def _half(graph_def: Any) -> None:
             node.attr["value"].tensor.float_val[:] = [0.2501]
 
 
+def _drifting(graph_def: Any) -> None:
+    """Rank 3 multiplies one sum, within the tolerance of a sum."""
+    scope = "autotune/message_0/rank_3"
+    by_name = {node.name: node for node in graph_def.node}
+    drift, drifted = graph_def.node.add(), graph_def.node.add()
+    drift.CopyFrom(by_name[f"{scope}/factor"])
+    drift.name = f"{scope}/drift"
+    drift.attr["value"].tensor.float_val[:] = [1 + 1.2e-7]
+    drifted.CopyFrom(by_name[f"{scope}/scaled"])
+    drifted.name = f"{scope}/drifted"
+    drifted.input[:] = [f"{scope}/all_reduce", drift.name]
+    by_name[f"{scope}/reshape_1"].input[0] = drifted.name
+
+
 @pytest.mark.parametrize("builder", ["per_variable", "ps_round_robin", "uneven_partitioned_ps"])
 @pytest.mark.parametrize("edit", [_lost_message, _half])
-def test_a_wrong_message_fails_the_trial_by_the_name_of_its_variable(
-    trials, monkeypatch, builder, edit
-):
-    def wrong(*arguments: Any, **keywords: Any) -> Any:
-        graph = distribute(*arguments, **keywords)
-        edit(graph.graph_def)
-        return graph
-
+def test_a_wrong_message_fails_the_trial_by_the_name_of_its_variable(trials, builder, edit):
     planned = trials.planned(builder)
-    monkeypatch.setattr(running_module, "distribute", wrong)
+    trials.edit = edit
     trials.running.load(planned)
     with pytest.raises(NumericsFailure, match=planned.messages[0].slices[0].variable):
         trials.error(planned)
-    monkeypatch.undo()
+    trials.edit = _correct
     trials.running.load(planned)
     assert trials.error(planned) < 1e-5
 
 
-def test_ranks_with_different_averages_fail_the_trial(trials, monkeypatch):
+def test_ranks_with_different_averages_fail_the_trial(trials):
     """A difference within the tolerance of a sum, but not the same on all ranks."""
-
-    class Drifting(Carrier):
-        def all_reduced(self, sent: Flat) -> dict[int, str]:
-            sums = super().all_reduced(sent)
-            if "message_0" in self.scope:
-                with self.at(3):
-                    sums[3] = self.writer.scale(sums[3], 1 + 1.2e-7, sent.dtype)
-            return sums
-
     planned = trials.planned("per_variable")
-    monkeypatch.setattr("runtime_rewriter.tensorflow.synchronization.Carrier", Drifting)
     trials.running.load(trials.planned("ps_round_robin"))
+    trials.edit = _drifting
     with pytest.raises(NumericsFailure, match="by inf"):
         trials.error(planned)
-    monkeypatch.undo()
+    trials.edit = _correct
     trials.running.load(planned)
     assert trials.error(planned) < 1e-5
 

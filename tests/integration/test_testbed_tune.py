@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from short_jobs import FEW_STEPS, SHORT_PROBE, take_interrupts, with_tracking_store
+from short_jobs import FEW_STEPS, JOB_S, SHORT_PROBE, START_S, take_interrupts, with_tracking_store
 
 from autotune.export import read_export
 from autotune.records import Accelerators, Measured, Network
@@ -23,7 +23,11 @@ from autotune.testbed.capabilities import capabilities
 from autotune.workload import Library
 
 ABLE = capabilities()
-pytestmark = [pytest.mark.skipif(not ABLE.possible, reason=ABLE.message), pytest.mark.slow]
+pytestmark = [
+    pytest.mark.skipif(not ABLE.possible, reason=ABLE.message),
+    pytest.mark.slow,
+    pytest.mark.job,
+]
 
 ROOT = Path(__file__).parents[2]
 SMALL = ROOT / "tests" / "scripts" / "train_small.py"
@@ -69,7 +73,7 @@ def trials_in(folder: Path) -> int:
 def test_a_job_on_a_testbed_states_so_everywhere_and_leaves_nothing(tmp_path) -> None:
     options = ("--json", "--search", "random", "--accelerators", "emulated", *TRIALS)
     done = subprocess.run(
-        words(tmp_path, "say-so", *options), cwd=ROOT, capture_output=True, text=True, timeout=280
+        words(tmp_path, "say-so", *options), cwd=ROOT, capture_output=True, text=True, timeout=JOB_S
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -105,7 +109,7 @@ def test_a_tensorflow_script_of_horovod_is_tuned_on_emulated_accelerators_and_ru
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=JOB_S,
             env={**os.environ, "PATH": commands},
         )
         assert done.returncode == 0, done.stderr
@@ -150,7 +154,7 @@ def test_ctrl_c_takes_the_testbed_down_and_resume_builds_it_again(tmp_path, trac
         command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=take_interrupts
     )
     try:
-        wait_for(lambda: trials_in(tmp_path) >= 2, "the second trial", 150)
+        wait_for(lambda: trials_in(tmp_path) >= 2, "the second trial", START_S)
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)
     finally:
@@ -159,7 +163,7 @@ def test_ctrl_c_takes_the_testbed_down_and_resume_builds_it_again(tmp_path, trac
     assert beds_of("interrupted") == []
     before = trials_in(tmp_path)
     resume = [*AUTOTUNE, "tune", "--resume", "bed", "--directory", str(tmp_path)]
-    done = subprocess.run(resume, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(resume, cwd=ROOT, capture_output=True, text=True, timeout=JOB_S)
     assert done.returncode == 0, done.stderr
     assert trials_in(tmp_path) > before and beds_of("interrupted") == []
 
@@ -175,7 +179,7 @@ def test_after_kill_9_of_the_driver_down_removes_the_namespaces_and_all_processe
         return any(len(hosts) == 2 and all(hosts) for hosts in processes)
 
     try:
-        wait_for(ray_runs, "Ray on both hosts", 90)
+        wait_for(ray_runs, "Ray on both hosts", START_S)
     finally:
         process.kill()
         process.wait(timeout=30)

@@ -13,13 +13,14 @@ import time
 from pathlib import Path
 
 import pytest
-from short_jobs import FEW_STEPS, SHORT_PROBE, with_tracking_store
+from short_jobs import FEW_STEPS, JOB_S, SHORT_PROBE, START_S, with_tracking_store
 
 from autotune.export import read_export
 from autotune.records import CURRENT_SETUP, Measured
 from autotune.storage.store import Store
 from runtime_rewriter.world.ray_folder import FOLDER_VARIABLE, processes_of
 
+pytestmark = pytest.mark.job
 ROOT = Path(__file__).parents[2]
 SMALL = ROOT / "tests" / "scripts" / "train_small.py"
 TRIALS = [
@@ -36,7 +37,7 @@ TRIALS = [
 
 
 def autotune(
-    *words: str, timeout_s: float = 420.0, **environment: str
+    *words: str, timeout_s: float = JOB_S, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "autotune", *words]
     return subprocess.run(
@@ -242,7 +243,7 @@ def test_kill_9_at_random_moments_loses_no_finished_trial_and_repeats_none(
         assert events[: len(last_events)] == last_events
         last_events = events
     done = subprocess.run(
-        [*resume, "--json"], cwd=ROOT, capture_output=True, text=True, timeout=200
+        [*resume, "--json"], cwd=ROOT, capture_output=True, text=True, timeout=JOB_S
     )
     assert done.returncode == 0, done.stderr
     events = stored_events(tmp_path)
@@ -289,12 +290,12 @@ def stored_events(directory: Path) -> list:
 
 
 def wait_for_more_events(directory: Path, before: int, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + START_S
     while time.monotonic() < deadline and process.poll() is None:
         if (directory / "autotune.db").exists() and len(stored_events(directory)) > before:
             return
         time.sleep(0.2)
-    raise AssertionError(f"no new event within 120 s, exit status {process.poll()}")
+    raise AssertionError(f"no new event within {START_S:.0f} s, exit status {process.poll()}")
 
 
 def test_a_dead_mlflow_server_does_not_stop_a_bayesian_search_and_the_runs_are_sent_later(

@@ -32,7 +32,7 @@ def run_script(command: Sequence[str], **options: Any) -> subprocess.CompletedPr
 
 
 def run_ranks(
-    words: Sequence[str], ranks: int = 0, timeout_s: float = 120.0
+    words: Sequence[str], ranks: int = 0, timeout_s: float = 240.0
 ) -> subprocess.CompletedProcess[str]:
     """Run `python words` in `ranks` processes with torchrun's variables, or in one without them
     (0).

@@ -33,7 +33,7 @@ def world(
         workers,
         logs,
         60.0,
-        60.0,
+        240.0,
         statistics,
         probe_s=1.0,
         protected=Protected.of([Path.cwd()]),
@@ -56,7 +56,7 @@ def refusal(address: str) -> str:
 
 
 def stuck(address: str) -> str:
-    deadlines = Deadlines(start_s=60.0, answer_s=1.0, placement_s=1.0, shutdown_s=1.0)
+    deadlines = Deadlines(start_s=240.0, answer_s=1.0, placement_s=1.0, shutdown_s=1.0)
     cluster = RayCluster(RayPlace(address, bare=True), 2, deadlines)
     print("connected", flush=True)
     sys.stdin.readline()

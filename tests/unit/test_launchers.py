@@ -144,8 +144,10 @@ def test_what_cannot_be_started_is_refused_with_the_fix(command: str) -> None:
 def test_a_run_keeps_horovodrun_with_its_options() -> None:
     words = ["horovodrun", "-np", "2", "--cycle-time-ms", "2", "python", "train.py", "--lr", "1"]
     run = with_launcher(read(" ".join(words)), 2, ("--strategy", "best.json"))
-    assert run[:5] == words[:5]
-    assert run[5:7] == [sys.executable, "-u"]
+    assert run[:6] == ["horovodrun", "--gloo", *words[1:5]]
+    assert run[6:8] == [sys.executable, "-u"]
+    again = with_launcher(read("horovodrun -np 2 --gloo python train.py"), 2, ())
+    assert again[:4] == ["horovodrun", "-np", "2", "--gloo"]
     assert run[-6:] == ["--strategy", "best.json", "--", "train.py", "--lr", "1"]
 
 

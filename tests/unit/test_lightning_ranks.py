@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from importlib.util import find_spec
 
 import pytest
 
 from runtime_rewriter.rank.lightning_ranks import lightning_hint
 
-environments: Any = pytest.importorskip(
-    "lightning.fabric.plugins.environments", reason="needs the extra `frameworks`"
-)
+if find_spec("lightning") is None:  # an import takes 5 s
+    pytest.skip("needs the extra `frameworks`", allow_module_level=True)
+
 FOUR_HOSTS = {
     "WORLD_SIZE": "4",
     "LOCAL_WORLD_SIZE": "1",
@@ -31,7 +31,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def checked(devices: int, hosts: int) -> None:
-    environment = environments.TorchElasticEnvironment()
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+
+    environment = TorchElasticEnvironment()
     assert environment.detect() and environment.creates_processes_externally
     environment.validate_settings(num_devices=devices, num_nodes=hosts)
 
