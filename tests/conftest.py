@@ -6,6 +6,7 @@ The only conftest of the tests: two modules of one name could not be type-checke
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import subprocess
@@ -101,31 +102,51 @@ def pytest_collection_finish() -> None:
         threadpoolctl.threadpool_limits(1)
 
 
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """Return the folder that `make(folder)` has filled, for all processes of this test run."""
+    root = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    folder, unfinished = root / name, root / f"{name}-unfinished"
+    with (root / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+            make(unfinished)
+            unfinished.rename(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def tracking_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An MLflow store in SQLite without runs; MLflow takes five seconds to create one."""
-    path = tmp_path_factory.mktemp("tracking") / "mlflow.db"
-    code = "import sys, mlflow; mlflow.MlflowClient(sys.argv[1]).search_experiments()"
-    subprocess.run(
-        [sys.executable, "-c", code, f"sqlite:///{path}"],
-        check=True,
-        capture_output=True,
-        timeout=120,
-        cwd=path.parent,
-    )
-    return path
+
+    def make(folder: Path) -> None:
+        code = "import sys, mlflow; mlflow.MlflowClient(sys.argv[1]).search_experiments()"
+        subprocess.run(
+            [sys.executable, "-c", code, f"sqlite:///{folder / 'mlflow.db'}"],
+            check=True,
+            capture_output=True,
+            timeout=240,
+            cwd=folder,
+        )
+
+    return made_once(tmp_path_factory, "tracking", make) / "mlflow.db"
 
 
 @pytest.fixture(scope="session")
 def example_plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Install the example plugin; return the folder to put on the path."""
-    folder = tmp_path_factory.mktemp("plugin")
-    source = folder / "source"  # a build writes next to its sources
-    site = folder / "site"
-    shutil.copytree(Path(__file__).parents[1] / "examples/plugin", source)
-    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(site)]
-    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(source)], check=True)
-    return site
+
+    def make(folder: Path) -> None:
+        source = folder / "source"  # a build writes next to its sources
+        shutil.copytree(Path(__file__).parents[1] / "examples/plugin", source)
+        options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target"]
+        words = [*options, str(folder / "site"), str(source)]
+        subprocess.run([sys.executable, "-m", "pip", "install", *words], check=True, timeout=240)
+
+    return made_once(tmp_path_factory, "plugin", make) / "site"
 
 
 @pytest.fixture

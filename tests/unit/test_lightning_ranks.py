@@ -31,7 +31,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def checked(devices: int, hosts: int) -> None:
-    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+    from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
     environment = TorchElasticEnvironment()
     assert environment.detect() and environment.creates_processes_externally
