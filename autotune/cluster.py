@@ -36,7 +36,8 @@ MAX_BENDS = 8
 MAX_ERROR = 1e6
 """Largest relative error or spread of a fit: times a million apart fit no line."""
 FITTED = (
-    *("all_reduce", "reduce_scatter_all_gather", "push_pull", "reduce", "broadcast"),
+    *("all_reduce", "reduce_scatter_all_gather", "push_pull", "direct_exchange"),
+    *("reduce", "broadcast"),
     *("reduce_scatter", "all_gather", "all_to_all", "gather", "scatter"),
 )
 """Operations that a probe times (`runtime_rewriter/probe/operations.py`)."""

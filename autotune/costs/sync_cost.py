@@ -26,13 +26,16 @@ collective is a reduce inside each host, the collective among the hosts, and a b
 3 three times). Rows of a sparse gradient are one all-gather of the rows that all ranks touch
 (`row_traffic`).
 
+A direct exchange is two collectives of Eq. 3, whose transfer is that of its shares and pieces
+(`direct_cost`), and each further piece costs another delta.
+
 All ranks of one host cost the same, so no sum runs over pairs of workers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -40,9 +43,11 @@ import numpy as np
 
 from autotune.arrays import BoolArray, FloatArray, IntArray
 from autotune.cluster import Cluster, CollectiveFit, Where
+from autotune.costs.direct_cost import direct_s_per_byte
 from autotune.costs.row_traffic import RowTraffic
-from autotune.errors import InvalidInput, InvalidStrategy
+from autotune.errors import InvalidInput
 from autotune.strategy_space.plan import Message, Plan
+from autotune.strategy_space.shares import Shares
 from autotune.strategy_space.strategy import SparseHandling, Synchronizer
 from autotune.workload import Workload
 
@@ -54,11 +59,6 @@ Measured: issuing an in-place all-reduce on a packed 32 MB buffer (torch 2.13, g
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")
 """The five collectives of Eq. 3."""
-
-NOT_PREDICTED = (
-    "no cost model predicts a direct exchange yet, but a message is one; "
-    "measure the strategy, or use another synchronizer"
-)
 
 _PARTS = {
     Synchronizer.ALL_REDUCE: ("all_reduce",),
@@ -217,11 +217,19 @@ class MessageKind(NamedTuple):
     hierarchical: bool = False
     sparse: SparseHandling = SparseHandling.DENSE
     ranks: tuple[int, ...] = ()
+    shares: Shares | None = None
+    pieces: int = 1
 
 
 def kind_of(message: Message) -> MessageKind:
     return MessageKind(
-        message.synchronizer, message.owner, message.hierarchical, message.sparse, message.ranks
+        message.synchronizer,
+        message.owner,
+        message.hierarchical,
+        message.sparse,
+        message.ranks,
+        message.shares,
+        message.pieces,
     )
 
 
@@ -237,6 +245,7 @@ class _Rate:
     server: int = -1
     fits: _Fits = None
     fit_factor: float = 1.0
+    pieces_s: float = 0.0
 
 
 class Rates:
@@ -263,7 +272,8 @@ class Rates:
             fits, at = rates[number].fits, np.flatnonzero(numbers == number)
             if fits is not None:
                 each_s = (fit.seconds_each(wire_bytes[at]) for fit in fits)
-                fitted_s[at] = rates[number].fit_factor * sum(each_s, np.zeros(len(at)))
+                factor, more_s = rates[number].fit_factor, rates[number].pieces_s
+                fitted_s[at] = factor * sum(each_s, np.zeros(len(at))) + more_s
         return MessageCosts(
             transfer_s=columns[:, 0] * wire_bytes,
             overhead_count=columns[:, 1],
@@ -289,6 +299,8 @@ class Rates:
             return _Rate(0.0, 0.0, 0.0, 0.0, self.cluster.own_bandwidth_bytes_per_s(0), fits=())
         if kind.synchronizer is Synchronizer.PARAMETER_SERVER:
             return self._served(kind, ranks, size)
+        if kind.synchronizer is Synchronizer.DIRECT_EXCHANGE:
+            return self._direct(kind, size)
         return self._collective(kind, ranks, size)
 
     def _served(self, kind: MessageKind, ranks: tuple[int, ...], size: int) -> _Rate:
@@ -311,10 +323,40 @@ class Rates:
         count = float(copies.sum())
         return _Rate(s_per_byte, count, count * self.phi_s, 1.0, link, server, fits)
 
+    def _direct(self, kind: MessageKind, size: int) -> _Rate:
+        """Both rounds of a direct exchange of all ranks, or of the hosts' leaders.
+
+        The probe exchanged whole messages with equal shares between all ranks. Two levels have no
+        fit here.
+        """
+        two_level = self._hierarchical(kind)
+        members = len(self.cluster.hosts) if two_level else size
+        s_per_byte, link = direct_s_per_byte(self.cluster, kind.shares, kind.pieces, two_level)
+        exchange = _Rate(
+            s_per_byte=s_per_byte,
+            overhead_count=2.0 * members,
+            overhead_s=2.0 * members * self.phi_s,
+            kernel_count=1.0 + kind.pieces,
+            link=link,
+        )
+        if two_level:
+            inside = self._two_level((), ())
+            return replace(
+                exchange,
+                s_per_byte=s_per_byte + inside.s_per_byte,
+                overhead_count=exchange.overhead_count + inside.overhead_count,
+                overhead_s=exchange.overhead_s + inside.overhead_s,
+                kernel_count=exchange.kernel_count + inside.kernel_count,
+            )
+        fits = self._fit((kind.synchronizer.operation,), size, ())
+        if not fits:
+            return exchange
+        probed, _ = direct_s_per_byte(self.cluster, None, 1, two_level)
+        pieces_s = (kind.pieces - 1) / 2 * fits[0].alpha_s
+        return replace(exchange, fits=fits, fit_factor=s_per_byte / probed, pieces_s=pieces_s)
+
     def _collective(self, kind: MessageKind, ranks: tuple[int, ...], size: int) -> _Rate:
         """Eq. 3, summed over the message's collectives."""
-        if kind.synchronizer is Synchronizer.DIRECT_EXCHANGE:
-            raise InvalidStrategy(NOT_PREDICTED)
         parts = (
             ("all_gather",)
             if kind.sparse is SparseHandling.ALL_GATHER

@@ -76,6 +76,8 @@ class RuntimeCosts:
     | `rows_write_s_per_byte` | write their sum as the gradient, per byte of it | s/B |
     | `low_rank_s`, `low_rank_s_per_flop` | PowerSGD: per slice and product; per operation | s |
     | `collective_s` | start a collective that was not probed | s |
+    | `message_s` | a message between two ranks of a direct exchange that was not probed | s |
+    | `sum_s_per_byte` | direct exchange: an owner adds the part of one rank, per byte | s/B |
     | `threads` | collectives that one process group runs at the same time | - |
     | `star_threads` | the same of gathers and scatters, in which one rank sums | - |
     | `star_turns` | 1: transfers of stars in both directions between two hosts take turns | - |
@@ -119,6 +121,8 @@ class RuntimeCosts:
     collective_s: Constant = Constant(
         KERNEL_LATENCY_S, "autotune.costs.sync_cost: an in-place all-reduce, torch 2.13, gloo, CPU"
     )
+    message_s: Constant = Constant(5e-05, f"{ASSUMED}: a send and a receive of gloo from Python")
+    sum_s_per_byte: Constant = Constant(1.2e-10, f"{ASSUMED}: as scaling a gradient while packing")
     threads: Constant = Constant(
         2,
         "torch: options of ProcessGroupGloo, `threads = 2`, "

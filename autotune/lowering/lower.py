@@ -99,14 +99,19 @@ class Lowering:
         messages: Sequence[Message],
         ring_order: tuple[int, ...] | None = None,
         limit: int | None = None,
+        in_flight: int = 1,
     ) -> Dfg:
-        """These messages alone, packed at time 0, until the last arrives; `limit` as in `Plan`."""
+        """These messages alone, packed at time 0, until the last arrives.
+
+        `limit` and `in_flight` as in `Plan`.
+        """
         batches = self.messages.batches(messages, ring_order)
         to, count = DfgBuilder(), len(messages)
         issue_s = np.full(count, self.costs["issue_s"])
         if limit is None:
             for batch in batches:
-                issue_s[batch.numbers] += batch.steps[0].step.prepare_s
+                if not batch.direct:  # its first lane prepares
+                    issue_s[batch.numbers] += batch.steps[0].step.prepare_s
         host = to.queue("r0 host")
         first = to.block(
             count,
@@ -125,6 +130,7 @@ class Lowering:
             symmetric=True,
             workers=[0],
             limit=limit,
+            in_flight=in_flight,
             layer=np.zeros(count, dtype=np.int64),
             coarse=True,
             crowd=self.crowd,
@@ -165,7 +171,8 @@ class _PlanGraph:
         prepare_s = np.zeros(len(plan.messages))
         if not plan.cross_step:
             for batch in batches:
-                prepare_s[batch.numbers] = batch.steps[0].step.prepare_s
+                if not batch.direct:  # its first lane prepares
+                    prepare_s[batch.numbers] = batch.steps[0].step.prepare_s
         taken_s = np.zeros(len(plan.messages))
         if lowering.taken_share > 0:
             taken_s = lowering.taken_share * lowering.messages.cpu_s(plan)
@@ -185,6 +192,7 @@ class _PlanGraph:
             symmetric=symmetric,
             workers=workers,
             limit=plan.limit,
+            in_flight=plan.in_flight,
             layer=self.slices.last,
             coarse=coarse,
             crowd=lowering.crowd,

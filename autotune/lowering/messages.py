@@ -16,12 +16,12 @@ import numpy as np
 
 from autotune.arrays import FloatArray, IntArray
 from autotune.costs.row_traffic import RowTraffic
-from autotune.costs.sync_cost import NOT_PREDICTED
-from autotune.errors import InvalidInput, InvalidStrategy
+from autotune.errors import InvalidInput
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.step_times import StepTimes, Timing
-from autotune.lowering.steps import Scope, Step, steps_of
+from autotune.lowering.steps import Scope, Step, pieces_of, steps_of
 from autotune.strategy_space.plan import Message, Plan
+from autotune.strategy_space.shares import Shares, shares_of_hosts
 from autotune.strategy_space.strategy import Compressor, Synchronizer
 from autotune.workload import Workload
 
@@ -38,10 +38,15 @@ class TimedStep:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Messages of one kind: `numbers` (K,) within the plan, ascending."""
+    """Messages of one kind: `numbers` (K,) within the plan, ascending.
+
+    Each of the `pieces` of a direct exchange takes all steps by itself.
+    """
 
     numbers: IntArray
     steps: tuple[TimedStep, ...]
+    pieces: int = 1
+    direct: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,9 +106,7 @@ class MessageTimer:
     def batches(
         self, messages: Sequence[Message], ring_order: tuple[int, ...] | None = None
     ) -> list[Batch]:
-        """The messages by kind. Raises `InvalidStrategy` for a direct exchange."""
-        if any(m.synchronizer is Synchronizer.DIRECT_EXCHANGE for m in messages):
-            raise InvalidStrategy(NOT_PREDICTED)
+        """The messages by kind."""
         numbers_of: dict[Hashable, list[int]] = {}
         for number, message in enumerate(messages):
             numbers_of.setdefault(_kind(message), []).append(number)
@@ -119,7 +122,8 @@ class MessageTimer:
         seconds = []
         for message, size_bytes in zip(plan.messages, sizes_bytes, strict=True):
             fit = fits[message.synchronizer]
-            seconds.append(fit.cpu_s(size_bytes) if fit else 0.0)
+            pieces = pieces_of(message)
+            seconds.append(pieces * fit.cpu_s(size_bytes / pieces) if fit else 0.0)
         return np.array(seconds)
 
     def _batch(
@@ -134,9 +138,12 @@ class MessageTimer:
             groups.members,
             groups.two_level,
             self.costs,
+            _shares(of_kind[0], groups),
         )
         timed = tuple(self._timed(step, groups.by_scope[step.scope]) for step in steps)
-        return Batch(np.array(numbers, dtype=np.int64), timed)
+        first = of_kind[0]
+        direct = first.synchronizer is Synchronizer.DIRECT_EXCHANGE
+        return Batch(np.array(numbers, dtype=np.int64), timed, pieces_of(first), direct)
 
     def _timed(self, step: Step, groups: tuple[tuple[int, ...], ...]) -> TimedStep:
         times = self.timing.of(step, groups) if step.collective is not None else None
@@ -167,6 +174,14 @@ class MessageTimer:
         return _Groups(by_scope, True, len(by_scope[Scope.LEADERS][0]))
 
 
+def _shares(message: Message, groups: _Groups) -> Shares | None:
+    """By which the members of a direct exchange own its sums; leaders own those of their hosts."""
+    if not groups.two_level:
+        return message.shares
+    (leaders,) = groups.by_scope[Scope.LEADERS]
+    return shares_of_hosts(message.shares, groups.by_scope[Scope.HOSTS], leaders)
+
+
 def _kind(message: Message) -> Hashable:
     """Equal for messages that differ only in their sizes."""
     factors: Hashable = None
@@ -182,4 +197,6 @@ def _kind(message: Message) -> Hashable:
         message.dtype,
         message.ratio,
         factors,
+        message.shares,
+        pieces_of(message),
     )

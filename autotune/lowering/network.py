@@ -4,7 +4,6 @@
 |---|---|
 | M | messages, in issue order |
 | K | messages of one kind |
-| L | ops of one message of a kind |
 | P, C | ports, hosts with cores |
 | W | workers in the graph, 1 if the graph is symmetric |
 """
@@ -12,9 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,7 +20,9 @@ from autotune.dfg.build import DfgBuilder
 from autotune.dfg.graph import NONE, Kind
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.messages import Batch, TimedStep
-from autotune.lowering.traffic import IN, OUT, Collective, Ports
+from autotune.lowering.step_times import StepTimes
+from autotune.lowering.template import Op, Rounds, StepOps, Template
+from autotune.lowering.traffic import DIRECT, IN, OUT, Collective, Ports
 
 CORES = "cores"
 """Queue of the cores that all hosts share."""
@@ -31,54 +30,14 @@ MAX_ROUNDS = 16
 """More rounds are joined into this many equal ones. Alone, a message takes the same time;
 concurrent messages share the links more coarsely."""
 STAR_PIECES = 4
-"""Pieces of a gather or scatter, whose transfers share a link evenly with other messages."""
+"""Pieces of a gather or scatter, whose transfers share a link evenly with other messages.
+
+A direct exchange is cut into as many unless the plan cuts it finer."""
+UNLIMITED = 2**30
+"""Messages in flight on a lane where the library decides."""
 _STARS = (Collective.GATHER, Collective.SCATTER)
 MAX_PORTS_COMPARED = 64
 """Above it, only equal ports are folded."""
-
-
-class _Op(NamedTuple):
-    """One op of a message. `slot`, `size_slot`: rows of the template's durations and sizes."""
-
-    queue: int = NONE
-    channel: int = NONE
-    kind: int = Kind.VIRTUAL
-    worker: int = NONE
-    acquires: int = NONE
-    releases: int = NONE
-    slot: int = 0
-    size_slot: int = NONE
-
-
-@dataclass
-class _Template:
-    """The ops of one message of a batch.
-
-    `durations`, `sizes`: rows of shape (K,); row 0 of the durations is 0. For each lane, by worker:
-    `threads` are the ops of the lane's thread, `ends` those that the lane's step ends with.
-    """
-
-    durations: list[FloatArray]
-    ops: list[_Op] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    edges: list[tuple[int, int]] = field(default_factory=list)
-    sizes: list[FloatArray] = field(default_factory=list)
-    threads: list[list[int]] = field(default_factory=list)
-    ends: list[list[int]] = field(default_factory=list)
-    first: list[int] = field(default_factory=list)  # ops that start when the message is issued
-
-    def add(self, name: str, op: _Op, after: Sequence[int]) -> int:
-        number = len(self.ops)
-        self.names.append(name)
-        self.ops.append(op)
-        self.edges.extend((parent, number) for parent in after)
-        if not after:
-            self.first.append(number)
-        return number
-
-    def duration(self, values_s: FloatArray) -> int:
-        self.durations.append(values_s)
-        return len(self.durations) - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,11 +60,13 @@ class Network:
         symmetric: bool,
         workers: Sequence[int],
         limit: int | None,
+        in_flight: int,
         layer: IntArray,
         coarse: bool,
         crowd: float = 0.0,
     ) -> None:
-        """`limit`: messages in flight on a lane (`Plan.limit`). `layer` (M,): layers of the ops.
+        """`limit`: messages in flight on a lane (`Plan.limit`). `in_flight`: pieces of direct
+        exchanges in flight in each of their rounds. `layer` (M,): layers of the ops.
 
         `symmetric`: only the ports that decide are in the graph. `coarse`: a message without
         competitors is one round. `crowd`: ranks per core of the machine that they share; 0 if every
@@ -120,6 +81,7 @@ class Network:
         self._used_cores = deciding([step.cores for step in times], symmetric).tolist()
         self._workers = workers
         self._limit = limit
+        self._in_flight = in_flight
         self._layer = layer
         self._crowd = crowd
         alone = limit == 1 and all(len(batch.steps) == 1 for batch in batches)
@@ -141,12 +103,9 @@ class Network:
         offsets = np.cumsum(lengths) - lengths
         base = to.ops + offsets
         total = int(lengths.sum())
-        columns = np.empty((len(_Op._fields) - 2, total), dtype=np.int64)
+        columns = np.empty((len(Op._fields) - 2, total), dtype=np.int64)
         layer = np.empty(total, dtype=np.int64)
         duration_s, size_bytes = np.zeros(total), np.zeros(total)
-        lanes = max(len(template.threads) for template in templates)
-        threads = np.full((lanes, len(self._workers), self._messages), NONE, dtype=np.int64)
-        lane_ends = threads.copy()
         names: dict[int, list[str]] = {}
         for batch, template in zip(self._batches, templates, strict=True):
             numbers = batch.numbers
@@ -162,12 +121,8 @@ class Network:
             to.edges(start[:, None] + edges[:, 0], start[:, None] + edges[:, 1])
             for op in template.first:
                 to.edges(issued[:, numbers], np.broadcast_to(start + op, (len(issued), len(start))))
-            for table, ops_of_lane in ((threads, template.threads), (lane_ends, template.ends)):
-                for lane, of_workers in enumerate(ops_of_lane):
-                    for worker, op in enumerate(of_workers):
-                        table[lane, worker, numbers] = start + op
             names.update(dict.fromkeys(numbers.tolist(), template.names))
-        self._chain(to, threads, lane_ends)
+        self._chain(to, templates, base)
 
         def name(number: int) -> str:
             message = int(np.searchsorted(offsets, number, side="right")) - 1
@@ -179,77 +134,109 @@ class Network:
             duration_s=duration_s,
             size_bytes=size_bytes,
             layer=layer,
-            **dict(zip(_Op._fields, columns, strict=False)),
+            **dict(zip(Op._fields, columns, strict=False)),
         )
         return MessageOps(base, base + lengths - 1)
 
-    def _chain(self, to: DfgBuilder, threads: IntArray, lane_ends: IntArray) -> None:
-        """Each lane's thread takes the messages in plan order.
+    def _chain(self, to: DfgBuilder, templates: Sequence[Template], base: IntArray) -> None:
+        """Each lane's thread takes the pieces of all messages in plan order.
 
-        It takes a message when the message `limit` places before it has ended on the lane.
+        It takes one when that `limit` places before it has ended on the lane. Direct exchanges have
+        a limit of their own.
         """
-        for lane, ends_of_lane in zip(threads, lane_ends, strict=True):
-            for taken, ends in zip(lane, ends_of_lane, strict=True):
-                used = np.flatnonzero(taken != NONE)
-                if self._limit != 1:
-                    to.edges(taken[used[:-1]], taken[used[1:]])
-                if self._limit is not None:
-                    to.edges(ends[used[: -self._limit]], taken[used[self._limit :]])
+        for lane in range(max(len(template.threads) for template in templates)):
+            numbers: list[IntArray] = []
+            taken: list[IntArray] = []
+            ends: list[IntArray] = []
+            limits: list[IntArray] = []
+            for batch, template in zip(self._batches, templates, strict=True):
+                if lane >= len(template.threads) or not template.threads[lane][0]:
+                    continue
+                start = base[batch.numbers][:, None, None]
+                places = np.repeat(batch.numbers, len(template.threads[lane]))
+                limit = self._in_flight if batch.direct else self._limit
+                numbers.append(places)
+                limits.append(np.full(len(places), limit or UNLIMITED))
+                for table, ops in ((taken, template.threads[lane]), (ends, template.ends[lane])):
+                    table.append((start + np.array(ops)).reshape(-1, len(self._workers)))
+            if not numbers:
+                continue
+            order = np.argsort(np.concatenate(numbers), kind="stable")
+            first, last = np.concatenate(taken)[order], np.concatenate(ends)[order]
+            most = np.concatenate(limits)[order]
+            if (most != 1).any():
+                to.edges(first[:-1], first[1:])
+            limited = np.flatnonzero(most < UNLIMITED)
+            behind = np.arange(len(limited)) - most[limited]
+            waits = behind >= 0
+            to.edges(last[limited[behind[waits]]], first[limited[waits]])
 
-    def _template(self, to: DfgBuilder, batch: Batch) -> _Template:
-        template = _Template([np.zeros(len(batch.numbers))])
-        behind: list[int] = []
-        for lane, timed in enumerate(batch.steps):
-            behind = self._add_step(to, template, timed, lane, behind)
-        if len(behind) > 1 or len(template.ops) - 1 not in behind:
-            template.add("out", _Op(), behind)
+    def _template(self, to: DfgBuilder, batch: Batch) -> Template:
+        template = Template([np.zeros(len(batch.numbers))])
+        steps = [
+            self._step_ops(to, template, timed, lane, batch)
+            for lane, timed in enumerate(batch.steps)
+        ]
+        template.threads = [[] for _ in steps]
+        template.ends = [[] for _ in steps]
+        last: list[int] = []
+        for _ in range(batch.pieces):
+            behind: list[int] = []
+            for lane, step in enumerate(steps):
+                behind = step.add(template, lane, behind)
+            last += behind
+        if len(last) > 1 or len(template.ops) - 1 not in last:
+            template.add("out", Op(), last)
         return template
 
-    def _add_step(
-        self, to: DfgBuilder, template: _Template, timed: TimedStep, lane: int, behind: list[int]
-    ) -> list[int]:
-        """Add the ops of one step behind those of the step before; the ops that it ends with."""
+    def _step_ops(
+        self, to: DfgBuilder, template: Template, timed: TimedStep, lane: int, batch: Batch
+    ) -> StepOps:
+        """The ops of a step of each piece.
+
+        The thread that issues messages prepares them for lane 0, unless there is a limit.
+        """
         step = timed.step
-        threads = []
-        if lane > 0 or self._limit is not None:
+        threads: list[tuple[str, Op]] = []
+        if lane > 0 or self._limit is not None or batch.direct:
             share = self._crowd / len(self._workers) if self._crowd > 0 else 1.0
             slot = template.duration(share * (self._costs["lane_s"] + step.prepare_s))
             cores = to.queue(CORES) if self._crowd > 0 else NONE
             kind = Kind.UNPACK if timed.times is None else Kind.PACK
             for worker in self._workers:
-                queue = to.queue(f"r{worker} lane {lane}")
-                op = _Op(queue, cores, kind, worker, slot=slot)
-                threads.append(template.add(f"lane {lane} of r{worker}", op, behind))
-            behind = threads
-        template.threads.append(threads)
+                op = Op(to.queue(f"r{worker} lane {lane}"), cores, kind, worker, slot=slot)
+                threads.append((f"lane {lane} of r{worker}", op))
+        root = None
         if step.prepare_root_s.any():
             queue = to.queue(f"r{timed.root} server")
             slot = template.duration(step.prepare_root_s)
-            op = _Op(queue, kind=Kind.SERVER, worker=timed.root, slot=slot)
-            behind = [template.add("sum", op, behind)]
+            root = Op(queue, kind=Kind.SERVER, worker=timed.root, slot=slot)
+        rounds = None
         if timed.times is not None:
-            behind = [self._add_rounds(to, template, timed, lane, behind)]
-        template.ends.append(behind * len(self._workers) if len(behind) == 1 else behind)
-        return behind
+            rounds = self._rounds(to, template, timed, timed.times, lane, batch)
+        return StepOps(tuple(threads), root, rounds, len(self._workers))
 
-    def _add_rounds(
-        self, to: DfgBuilder, template: _Template, timed: TimedStep, lane: int, behind: list[int]
-    ) -> int:
-        """Add the rounds of a collective; its last op, which gives the thread back.
-
-        In every round each port sends its share, then the rest of the time passes.
-        """
-        times, collective = timed.times, timed.step.collective
-        assert times is not None and collective is not None
+    def _rounds(
+        self,
+        to: DfgBuilder,
+        template: Template,
+        timed: TimedStep,
+        times: StepTimes,
+        lane: int,
+        batch: Batch,
+    ) -> Rounds:
+        """The rounds of a collective for each piece."""
+        collective = timed.step.collective
+        assert collective is not None
         loaded = [port for port in self._used_ports if times.ports[port] > 0]
         busy = [host for host in self._used_cores if times.cores[host] > 0]
         rounds = min(times.rounds, MAX_ROUNDS)
         if times.rounds == 1 and collective is not Collective.ALL_TO_ALL:
-            rounds = STAR_PIECES
+            rounds = -(-STAR_PIECES // batch.pieces)
         if self._coarse:
             rounds = 1
         lock = NONE
-        if self._limit != 1:
+        if self._limit != 1 and collective not in DIRECT:
             threads = int(self._costs["star_threads" if collective in _STARS else "threads"])
             lock = to.lock(threads, (lane, timed.group, threads))
         # Cores work beyond a message's end: senders drain their sockets, threads fall asleep.
@@ -261,35 +248,37 @@ class Network:
         most_s = np.maximum(times.link_s, within_s * crowded)
         rest_s = np.maximum(times.alone_s - most_s, 0.0)  # the product may round up to more
         rest = template.duration(rest_s / rounds)
-        sends = [template.duration(times.link_s * times.ports[port] / rounds) for port in loaded]
-        copies = [template.duration(within_s * times.cores[host] / rounds) for host in busy]
         template.sizes.append(timed.step.size_bytes / rounds)
         size = len(template.sizes) - 1
-        entry = template.add(f"{collective} in", _Op(acquires=lock), behind)
-        port_names = [self._ports.name(port) for port in loaded]
-        names = (*port_names, *(self._cores_name(host) for host in busy))
-        queues = [to.queue(name) for name in names]
-        one_round = [
-            _Op(queue, self._turns(to, timed, lane, port), Kind.SEND, slot=slot, size_slot=size)
-            for queue, port, slot in zip(queues, loaded, sends, strict=False)
+        ports = [
+            Op(
+                to.queue(self._ports.name(port)),
+                self._turns(to, timed, lane, port),
+                Kind.SEND,
+                slot=template.duration(times.link_s * times.ports[port] / rounds),
+                size_slot=size,
+            )
+            for port in loaded
         ]
-        one_round += [
-            _Op(queue, kind=Kind.COPY, slot=slot)
-            for queue, slot in zip(queues[len(loaded) :], copies, strict=True)
+        cores = [
+            Op(
+                to.queue(self._cores_name(host)),
+                kind=Kind.COPY,
+                slot=template.duration(within_s * times.cores[host] / rounds),
+            )
+            for host in busy
         ]
-        template.ops += [*one_round, _Op(slot=rest)] * rounds
-        template.ops[-1] = _Op(slot=rest, releases=lock)
-        template.names += _round_names(collective, names, rounds)
-        template.edges += [
-            (entry + parent, entry + child) for parent, child in _round_edges(len(names), rounds)
+        beyond = [
+            Op(
+                to.queue(self._cores_name(host)),
+                kind=Kind.COPY,
+                slot=template.duration(beyond_s * times.cores[host]),
+            )
+            for host in (busy if beyond_s.any() else ())
         ]
-        last = len(template.ops) - 1
-        if beyond_s.any():
-            for host in busy:
-                slot = template.duration(beyond_s * times.cores[host])
-                op = _Op(to.queue(self._cores_name(host)), kind=Kind.COPY, slot=slot)
-                template.add(f"{collective} beyond", op, [last])
-        return last
+        names = [self._ports.name(port) for port in loaded]
+        names += [self._cores_name(host) for host in busy]
+        return Rounds(collective, rounds, (*ports, *cores), tuple(names), rest, lock, tuple(beyond))
 
     def _cores_name(self, host: int) -> str:
         if self._crowd > 0:
@@ -353,24 +342,3 @@ def deciding(loads: Sequence[FloatArray], symmetric: bool) -> IntArray:
     below: BoolArray = np.all(columns[:, :, None] <= columns[:, None, :], axis=0)
     np.fill_diagonal(below, False)
     return left[~below.any(axis=1)]
-
-
-@lru_cache(maxsize=1024)
-def _round_names(collective: Collective, ports: tuple[str, ...], rounds: int) -> tuple[str, ...]:
-    return tuple(
-        f"{collective} {number} {name}" for number in range(rounds) for name in (*ports, "wait")
-    )
-
-
-@lru_cache(maxsize=256)
-def _round_edges(ports: int, rounds: int) -> tuple[tuple[int, int], ...]:
-    """Edges behind op 0: each wait leads to the ports of the next round, these to its wait."""
-    edges = []
-    for number in range(rounds):
-        before = number * (ports + 1)
-        wait = before + ports + 1
-        for port in range(before + 1, wait):
-            edges += [(before, port), (port, wait)]
-        if ports == 0:
-            edges.append((before, wait))
-    return tuple(edges)

@@ -100,9 +100,10 @@ class LoweredSteps:
         critical = tuple(dict.fromkeys(on_path[on_path != NONE].tolist()))
         return Observed(timeline.makespan_s, np.minimum(start_s, end_s), end_s, critical)
 
-    def sync_s(self, messages: Sequence[Message], limit: int | None) -> float:
-        """Partial replay: these messages alone, all issued at once; `limit` as in `Plan`."""
-        return self._replay(self._lowering.message_graph(messages, limit=limit)).makespan_s
+    def sync_s(self, messages: Sequence[Message], limit: int | None, in_flight: int = 1) -> float:
+        """Partial replay: these messages alone, all issued at once; bounds as in `Plan`."""
+        graph = self._lowering.message_graph(messages, limit=limit, in_flight=in_flight)
+        return self._replay(graph).makespan_s
 
     def _lowering_of(self, plan: Plan) -> Lowering:
         workload = self.fused.get(plan.op_fusion) if plan.op_fusion else None
@@ -126,7 +127,7 @@ class LoweredSteps:
 
 def _key(plan: Plan) -> object:
     """The parts of a plan that decide its step; hashing its id would take longer than a replay."""
-    return plan.messages, plan.limit, plan.ring_order, plan.op_fusion
+    return plan.messages, plan.limit, plan.in_flight, plan.ring_order, plan.op_fusion
 
 
 def message_of_op(dfg: Dfg, message_ops: MessageOps) -> IntArray:

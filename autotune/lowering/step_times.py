@@ -17,11 +17,16 @@ waking threads) occupies no port, so a second message can use the link meanwhile
 The probe's root is rank 0 and its ring follows the ranks. Another root or ring has another a':
 t'(S) = t(S) + g (a' - a) S. Without a fit, t(S) = a S / payload + 2 latencies per round +
 `collective_s`.
+
+A direct exchange was probed with equal shares; others have another a'. Its ports have the rates
+that the probe found with all peers at once (`Cluster.peer_fits`), for each host and direction, or
+else the hosts' own. Without a fit, each of its rounds costs the messages of one rank, by the same
+probe or the assumed `message_s`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +35,8 @@ from autotune.arrays import FloatArray
 from autotune.cluster import Cluster, CollectiveFit, Where
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.steps import Scope, Step
-from autotune.lowering.traffic import Collective, Ports, Traffic
+from autotune.lowering.traffic import DIRECT, IN, OUT, Collective, Ports, Traffic
+from autotune.strategy_space.shares import Shares
 from autotune.strategy_space.strategy import Synchronizer
 
 _HALVES = {
@@ -39,7 +45,10 @@ _HALVES = {
         Collective.REDUCE_SCATTER,
         Collective.ALL_GATHER,
     ),
+    Synchronizer.DIRECT_EXCHANGE.operation: DIRECT,
 }
+SEEN_BELOW = 0.9
+"""A host's interface was seen if it was slower than this share of its peers' links together."""
 _JOINT = {half: name for name, halves in _HALVES.items() for half in halves}
 _WHERE = {Scope.WORLD: None, Scope.HOSTS: Where.HOST, Scope.LEADERS: Where.ACROSS}
 
@@ -68,7 +77,8 @@ class Timing:
         self.cluster = cluster
         self.ports = ports
         self.costs = costs
-        self._traffic: dict[tuple[Collective, tuple[int, ...], int], Traffic] = {}
+        self._traffic: dict[Hashable, Traffic] = {}
+        self._peers = _PeerCosts(cluster, ports, costs)
         self._leaders = tuple(
             int(np.searchsorted(ports.host_of_rank, host)) for host in range(len(cluster.hosts))
         )
@@ -84,7 +94,8 @@ class Timing:
             none = np.zeros(len(size_bytes))
             return StepTimes(none, none, np.zeros(self.ports.count), 1, none, cores)
         traffics = [
-            self.traffic(step.collective, members, _root(step.root, members)) for members in groups
+            self.traffic(step.collective, members, _root(step.root, members), step.shares)
+            for members in groups
         ]
         s_per_byte = np.maximum.reduce([traffic.s_per_byte for traffic in traffics])
         slowest = float(s_per_byte.max())
@@ -96,8 +107,12 @@ class Timing:
             payload = self.costs["payload"]
             link_s = slowest * size_bytes / payload
             cpu_s = self._cpu_s(size_bytes, size, step.scope)
-            latencies_s = 2 * rounds * self._latency_s(step.scope)
-            alone_s = whole * size_bytes / payload + latencies_s + self.costs["collective_s"]
+            direct = step.collective in DIRECT
+            start_s = self._peers.messages_s(size) if direct else self.costs["collective_s"]
+            latencies_s = 2 * rounds * self._latency_s(step.scope) + start_s
+            alone_s = whole * size_bytes / payload + latencies_s
+            if step.collective is Collective.PULL:
+                alone_s += self.costs["sum_s_per_byte"] * size_bytes
         else:
             fitted_s, slope, cpu_s = fitted
             probed = self._probed_s_per_byte(step.collective, step.scope, size)
@@ -111,10 +126,22 @@ class Timing:
         """Whether the collective itself was probed on this many ranks."""
         return self._fit(collective.value, size, scope) is not None
 
-    def traffic(self, collective: Collective, members: tuple[int, ...], root: int) -> Traffic:
-        key = (collective, members, root)
+    def traffic(
+        self,
+        collective: Collective,
+        members: tuple[int, ...],
+        root: int,
+        shares: Shares | None = None,
+    ) -> Traffic:
+        """`shares` of a direct exchange: those of all ranks."""
+        key = (collective, members, root, shares)
         if key not in self._traffic:
-            self._traffic[key] = self.ports.traffic(collective, members, root)
+            owned = None if shares is None else np.array(shares)[list(members)]
+            traffic = self.ports.traffic(collective, members, root, owned)
+            if collective in DIRECT and traffic.s_per_byte.any():
+                slowed = traffic.s_per_byte * self._peers.factors(members)
+                traffic = Traffic.even(slowed, traffic.rounds)
+            self._traffic[key] = traffic
         return self._traffic[key]
 
     def _cores(self, groups: Sequence[tuple[int, ...]]) -> FloatArray:
@@ -199,6 +226,46 @@ class Timing:
         latencies_s = [host.latency_s for host in hosts]
         latencies_s += [link.latency_s for link in self.cluster.pair_links]
         return max(latencies_s, default=0.0)
+
+
+class _PeerCosts:
+    """What the probe found of hosts that exchange messages with several others at once."""
+
+    def __init__(self, cluster: Cluster, ports: Ports, costs: RuntimeCosts) -> None:
+        self._cluster, self._ports, self._costs = cluster, ports, costs
+
+    def factors(self, members: tuple[int, ...]) -> FloatArray:
+        """Cost of a byte on each port relative to the hosts' own links, shape (P,).
+
+        1 for a port that was not probed, or whose peers together were not faster than it.
+        """
+        ports, payload = self._ports, self._costs["payload"]
+        factors = np.ones(ports.count)
+        hosts = np.unique(ports.host_of_rank[list(members)]).tolist()
+        rates = 1 / ports.s_per_byte[: ports.hosts]
+        for host in hosts:
+            others = np.sort(rates[[other for other in hosts if other != host]])[::-1]
+            for side in (OUT, IN):
+                name = self._cluster.hosts[host].name
+                fit = self._cluster.peer_fit(name, len(others), outwards=side == OUT)
+                if fit is None:
+                    continue
+                of_peers = payload * float(others[: fit.peers].sum())
+                if fit.bytes_per_s < SEEN_BELOW * of_peers:
+                    factors[side * ports.hosts + host] = payload * rates[host] / fit.bytes_per_s
+        return factors
+
+    def messages_s(self, members: int) -> float:
+        """Time of the messages of one rank in one round; the slowest host's, if it was probed."""
+        peers = min(members, len(self._cluster.hosts)) - 1
+        fits = [
+            fit
+            for host in self._cluster.hosts
+            for outwards in (True, False)
+            if (fit := self._cluster.peer_fit(host.name, peers, outwards)) is not None
+        ]
+        each_s = max((fit.message_s for fit in fits), default=self._costs["message_s"])
+        return (members - 1) * each_s
 
 
 def _of_fit(fit: CollectiveFit, size_bytes: FloatArray) -> tuple[FloatArray, float, FloatArray]:

@@ -3,12 +3,15 @@
 The runtime executes plans the same way (`runtime_rewriter/pytorch/exchange`). Step k runs on lane
 k. The thread that computes gradients issues the messages of lane 0; every other lane has a thread.
 A hierarchical message is a reduce within each host, the message's own steps among one leader per
-host, and a broadcast within each host.
+host, and a broadcast within each host. A direct exchange is a push, a pull and its arrival. Each of
+its pieces takes all steps by itself.
 
 | symbol | meaning |
 |---|---|
 | n | ranks of the process group that sums the message |
 | K | messages of one kind: the shape of every array here |
+
+Sizes and computation are those of one piece; only direct exchanges have several.
 """
 
 from __future__ import annotations
@@ -22,9 +25,10 @@ import numpy as np
 from autotune.arrays import FloatArray
 from autotune.costs.row_traffic import RowTraffic
 from autotune.lowering.costs import RuntimeCosts
-from autotune.lowering.traffic import Collective
+from autotune.lowering.traffic import DIRECT, Collective
 from autotune.strategy_space.compressors import CodecCosts
 from autotune.strategy_space.plan import Message
+from autotune.strategy_space.shares import Shares, piece_bounds
 from autotune.strategy_space.strategy import CASTS, ROOTED, Compressor, SparseHandling, Synchronizer
 from autotune.workload import DTYPE_BYTES
 
@@ -47,7 +51,8 @@ class Step:
 
     `size_bytes`: the size that the collective's fit takes. `prepare_s`: computation of each rank
     before the step. `prepare_root_s`: computation of its `root`. `fit`: the probed operation of
-    which the collective is one part of two; "" if the collective itself was probed.
+    which the collective is one part of two; "" if the collective itself was probed. `shares`: those
+    of all ranks in a direct exchange.
     """
 
     collective: Collective | None
@@ -57,6 +62,7 @@ class Step:
     fit: str = ""
     scope: Scope = Scope.WORLD
     root: int | None = None
+    shares: Shares | None = None
 
 
 def steps_of(
@@ -66,9 +72,13 @@ def steps_of(
     members: int,
     two_level: bool,
     costs: RuntimeCosts,
+    shares: Shares | None = None,
 ) -> tuple[Step, ...]:
-    """The steps of messages of one kind. `members`: ranks that sum, the leaders if `two_level`."""
-    kind = _MessageKind(messages, traffic, world_size, members, costs)
+    """The steps of messages of one kind. `members`: ranks that sum, the leaders if `two_level`.
+
+    `shares` of a direct exchange: those of all ranks, by which the members own the sums.
+    """
+    kind = _MessageKind(messages, traffic, world_size, members, costs, shares)
     if kind.first.sparse is not SparseHandling.DENSE:
         return kind.rows()
     if kind.first.compressor is Compressor.POWER_SGD:
@@ -98,17 +108,19 @@ class _MessageKind:
         world_size: int,
         members: int,
         costs: RuntimeCosts,
+        shares: Shares | None,
     ) -> None:
         self.first = messages[0]
+        self.shares = shares
         self.members = members
         self.costs = costs
         self.messages = messages
         self.nothing = np.zeros(len(messages))
-        self.elements = np.array([message.elements for message in messages], dtype=np.float64)
-        self.wire_bytes = np.array([traffic.sent_bytes(message) for message in messages])
-        self.summed_bytes = np.array(
-            [traffic.summed_bytes(message, world_size) for message in messages]
-        )
+        pieces = pieces_of(self.first)
+        self.elements = np.array([message.elements for message in messages]) / pieces
+        self.wire_bytes = np.array([traffic.sent_bytes(message) for message in messages]) / pieces
+        summed_bytes = [traffic.summed_bytes(message, world_size) for message in messages]
+        self.summed_bytes = np.array(summed_bytes) / pieces
         self.element_bytes = DTYPE_BYTES[self.first.dtype]
         sent_element_bytes = self.element_bytes
         if self.first.compressor in CASTS:
@@ -132,6 +144,7 @@ class _MessageKind:
             fit=fit,
             scope=scope,
             root=self.first.owner if collective in _ROOTED and scope is Scope.WORLD else None,
+            shares=self.shares if collective in DIRECT else None,
         )
 
     def compute(self, prepare_s: FloatArray) -> Step:
@@ -142,6 +155,8 @@ class _MessageKind:
         synchronizer = self.first.synchronizer
         if synchronizer is Synchronizer.ALL_REDUCE:
             return (self.step(Collective.ALL_REDUCE, size_bytes, prepare_s),)
+        if synchronizer is Synchronizer.DIRECT_EXCHANGE:
+            return self._direct(size_bytes, prepare_s)
         first, second = {
             Synchronizer.REDUCE_SCATTER_ALL_GATHER: (
                 Collective.REDUCE_SCATTER,
@@ -157,10 +172,36 @@ class _MessageKind:
             self.step(second, size_bytes, fit=fit),
         )
 
+    def _direct(
+        self, size_bytes: FloatArray, prepare_s: FloatArray | None
+    ) -> tuple[Step, Step, Step]:
+        """The rounds' times include the sum of an owner with an equal share."""
+        more = max(self.most_owned * self.members - 1, 0.0)
+        sum_s = self.costs["sum_s_per_byte"] * more * size_bytes
+        fit = Synchronizer.DIRECT_EXCHANGE.operation
+        return (
+            self.step(Collective.PUSH, size_bytes, prepare_s, fit=fit),
+            self.step(Collective.PULL, size_bytes, sum_s, fit=fit),
+            self.compute(self.nothing),
+        )
+
+    @property
+    def most_owned(self) -> float:
+        """The largest share that a rank owns."""
+        return 1 / self.members if self.shares is None else max(self.shares)
+
     def compressed(self) -> tuple[Step, ...]:
         """Quantisers and top-k: values are compressed, sent, summed, compressed again and read."""
         n = self.members
         wire_bytes = self.wire_bytes
+        if self.first.synchronizer is Synchronizer.DIRECT_EXCHANGE:
+            most = self.most_owned
+            summed_s = self._add_s(n * most) + self._compress_s(most)
+            return (
+                self.step(Collective.PUSH, wire_bytes, self._compress_s(1.0)),
+                self.step(Collective.PULL, wire_bytes, summed_s),
+                self.compute(self._add_s(1.0)),
+            )
         if self.first.synchronizer in ROOTED:
             pushed = self.first.synchronizer is Synchronizer.PARAMETER_SERVER
             back = Collective.SCATTER if pushed else Collective.BROADCAST
@@ -228,6 +269,17 @@ class _MessageKind:
         if self.first.sparse is SparseHandling.ALL_GATHER:
             rows = self.step(Collective.ALL_GATHER, n * wire_bytes)
             return counts, rows, self.compute(add_s + write_s)
+        if self.first.synchronizer is Synchronizer.DIRECT_EXCHANGE:
+            # One number per owner and one for the form of the rows.
+            rows_for = self.step(Collective.ALL_GATHER, (n + 1) / 2 * n * count_bytes, take_s)
+            sums = self.step(Collective.ALL_GATHER, n * count_bytes, self.most_owned * add_s)
+            return (
+                rows_for,
+                self.step(Collective.PUSH, wire_bytes),
+                sums,
+                self.step(Collective.PULL, self.summed_bytes),
+                self.compute(write_s),
+            )
         return (
             counts,
             self.step(Collective.GATHER, wire_bytes),
@@ -235,6 +287,11 @@ class _MessageKind:
             self.step(Collective.SCATTER, self.summed_bytes),
             self.compute(write_s),
         )
+
+
+def pieces_of(message: Message) -> int:
+    """The pieces in which a direct exchange sends a message; none of them is empty."""
+    return len(piece_bounds(message.elements, message.pieces))
 
 
 def _codec_costs(compressor: Compressor, costs: RuntimeCosts) -> CodecCosts:

@@ -14,7 +14,10 @@ We measured what gloo does for each collective (torch 2.13). An all-reduce is a 
 rounds, each of which sends 1/n of the tensor to the next rank. A reduce-scatter moves as much. An
 all-gather is a ring of n - 1 rounds. A reduce is the first half of the ring; then every rank sends
 its part to the root. A broadcast is a binomial tree: rank v, counted from the root, receives from
-v without its highest bit. Gather and scatter are stars.
+v without its highest bit. Gather and scatter are stars. A direct exchange is two rounds of sends
+between all pairs of ranks. In a push, every rank sends to each owner the part that it owns; in a
+pull, every owner sends its sum to all others. Their n (n - 1) sends each are the only quantity here
+that grows with the square of the ranks. They are counted by host, never one by one.
 """
 
 from __future__ import annotations
@@ -43,6 +46,12 @@ class Collective(StrEnum):
     BROADCAST = "broadcast"
     GATHER = "gather"
     SCATTER = "scatter"
+    PUSH = "push"
+    PULL = "pull"
+
+
+DIRECT = (Collective.PUSH, Collective.PULL)
+"""The rounds of a direct exchange."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +109,17 @@ class Ports:
         source, target = (a, b) if port == first else (b, a)
         return f"{hosts[source].name} to {hosts[target].name}"
 
-    def traffic(self, collective: Collective, members: Sequence[int], root: int = 0) -> Traffic:
-        """`root`: the rank that gathers, scatters, broadcasts or receives the sum."""
+    def traffic(
+        self,
+        collective: Collective,
+        members: Sequence[int],
+        root: int = 0,
+        owned: FloatArray | None = None,
+    ) -> Traffic:
+        """`root`: the rank that gathers, scatters, broadcasts or receives the sum.
+
+        `owned` (n,): the share of a direct exchange that each member owns; None: equal shares.
+        """
         ranks = np.asarray(members, dtype=np.int64)
         count = len(ranks)
         if count < 2:
@@ -113,6 +131,10 @@ class Ports:
             return Traffic.even(self._ring(ranks, share), count - 1)
         if collective is Collective.ALL_TO_ALL:
             return Traffic.even(self._all_to_all(ranks), 1)
+        if collective in DIRECT:
+            if owned is None:
+                owned = np.full(count, 1 / count)
+            return Traffic.even(self._direct(ranks, owned, collective is Collective.PULL), 1)
         others = ranks[ranks != root]
         at_root = np.full(len(others), root)
         if collective is Collective.GATHER:
@@ -188,6 +210,35 @@ class Ports:
                 loads[pair_port] += moved_bytes
         moved: FloatArray = np.maximum(loads, 0.0) * self.s_per_byte
         return moved
+
+    def _direct(self, ranks: IntArray, owned: FloatArray, pull: bool) -> FloatArray:
+        """Every rank sends to each other one what that owns; a pull is the reverse.
+
+        Host h has d of the n ranks, which own s together. It sends d (1 - s) of the tensor to other
+        hosts, and receives (n - d) s. O(ranks + pairs with a link of their own).
+        """
+        hosts = self.host_of_rank[ranks]
+        devices = np.bincount(hosts, minlength=self.hosts).astype(np.float64)
+        shares = np.bincount(hosts, weights=owned, minlength=self.hosts)
+        sent, received = devices * (1 - shares), (len(ranks) - devices) * shares
+        inside = np.zeros(self.hosts)
+        # The busiest device sends to, and receives from, the others of its host.
+        np.maximum.at(
+            inside, hosts, np.maximum(shares[hosts] - owned, (devices[hosts] - 1) * owned)
+        )
+        loads = np.zeros(self.count)
+        for (a, b), port in self.pairs.items():
+            for source, target, pair_port in ((a, b, port), (b, a, port + 1)):
+                moved = devices[source] * shares[target]
+                sent[source] -= moved
+                received[target] -= moved
+                loads[pair_port + (1 - 2 * (pair_port - port) if pull else 0)] += moved
+        loads[: self.hosts], loads[self.hosts : 2 * self.hosts] = sent, received
+        if pull:
+            loads[: self.hosts], loads[self.hosts : 2 * self.hosts] = received, sent
+        loads[2 * self.hosts : 3 * self.hosts] = inside
+        busy: FloatArray = np.maximum(loads, 0.0) * self.s_per_byte
+        return busy
 
     def _moved(self, senders: IntArray, receivers: IntArray, share: float) -> FloatArray:
         """Seconds per port if each sender sends `share` bytes to its receiver.

@@ -47,7 +47,10 @@ def can_merge(one: Message, other: Message) -> bool:
     if SparseHandling.DENSE is not one.sparse or SparseHandling.DENSE is not other.sparse:
         return False
     kinds = [
-        (m.synchronizer, m.compressor, m.dtype, m.owner, m.hierarchical, m.ratio, m.rank)
+        (
+            *(m.synchronizer, m.compressor, m.dtype, m.owner, m.hierarchical, m.ratio, m.rank),
+            *(m.shares, m.pieces),
+        )
         for m in (one, other)
     ]
     return kinds[0] == kinds[1]
@@ -190,4 +193,6 @@ def signature(message: Message) -> tuple[object, ...]:
         message.hierarchical,
         message.ratio,
         message.rank,
+        message.shares,
+        message.pieces,
     )

@@ -71,7 +71,7 @@ class Replays:
         ]
         sync_s = self._by_whole_steps(steps, plan)
         if self.problem.speedups.partial:
-            sync_s = self._partial(steps, plan.limit)
+            sync_s = self._partial(steps, plan)
         return CriticalPath(
             problem=self.problem,
             plan=plan,
@@ -113,20 +113,18 @@ class Replays:
             last = min(graph.op_of_variable[part.variable] for part in parts)
         return tuple(range(len(graph.ops) - 1, last - 1, -1))
 
-    def _partial(
-        self, steps: LoweredSteps, limit: int | None
-    ) -> Callable[[Sequence[Message]], float]:
-        """t_sync by kinds and sizes.
+    def _partial(self, steps: LoweredSteps, plan: Plan) -> Callable[[Sequence[Message]], float]:
+        """t_sync by kinds and sizes, with as many in flight as in the plan.
 
         The variables in a message do not matter, except those of sparse rows.
         """
 
         def seconds(messages: Sequence[Message]) -> float:
             self.problem.deadline.check()
-            key = limit, tuple(_kind(message) for message in messages)
+            key = plan.limit, plan.in_flight, tuple(_kind(message) for message in messages)
             if key not in self._sync_s:
                 self.partial += 1
-                self._sync_s[key] = steps.sync_s(messages, limit)
+                self._sync_s[key] = steps.sync_s(messages, plan.limit, plan.in_flight)
                 self.ops += steps.ops
             return self._sync_s[key]
 
@@ -170,4 +168,6 @@ def _kind(message: Message) -> object:
         message.hierarchical,
         message.ratio,
         message.rank,
+        message.shares,
+        message.pieces,
     )

@@ -54,7 +54,10 @@ CROWDED = costs(
 
 Rows cost no CPU time: a later lane could overtake a message that others wait for (Graham's
 anomalies)."""
-PROBED = "all_reduce push_pull reduce_scatter_all_gather reduce_scatter all_gather broadcast reduce"
+PROBED = (
+    "direct_exchange all_reduce push_pull reduce_scatter_all_gather reduce_scatter all_gather "
+    "broadcast reduce"
+)
 
 
 def with_cores(*hosts: tuple[int, float], pairs: tuple[PairLink, ...] = ()) -> Cluster:
@@ -238,7 +241,7 @@ def messages(
 
 @pytest.mark.parametrize("cross_step", [False, True])
 @pytest.mark.parametrize("name", ["even", "uneven", "devices"])
-@pytest.mark.parametrize("synchronizer", SearchSpace.default().synchronizers)
+@pytest.mark.parametrize("synchronizer", list(Synchronizer))
 @pytest.mark.parametrize("elements", [1, 5_000, 100_000, 10_000_000])
 def test_a_message_alone_costs_its_fit(synchronizer, elements, name, cross_step) -> None:
     cluster, root, parts = fitted(CLUSTERS[name]), None, [synchronizer.operation]
@@ -306,12 +309,16 @@ def test_equal_hosts_may_change_places(workload, seed, order) -> None:
     st.sampled_from(list(Collective)),
     st.integers(0, 3),
     st.permutations([0, 1, 2, 3]),
+    st.none() | st.lists(st.integers(0, 3), min_size=4, max_size=4).filter(any),
 )
-def test_port_loads_are_the_sums_of_the_collectives_transfers(name, kind, root, members) -> None:
+def test_port_loads_are_the_sums_of_the_collectives_transfers(
+    name, kind, root, members, parts
+) -> None:
     cluster = CLUSTERS[name]
     ports, hosts = Ports(cluster), len(cluster.hosts)
     expected, inside = np.zeros(ports.count), np.zeros((2, 4))
-    for source, to, share in transfers(kind, members, root):
+    shares = [0.25] * 4 if parts is None else [part / sum(parts) for part in parts]
+    for source, to, share in transfers(kind, members, root, shares):
         a, b = cluster.host_of_rank[source], cluster.host_of_rank[to]
         if a == b:
             inside[0, source] += share
@@ -323,12 +330,19 @@ def test_port_loads_are_the_sums_of_the_collectives_transfers(name, kind, root, 
     for rank in range(4):
         port = 2 * hosts + cluster.host_of_rank[rank]
         expected[port] = max(expected[port], *inside[:, rank])
-    s_per_byte = ports.traffic(kind, members, root).s_per_byte
+    owned = None if parts is None else np.array(shares)[members]
+    s_per_byte = ports.traffic(kind, members, root, owned).s_per_byte
     assert np.allclose(s_per_byte, expected * ports.s_per_byte)
 
 
-def transfers(kind: Collective, members: list[int], root: int) -> list[tuple[int, int, float]]:
-    """(from, to, share of the tensor), as gloo moves it between four ranks."""
+def transfers(
+    kind: Collective, members: list[int], root: int, shares: list[float]
+) -> list[tuple[int, int, float]]:
+    """(from, to, share of the tensor), as gloo moves it between four ranks.
+
+    `shares`: what each rank owns in a direct exchange.
+    """
+    pairs = [(a, b) for a in members for b in members if a != b]
     ring = [(members[i], members[(i + 1) % 4]) for i in range(4)]
     others = [rank for rank in members if rank != root]
     turned = members[members.index(root) :] + members[: members.index(root)]
@@ -337,11 +351,13 @@ def transfers(kind: Collective, members: list[int], root: int) -> list[tuple[int
         Collective.ALL_REDUCE: [(a, b, 1.5) for a, b in ring],
         Collective.REDUCE_SCATTER: [(a, b, 1.5) for a, b in ring],
         Collective.ALL_GATHER: [(a, b, 0.75) for a, b in ring],
-        Collective.ALL_TO_ALL: [(a, b, 0.25) for a in members for b in members if a != b],
+        Collective.ALL_TO_ALL: [(a, b, 0.25) for a, b in pairs],
         Collective.REDUCE: [(a, b, 0.75) for a, b in ring] + [(a, root, 0.25) for a in others],
         Collective.BROADCAST: [(turned[a], turned[b], 1.0) for a, b in tree],
         Collective.GATHER: [(a, root, 1.0) for a in others],
         Collective.SCATTER: [(root, a, 1.0) for a in others],
+        Collective.PUSH: [(a, b, shares[b]) for a, b in pairs],
+        Collective.PULL: [(a, b, shares[a]) for a, b in pairs],
     }[kind]
 
 

@@ -7,24 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from small_worlds import model
-from small_worlds import strategy as strategy_of
 from torch import nn
 
-from autotune.cluster import Cluster
-from autotune.costs.sync_cost import message_costs
 from autotune.errors import InvalidInput, InvalidStrategy
-from autotune.lowering.lower import Lowering
 from autotune.strategy_space.enactable import refusal_reason, scaled_refusal_reason, scaled_space
 from autotune.strategy_space.plan import Message, Plan, TensorSlice
-from autotune.strategy_space.plan import plan as plan_of
 from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import Compressor, Shard, SparseHandling, Synchronizer
+from autotune.strategy_space.strategy import Compressor, SparseHandling, Synchronizer
 from runtime_rewriter.pytorch.agreement import check_fit
 from runtime_rewriter.tensorflow.refusals import plan_refusal
 
 WHOLE = Message((TensorSlice("w", 12),), Synchronizer.ALL_REDUCE, Compressor.NONE, "float32")
-TWO_HOSTS = Cluster.local(2)
 TWO = (TensorSlice("w", 12), TensorSlice("v", 3))
 ROWS = {"sparse": SparseHandling.ALL_GATHER}
 SERVED = {"synchronizer": Synchronizer.PARAMETER_SERVER}
@@ -153,22 +146,9 @@ def test_a_replica_on_several_devices_is_refused_with_their_names():
         check_fit(Plan("model", 2, (WHOLE,)), replica, 2)
 
 
-def test_what_cannot_carry_or_predict_direct_exchanges_says_so():
-    message = replace(WHOLE, **DIRECT)
-    plan = Plan("model", 2, (message,))
+def test_tensorflow_refuses_direct_exchanges():
+    plan = Plan("model", 2, (replace(WHOLE, **DIRECT),))
     assert "TensorFlow's servers exchange tensors by collectives" in str(plan_refusal(plan))
-    one = model(12)
-    for predict in (lambda: step_s(one), lambda: message_costs(direct_plan(one), TWO_HOSTS, one)):
-        with pytest.raises(InvalidStrategy, match="no cost model predicts a direct exchange yet"):
-            predict()
-
-
-def direct_plan(workload):
-    return plan_of(strategy_of(workload, Shard(**DIRECT)), workload, 2)
-
-
-def step_s(workload):
-    return Lowering(workload, TWO_HOSTS).step_s(direct_plan(workload))
 
 
 def test_only_a_rewritten_graph_reads_variables_at_their_servers():

@@ -1,0 +1,141 @@
+"""The ops of one message, as a template that all messages of a kind share.
+
+| symbol | meaning |
+|---|---|
+| K | messages of one kind |
+| L | ops of one message of a kind |
+| W | workers in the graph, 1 if the graph is symmetric |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+from autotune.arrays import FloatArray
+from autotune.dfg.graph import NONE, Kind
+from autotune.lowering.traffic import Collective
+
+
+class Op(NamedTuple):
+    """One op of a message. `slot`, `size_slot`: rows of the template's durations and sizes."""
+
+    queue: int = NONE
+    channel: int = NONE
+    kind: int = Kind.VIRTUAL
+    worker: int = NONE
+    acquires: int = NONE
+    releases: int = NONE
+    slot: int = 0
+    size_slot: int = NONE
+
+
+@dataclass
+class Template:
+    """The ops of one message of a batch.
+
+    `durations`, `sizes`: rows of shape (K,); row 0 of the durations is 0. For each lane and piece,
+    by worker: `threads` are the ops of the lane's thread, `ends` those that the step ends with.
+    """
+
+    durations: list[FloatArray]
+    ops: list[Op] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    edges: list[tuple[int, int]] = field(default_factory=list)
+    sizes: list[FloatArray] = field(default_factory=list)
+    threads: list[list[list[int]]] = field(default_factory=list)
+    ends: list[list[list[int]]] = field(default_factory=list)
+    first: list[int] = field(default_factory=list)  # ops that start when the message is issued
+
+    def add(self, name: str, op: Op, after: Sequence[int]) -> int:
+        number = len(self.ops)
+        self.names.append(name)
+        self.ops.append(op)
+        self.edges.extend((parent, number) for parent in after)
+        if not after:
+            self.first.append(number)
+        return number
+
+    def duration(self, values_s: FloatArray) -> int:
+        self.durations.append(values_s)
+        return len(self.durations) - 1
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The rounds of a collective. In each, every port sends its share, then the `rest` passes.
+
+    `ports`: ops of one round, with their `names`. `rest`: the slot of a round's rest. `lock`: held
+    from the first round to the last. `beyond`: work of cores after the end.
+    """
+
+    collective: Collective
+    count: int
+    ports: tuple[Op, ...]
+    names: tuple[str, ...]
+    rest: int
+    lock: int
+    beyond: tuple[Op, ...]
+
+    def add(self, template: Template, behind: Sequence[int]) -> int:
+        """Add all rounds; their last op, which gives the lock back."""
+        entry = template.add(f"{self.collective} in", Op(acquires=self.lock), behind)
+        template.ops += [*self.ports, Op(slot=self.rest)] * self.count
+        template.ops[-1] = Op(slot=self.rest, releases=self.lock)
+        template.names += round_names(self.collective, self.names, self.count)
+        template.edges += [
+            (entry + parent, entry + child)
+            for parent, child in round_edges(len(self.names), self.count)
+        ]
+        last = len(template.ops) - 1
+        for op in self.beyond:
+            template.add(f"{self.collective} beyond", op, [last])
+        return last
+
+
+@dataclass(frozen=True)
+class StepOps:
+    """The ops of a step of each piece.
+
+    `threads`: of the lane's thread, by worker; `root`: computation of the root.
+    """
+
+    threads: tuple[tuple[str, Op], ...]
+    root: Op | None
+    rounds: Rounds | None
+    workers: int
+
+    def add(self, template: Template, lane: int, behind: list[int]) -> list[int]:
+        """Add the ops of a piece behind those of the step before; the ops that they end with."""
+        threads = [template.add(name, op, behind) for name, op in self.threads]
+        behind = threads or behind
+        if self.root is not None:
+            behind = [template.add("sum", self.root, behind)]
+        if self.rounds is not None:
+            behind = [self.rounds.add(template, behind)]
+        template.threads[lane].append(threads)
+        template.ends[lane].append(behind * self.workers if len(behind) == 1 else behind)
+        return behind
+
+
+@lru_cache(maxsize=1024)
+def round_names(collective: Collective, ports: tuple[str, ...], rounds: int) -> tuple[str, ...]:
+    return tuple(
+        f"{collective} {number} {name}" for number in range(rounds) for name in (*ports, "wait")
+    )
+
+
+@lru_cache(maxsize=256)
+def round_edges(ports: int, rounds: int) -> tuple[tuple[int, int], ...]:
+    """Edges behind op 0: each wait leads to the ports of the next round, these to its wait."""
+    edges = []
+    for number in range(rounds):
+        before = number * (ports + 1)
+        wait = before + ports + 1
+        for port in range(before + 1, wait):
+            edges += [(before, port), (port, wait)]
+        if ports == 0:
+            edges.append((before, wait))
+    return tuple(edges)

@@ -1,0 +1,268 @@
+"""Direct exchanges in the lowered graph: a slow twin, symmetry, and the analytic cost."""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from synthetic_cluster import FREE, cluster
+
+from autotune.cluster import Cluster, CollectiveFit, PairLink, PeerFit
+from autotune.costs.direct_cost import direct_s_per_byte
+from autotune.costs.sync_cost import message_costs
+from autotune.dfg.replay import replay
+from autotune.lowering.lower import Lowering
+from autotune.optimizer.bounds import least_transfer_s
+from autotune.strategy_space.constraints import exchange_shares
+from autotune.strategy_space.plan import Message, Plan, TensorSlice
+from autotune.strategy_space.shares import normal_shares
+from autotune.strategy_space.strategy import Compressor, SparseHandling, Synchronizer
+from autotune.workload import Variable, Workload
+
+PAYLOAD = FREE["payload"]
+PAIR = (PairLink(("h0", "h1"), 3e7, 0.0),)
+CLUSTERS = {
+    "even": cluster(*[(1, 1000)] * 4, latency_s=0.0),
+    "mixed": cluster((1, 2000), (1, 1000), (1, 1000), (1, 500), latency_s=0.0),
+    "devices": cluster((3, 1000), (1, 400), latency_s=0.0, inner_bytes_per_s=1e8),
+    "pair": cluster((2, 900), (1, 500), (1, 1000), latency_s=0.0, pairs=PAIR),
+}
+
+
+def exchanged(
+    elements: list[int], shares: tuple[float, ...] | None, pieces: int, in_flight: int = 2
+) -> tuple[Workload, Plan]:
+    """A plan of one direct exchange for each variable; the computation takes no time."""
+    names = [f"v{number}" for number in range(len(elements))]
+    pairs = list(zip(names, elements, strict=True))
+    variables = tuple(Variable(name, (size,), ready_s=0.0, needed_s=0.0) for name, size in pairs)
+    workload = Workload("m", variables, (), 0.0, 0.0, 0.0)
+    messages = tuple(
+        Message(
+            (TensorSlice(name, size),),
+            Synchronizer.DIRECT_EXCHANGE,
+            Compressor.NONE,
+            "float32",
+            shares=normal_shares(shares),
+            pieces=pieces,
+        )
+        for name, size in pairs
+    )
+    return workload, Plan(workload.id, 4, messages, in_flight=in_flight)
+
+
+def transfer_times(
+    on: Cluster, shares: list[float], piece_bytes: float, pull: bool
+) -> dict[object, float]:
+    """Seconds that each port is busy for one piece: send by send, between every two ranks.
+
+    Inside a host the busiest device counts.
+    """
+    links = {frozenset(link.between): link.link_bytes_per_s for link in on.pair_links}
+    busy_s: dict[object, float] = defaultdict(float)
+    inside_s: dict[tuple[str, int, str], float] = defaultdict(float)
+    for source in range(4):
+        for target in range(4):
+            if source == target:
+                continue
+            size = piece_bytes * shares[source if pull else target]
+            a, b = (on.hosts[on.host_of_rank[rank]] for rank in (source, target))
+            if a is b:
+                for rank, what in ((source, "sends"), (target, "receives")):
+                    inside_s[a.name, rank, what] += size / a.inner_bytes_per_s
+            elif frozenset((a.name, b.name)) in links:
+                busy_s[a.name, b.name] += size / links[frozenset((a.name, b.name))]
+            else:
+                busy_s[a.name, "out"] += size / a.link_bytes_per_s
+                busy_s[b.name, "in"] += size / b.link_bytes_per_s
+    for (host, _, _), seconds in inside_s.items():
+        busy_s[host, "inside"] = max(busy_s[host, "inside"], seconds)
+    return {port: seconds / PAYLOAD for port, seconds in busy_s.items()}
+
+
+def twin_s(
+    on: Cluster, sizes: list[int], shares: list[float], pieces: int, in_flight: int
+) -> float:
+    """The time of direct exchanges, event by event.
+
+    A port serves the rounds of pieces in the order in which they become ready. A piece is pulled
+    when all ranks have pushed it, and waits in each round for the piece `in_flight` places before.
+    """
+    order = [(number, piece) for number in range(len(sizes)) for piece in range(pieces)]
+    free_s: dict[object, float] = defaultdict(float)
+    ends_s: dict[tuple[bool, int], float] = {}
+    ready = [(0.0, number, piece, False, at) for at, (number, piece) in enumerate(order)]
+    waiting = ready[in_flight:]
+    heap = ready[:in_flight]
+    heapq.heapify(heap)
+    pushed: dict[int, float] = {}
+    while heap:
+        now_s, number, piece, pull, at = heapq.heappop(heap)
+        end_s = now_s
+        for port, busy_s in transfer_times(on, shares, 4 * sizes[number] / pieces, pull).items():
+            free_s[port] = max(free_s[port], now_s) + busy_s
+            end_s = max(end_s, free_s[port])
+        ends_s[pull, at] = end_s
+        if pull:
+            after = at + in_flight
+            if after in pushed:
+                number, piece = order[after]
+                heapq.heappush(heap, (max(pushed[after], end_s), number, piece, True, after))
+            continue
+        pushed[at] = end_s
+        before = at - in_flight
+        if before < 0 or (True, before) in ends_s:
+            start_s = max(end_s, ends_s.get((True, before), 0.0))
+            heapq.heappush(heap, (start_s, number, piece, True, at))
+        if waiting:
+            _, number, piece, _, after = waiting.pop(0)
+            heapq.heappush(heap, (end_s, number, piece, False, after))
+    return max(ends_s.values())
+
+
+parts = st.lists(st.integers(0, 4), min_size=4, max_size=4).filter(any)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(sorted(CLUSTERS)),
+    parts,
+    st.lists(st.integers(10_000, 90_000), min_size=1, max_size=2),
+    st.integers(4, 7),
+    st.integers(1, 8),
+)
+def test_pieces_take_as_long_as_in_a_simulation_of_every_send(
+    name, owned, sizes, pieces, in_flight
+) -> None:
+    shares = [part / sum(owned) for part in owned]
+    sizes = [size // pieces * pieces for size in sizes]
+    workload, plan = exchanged(sizes, tuple(shares), pieces)
+    graph = Lowering(workload, CLUSTERS[name], FREE).message_graph(
+        plan.messages, in_flight=in_flight
+    )
+    expected_s = twin_s(CLUSTERS[name], sizes, shares, pieces, in_flight)
+    assert replay(graph).makespan_s == pytest.approx(expected_s, rel=1e-9)
+
+
+KINDS = st.sampled_from(
+    [
+        {},
+        {"pieces": 3},
+        {"pieces": 6, "compressor": Compressor.FP16},
+        {"hierarchical": True, "pieces": 2},
+        {"compressor": Compressor.INT8},
+        {"compressor": Compressor.TOP_K, "ratio": 0.1},
+        {"compressor": Compressor.POWER_SGD, "rank": 2, "hierarchical": True},
+        {"sparse": SparseHandling.GATHER_SCATTER},
+    ]
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(sorted(CLUSTERS)),
+    st.none() | parts,
+    st.lists(KINDS, min_size=1, max_size=3),
+    st.booleans(),
+    st.integers(1, 8),
+)
+def test_the_folded_graph_takes_as_long_as_that_of_every_rank(
+    name, owned, kinds, cross_step, in_flight
+) -> None:
+    """With compressors, rows, leaders and pieces, in plans within the step and across it."""
+    shares = None if owned is None else tuple(part / sum(owned) for part in owned)
+    variables = tuple(
+        Variable(f"v{number}", (300, 40), sparse="sparse" in kind, ready_s=0.01 * number)
+        for number, kind in enumerate(kinds)
+    )
+    workload = Workload("m", variables, (), 0.01, 0.05, 0.001)
+    messages = tuple(
+        Message(
+            (TensorSlice(f"v{number}", 12_000, rows=300),),
+            Synchronizer.DIRECT_EXCHANGE,
+            dtype="float32",
+            shares=normal_shares(shares),
+            **{"compressor": Compressor.NONE, **kind},
+        )
+        for number, kind in enumerate(kinds)
+    )
+    plan = Plan(workload.id, 4, messages, cross_step, in_flight=in_flight)
+    lowering = Lowering(workload, CLUSTERS[name])
+    full_s = replay(lowering.period(plan, symmetric=False)).makespan_s
+    assert lowering.step_s(plan) == pytest.approx(full_s, rel=1e-9)
+    assert full_s > workload.compute_s
+
+
+def test_a_thousand_equal_workers_need_as_many_ops_as_few() -> None:
+    counts = []
+    for workers in (16, 1024):
+        workload, plan = exchanged([10**6], None, 4)
+        on = cluster(*[(1, 1000)] * workers)
+        graph = Lowering(workload, on).period(replace(plan, world_size=workers))
+        counts.append(graph.ops)
+    assert counts[0] == counts[1]
+
+
+def test_owners_by_bandwidth_take_little_more_than_the_bound_and_a_ring_far_more() -> None:
+    """16 MiB in pieces of 256 KiB, two in flight, as GROUNDWORK's sketch sends them."""
+    on, size = CLUSTERS["mixed"], 2**22
+    workload, plan = exchanged([size], exchange_shares(on), 64)
+    (message,) = plan.messages
+    ring = replace(message, synchronizer=Synchronizer.ALL_REDUCE, shares=None, pieces=1)
+    equal = replace(message, shares=None)
+    lowering = Lowering(workload, on, FREE)
+    bound_s = least_transfer_s(on, 4 * size) / PAYLOAD
+    best_s, equal_s, ring_s = (
+        replay(lowering.message_graph([one], in_flight=2)).makespan_s
+        for one in (message, equal, ring)
+    )
+    assert bound_s * (1 - 1e-9) <= best_s < 1.02 * bound_s
+    assert ring_s == pytest.approx(1.5 * bound_s, rel=1e-3)
+    assert equal_s == pytest.approx(1.5 * bound_s, rel=0.02)
+
+
+def test_a_slow_interface_with_all_peers_at_once_delays_the_rounds_that_load_it() -> None:
+    on = CLUSTERS["even"]
+    workload, plan = exchanged([10**6], None, 4)
+    whole_s = Lowering(workload, on, FREE).step_s(plan)
+    half = PeerFit("h0", 3, True, 0.5 * 125e6 * PAYLOAD, 0.0, 0.0, 0.0)
+    hidden = replace(half, peers=1, bytes_per_s=125e6 * PAYLOAD)
+    far = replace(half, host="h1", outwards=False)
+    for fits, factor in (((half,), 2.0), ((far,), 2.0), ((half, far), 2.0), ((hidden,), 1.0)):
+        slowed = Lowering(workload, replace(on, peer_fits=fits), FREE)
+        assert slowed.step_s(plan) == pytest.approx(factor * whole_s)
+    costly = replace(on, peer_fits=(replace(hidden, message_s=1e-3),))
+    # Of the three messages of each rank, those of the last round are not hidden.
+    assert Lowering(workload, costly, FREE).step_s(plan) == pytest.approx(whole_s + 3e-3)
+
+
+def test_the_analytic_cost_of_a_message_alone_is_that_of_its_twin() -> None:
+    """On equal hosts and on unequal ones, whole and in pieces."""
+    for name, pieces in (("even", 1), ("even", 4), ("mixed", 1), ("mixed", 4), ("mixed", 16)):
+        on, size = CLUSTERS[name], 960_000
+        shares = exchange_shares(on)
+        workload, plan = exchanged([size], shares, pieces)
+        costs = message_costs(plan, on, workload)
+        assert costs.transfer_s[0] / PAYLOAD == pytest.approx(
+            twin_s(on, [size], list(shares), pieces, 2), rel=0.02
+        )
+
+
+def test_a_fit_of_whole_messages_is_scaled_to_the_owners_and_pieces() -> None:
+    fit = CollectiveFit("direct_exchange", 4, 1e-3, 2e-8, 0.0, 4096, 2**24)
+    on = CLUSTERS["mixed"].with_fits((fit,))
+    equal, owned = (
+        message_costs(plan, on, workload).channel_s[0]
+        for workload, plan in (
+            exchanged([10**6], None, 1),
+            exchanged([10**6], exchange_shares(on), 8),
+        )
+    )
+    assert equal == pytest.approx(fit.seconds(4e6))
+    ratio = direct_s_per_byte(on, exchange_shares(on), 8, False)[0]
+    ratio /= direct_s_per_byte(on, None, 1, False)[0]
+    assert owned == pytest.approx(ratio * fit.seconds(4e6) + 3.5 * fit.alpha_s)
