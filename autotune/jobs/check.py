@@ -49,7 +49,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class CheckPlan:
-    """`pairs` of turns of `steps` each; all must be done after `timeout_s`.
+    """`pairs` of turns of `steps` each, or as many as are done after `timeout_s`.
 
     `protect`: whether the script sees its folders copy-on-write.
     """
@@ -94,12 +94,25 @@ def check(
             progress(f"{side.name}: warming up")
             side.turn(WARMUP_STEPS, deadline_s)
         steps_s: list[list[float]] = [[], []]
+        begun_s = time.monotonic()
         for pair in range(plan.pairs):
+            now_s = time.monotonic()
+            if not fits_another(pair, now_s - begun_s, deadline_s - now_s):
+                sides[1].notes.append(f"{pair} of {plan.pairs} pairs fitted into --timeout")
+                break
             progress(f"{answer.asked.text}: pair {pair + 1} of {plan.pairs}")
             for place in (0, 1) if pair % 2 == 0 else (1, 0):
                 times_s = sides[place].turn(plan.steps + SETTLING_STEPS, deadline_s)
                 steps_s[place].append(median(times_s[SETTLING_STEPS:]))
         return _measured(answer, steps_s, plan, tuple(sides[1].notes))
+
+
+def fits_another(pairs: int, spent_s: float, left_s: float) -> bool:
+    """Whether another pair is measured after `pairs` that took `spent_s`, with `left_s` to go.
+
+    Below `FEWEST_PAIRS` one is always tried: fewer have no interval.
+    """
+    return pairs < FEWEST_PAIRS or spent_s / pairs <= left_s
 
 
 def _measured(
@@ -119,7 +132,7 @@ def _measured(
         measured_high=found.high if bounded else None,
         baseline_s=float(np.median(before_s)),
         changed_s=float(np.median(after_s)),
-        pairs=plan.pairs,
+        pairs=len(steps_s[0]),
         steps_per_turn=plan.steps,
         notes=notes,
     )

@@ -23,6 +23,7 @@ from autotune.whatif.answers.limits import limits
 from autotune.whatif.answers.slow_rank import SlowRank, alone_s, slow_rank
 from autotune.whatif.answers.unrecorded import unrecorded
 from autotune.whatif.base import Base, bounds_s, steady
+from autotune.whatif.kernels.kernel_layers import with_kernel_layers
 from autotune.whatif.memory import replica_memory
 from autotune.whatif.question import Question
 from autotune.whatif.recording.gradients import gradients_of
@@ -126,7 +127,7 @@ def _bases(
             continue
         progress(f"rank {number}")
         try:
-            bases[place] = recorded_base(job, place)
+            bases[place] = with_kernel_layers(recorded_base(job, place))
         except InvalidInput as error:
             problem = error
             notes.append(f"rank {number} is left out: {error}")

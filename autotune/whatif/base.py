@@ -15,6 +15,7 @@ Q        queues: host threads and streams
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,13 +24,17 @@ import numpy as np
 
 from autotune.arrays import BoolArray, FloatArray, Int32Array, IntArray
 from autotune.dfg.build import DfgBuilder
-from autotune.dfg.graph import Dfg, Discipline
+from autotune.dfg.graph import NONE, Dfg, Discipline
 from autotune.dfg.replay import Timeline, replay
 from autotune.errors import InvalidInput
 from autotune.profiling.formats.op_inputs import OpInputs
 
 FEWEST_COPIES = 3
 """Two steps fill the queues and the third one shows the distance; edges may ask for more."""
+STEADY = 1e-3
+"""Relative difference of two distances that follow each other, up to which they are steady."""
+MOST_COPIES = 12
+"""A step whose queues get behind each other more slowly is replayed no longer."""
 MOST_AHEAD = 6
 """Steps by which the host may be ahead. Further limits of the launch queue are left out: only where
 the device is the bottleneck is the host so far ahead, and its distance does not depend on them."""
@@ -186,7 +191,7 @@ class Base:
         return ops
 
     def copies(self) -> int:
-        """How many steps show the steady distance."""
+        """How many steps show the steady distance, unless threads catch up with each other."""
         latest = max(int(lag.max(initial=0)) for lag in (self.later, self.launch_limits[2]))
         return max(FEWEST_COPIES, latest + 2)
 
@@ -245,18 +250,31 @@ class Base:
 
 @dataclass(frozen=True, eq=False)
 class Steady:
-    """The replay of a base: `step_s` is the last distance between two executions of `Base.last`."""
+    """The replay of `copies` steps; `step_s`: the last distance of executions of `Base.last`."""
 
     timeline: Timeline
     step_s: float
+    copies: int
 
 
 def steady(base: Base) -> Steady:
     """Replay the base until its distance is steady. Raises `InvalidInput` for a cycle."""
-    copies = base.copies()
-    timeline = replay(base.dfg(copies))
-    ends_s = timeline.end_s[base.last + base.ops * np.arange(copies)]
-    return Steady(timeline, float(ends_s[-1] - ends_s[-2]))
+    copies, least_s = base.copies(), (1 - STEADY) * _longest_queue_s(base)
+    while True:
+        timeline = replay(base.dfg(copies))
+        ends_s = timeline.end_s[base.last + base.ops * np.arange(copies)]
+        before_s, step_s = np.diff(ends_s)[-2:].tolist()
+        is_steady = math.isclose(before_s, step_s, rel_tol=STEADY) and step_s >= least_s
+        if is_steady or copies >= MOST_COPIES:
+            return Steady(timeline, step_s, copies)
+        copies = min(2 * copies, MOST_COPIES)
+
+
+def _longest_queue_s(base: Base) -> float:
+    """The most that one queue works and pauses in a step; it repeats no faster."""
+    queued = base.queue != NONE
+    spent_s = (base.duration_s + base.gap_s)[queued]
+    return float(np.bincount(base.queue[queued], weights=spent_s).max(initial=0.0))
 
 
 def bounds_s(base: Base) -> tuple[float, float]:

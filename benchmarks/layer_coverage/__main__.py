@@ -11,6 +11,9 @@ parameters on which the pairs agree; the rest (activations, additions, pooling) 
 without parameters, which only frames name. Recordings with frames are those among the reference
 traces, and models that this benchmark records on the processor (`--models`).
 
+`by_kernels`: operators are hidden, too, and layers are found again from the sequence of kernels'
+names. The accuracy is the share of the device time of layers on which the pairs agree.
+
 `parameters_agree`: where our recorder named the parameters, the share of the parameters' bytes
 whose gradients are accumulated in an instance that has all parameters of one module, and only them.
 """
@@ -29,12 +32,13 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from autotune.arrays import BoolArray
-from autotune.dfg.graph import NONE
+from autotune.dfg.graph import NONE, Kind
 from autotune.errors import InvalidInput
 from autotune.profiling.formats.rank_trace import MISSING, Category, RankTrace
 from autotune.profiling.graph.host_units import ACCUMULATE
 from autotune.profiling.traces.job import TraceJob, assemble, read_job
 from autotune.whatif.base import Base
+from autotune.whatif.kernels.kernel_layers import with_kernel_layers
 from autotune.whatif.recording.gradients import gradients_of
 from autotune.whatif.recording.recorded import recorded_base
 from benchmarks.layer_coverage.framed_models import MODELS, recorded
@@ -51,6 +55,7 @@ class Row:
     layers: int
     accuracy: float | None
     without_numbers: float | None
+    by_kernels: float | None
     parameters_agree: float | None
 
 
@@ -69,6 +74,7 @@ def rows_of(job: TraceJob, name: str) -> Iterator[Row]:
             len(np.unique(base.layer[_measured(base)])),
             accuracy(job, place, numbered=True) if framed else None,
             accuracy(job, place, numbered=False) if framed else None,
+            by_kernels(base),
             parameters_agree(job, place, base),
         )
 
@@ -102,6 +108,24 @@ def accuracy(job: TraceJob, place: int, *, numbered: bool) -> float:
         if layer != NONE and shown.names.layers[layer] in modules:
             pair = shown.names.layers[layer], layer_of.get(int(shown.event[op]), "")
             shared_s[pair] += float(shown.duration_s[op])
+    return _agreement(shared_s)
+
+
+def by_kernels(base: Base) -> float | None:
+    """Agreement of layers by kernels' names with the recorded ones; None if nothing matches."""
+    nothing = np.full(base.ops, NONE, dtype=np.int32)
+    kernels = base.on_device & (base.kind != Kind.COLLECTIVE)
+    kind = np.where(kernels, Kind.OTHER, base.kind).astype(np.int32)
+    names = replace(base.names, layers=())
+    hidden = replace(base, operator=nothing, layer=nothing, kind=kind, names=names)
+    found = with_kernel_layers(hidden)
+    if found is hidden:
+        return None
+    shared_s: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for op in np.flatnonzero(kernels & (base.layer != NONE) & (base.queue != NONE)).tolist():
+        instance = "" if found.layer[op] == NONE else found.names.layers[found.layer[op]]
+        pair = base.names.layers[base.layer[op]], instance
+        shared_s[pair] += float(base.duration_s[op])
     return _agreement(shared_s)
 
 
@@ -158,11 +182,12 @@ def parameters_agree(job: TraceJob, place: int, base: Base) -> float | None:
 
 def table(rows: Sequence[Row]) -> str:
     lines = [
-        "| recording | coverage | layers | accuracy | without numbers | parameters agree |",
-        "|---|---|---|---|---|---|",
+        "| recording | coverage | layers | accuracy | without numbers | by kernels "
+        "| parameters agree |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        judged = (row.accuracy, row.without_numbers, row.parameters_agree)
+        judged = (row.accuracy, row.without_numbers, row.by_kernels, row.parameters_agree)
         cells = " | ".join("" if value is None else f"{value:.1%}" for value in judged)
         lines.append(f"| {row.name} | {row.coverage:.1%} | {row.layers} | {cells} |")
     return "\n".join(lines)
@@ -189,6 +214,7 @@ def main() -> None:
         "without_numbers": [
             row.without_numbers for row in (*rows, *framed) if row.without_numbers is not None
         ],
+        "by_kernels": [row.by_kernels for row in rows if row.by_kernels is not None],
         "parameters_agree": [
             row.parameters_agree for row in rows if row.parameters_agree is not None
         ],

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import InvalidInput, LaunchError
-from autotune.jobs.check import CheckPlan, check, check_all, to_check
+from autotune.jobs.check import CheckPlan, check, check_all, fits_another, to_check
 from autotune.whatif.answers.answers import Answer, Asked
 from autotune.whatif.question import Question
 from runtime_rewriter.world.command import read_command
@@ -83,3 +83,8 @@ def test_only_enactable_what_ifs_are_checked() -> None:
     assert found.asked.text == "amp"
     with pytest.raises(InvalidInput, match="at least 1 pair of turns"):
         CheckPlan(pairs=0)
+
+
+def test_a_check_ends_with_the_pairs_that_fit_into_its_time() -> None:
+    assert fits_another(0, 0.0, 1.0) and fits_another(5, 50.0, 1.0)  # without an interval
+    assert fits_another(6, 60.0, 11.0) and not fits_another(6, 60.0, 9.0)

@@ -16,7 +16,7 @@ from autotune.dfg.graph import NONE, Kind
 from autotune.errors import InvalidInput
 from autotune.profiling.formats.kineto import read_kineto
 from autotune.profiling.traces.job import assemble
-from autotune.whatif.base import LAUNCH_QUEUE, Base, bounds_s, steady
+from autotune.whatif.base import LAUNCH_QUEUE, MOST_COPIES, Base, bounds_s, steady
 from autotune.whatif.recording.recorded import recorded_base
 
 
@@ -64,7 +64,7 @@ def test_the_host_runs_ahead_by_the_launch_queue_at_most() -> None:
     kernels = LAUNCH_QUEUE + 200
     base = recorded_base(training(host_us=10, kernel_us=20, kernels=kernels), 0)
     result = steady(base)
-    last_copy = base.ops * (base.copies() - 1)
+    last_copy = base.ops * (result.copies - 1)
     launch = base.launch[base.launched[-1]] + last_copy
     before = base.launched[-1 - LAUNCH_QUEUE] + last_copy
     assert result.timeline.start_s[launch] >= result.timeline.end_s[before]
@@ -99,6 +99,37 @@ def test_collectives_of_a_single_rank_send_nothing(world_size: int, left: int) -
     base = recorded_base(assemble([read_kineto(BytesIO(text).read, "rank0.json")]), 0)
     assert ((base.kind == Kind.COLLECTIVE) & (base.queue != NONE)).sum() == left
     assert steady(base).step_s == pytest.approx(base.measured_s, rel=1e-6)
+
+
+def test_threads_of_a_backend_are_idle_until_something_is_issued() -> None:
+    """No call shows who issued the collective, but a faster host makes a step faster."""
+    group = {"Collective name": "allreduce", "dtype": "Float", "In msg nelems": 1000}
+    events = [
+        event
+        for step in range(3)
+        for event in (
+            span(f"ProfilerStep#{step}", 1000.0 * step, 990, cat="user_annotation"),
+            span("aten::mm", 1000.0 * step + 1, 400),
+            span("aten::add", 1000.0 * step + 410, 500),
+            span("gloo:all_reduce", 1000.0 * step + 500, 30, tid=2, **group),  # type: ignore[arg-type]
+        )
+    ]
+    text = json.dumps({"traceEvents": events}).encode()
+    base = recorded_base(assemble([read_kineto(BytesIO(text).read, "rank0.json")]), 0)
+    step_s = steady(base).step_s
+    assert step_s == pytest.approx(base.measured_s, rel=1e-6)
+    faster = replace(base, duration_s=base.duration_s / 2)
+    assert steady(faster).step_s == pytest.approx(step_s - 450e-6, rel=0.01)
+
+
+def test_a_replay_goes_on_until_no_queue_is_behind() -> None:
+    """The stream pauses for longer than the host's step; the host gets ahead for some steps."""
+    base = recorded_base(training(host_us=100, kernel_us=10), 0)
+    assert steady(base).copies == base.copies()
+    gap_s = base.gap_s.copy()
+    gap_s[base.launched[-1]] = 400e-6
+    pausing = replace(base, gap_s=gap_s, last=int(base.launch[base.launched[-1]]))
+    assert steady(pausing).copies == MOST_COPIES > base.copies()
 
 
 def test_one_step_is_not_enough() -> None:

@@ -223,7 +223,8 @@ class _StepBuilder:
         """Collective op of a backend's thread -> the op that issued it.
 
         Both are first come, first served. Where the trace does not state when collectives were
-        issued, they count in the order in which they began.
+        issued, they count in the order in which they began. Where their number is not that of the
+        issuing calls, the last op that ended before on a thread without collectives issues.
         """
         ops = self.out.ops
         segments = [segment for of_lane in self.segments.values() for segment in of_lane]
@@ -239,11 +240,28 @@ class _StepBuilder:
         calls.sort()
         runs.sort()
         if len(calls) != len(runs):
-            return {}
+            return self._ended_last([run for _, run in runs])
         pairs = [(call, run) for (_, call), (_, run) in zip(calls, runs, strict=True)]
         if any(ops[call].start_s > ops[run].start_s for call, run in pairs):
             return {}
         return {run: self._ended_before(call, ops[run].start_s) for call, run in pairs}
+
+    def _ended_last(self, runs: Sequence[int]) -> dict[int, int]:
+        """Op -> the last op before its start of a host thread that runs no collective, if any.
+
+        The threads of a backend are idle until something is issued to them.
+        """
+        ops = self.out.ops
+        backend = {ops[run].lane for run in runs}
+        issuing = sorted(
+            (ops[number].end_s, number)
+            for lane, numbers in self.by_lane.items()
+            if lane not in backend and not self.trace.lanes[lane].device
+            for number in numbers
+        )
+        ends_s = [end_s for end_s, _ in issuing]
+        places = {run: bisect.bisect_right(ends_s, ops[run].start_s) - 1 for run in runs}
+        return {run: issuing[place][1] for run, place in places.items() if place >= 0}
 
     def _ended_before(self, call: int, at_s: float) -> int:
         """The issuing call, or the op before it if the collective begins while the call runs."""

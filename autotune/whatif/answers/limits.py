@@ -19,7 +19,7 @@ from autotune.dfg.chrome_trace import Section
 from autotune.dfg.graph import COMMUNICATION, NONE, Kind
 from autotune.dfg.replay import Timeline, replay
 from autotune.dfg.utilisation import covered_s
-from autotune.whatif.base import Base, Steady
+from autotune.whatif.base import Base, Steady, steady
 
 STEPS_BEHIND = 2
 """Steps that follow a drawn one: the host may already work for them."""
@@ -53,14 +53,14 @@ class Limits:
     path_s: dict[str, float]
 
 
-def limits(base: Base, steady: Steady) -> Limits:
+def limits(base: Base, replayed: Steady) -> Limits:
     """The limits of the replayed base."""
-    last, before = period_ops(base)
-    begin_s, end_s = (float(steady.timeline.end_s[op]) for op in (before, last))
+    last, before = period_ops(base, replayed.copies)
+    begin_s, end_s = (float(replayed.timeline.end_s[op]) for op in (before, last))
     links = np.isin(base.kind, [int(kind) for kind in COMMUNICATION]) & (base.queue != NONE)
     computes = (base.queue != NONE) & ~links
     host, device = computes & ~base.on_device, computes & base.on_device
-    busy = _Busy(base, steady.timeline, begin_s, end_s - begin_s)
+    busy = _Busy(base, replayed, begin_s, end_s - begin_s)
     host_s, device_s, either_s = (
         busy.seconds(host),
         busy.seconds(device),
@@ -76,28 +76,29 @@ def limits(base: Base, steady: Steady) -> Limits:
         communication_only_s=all_s - either_s,
         idle_s=max(end_s - begin_s - all_s, 0.0),
         exposed_communication_s=busy.seconds(computing | links) - busy.seconds(computing),
-        path_s=_path_s(base, steady.timeline, last, begin_s),
+        path_s=_path_s(base, replayed, last, begin_s),
     )
 
 
-def period_ops(base: Base) -> tuple[int, int]:
+def period_ops(base: Base, copies: int) -> tuple[int, int]:
     """The last two executions of `Base.last`: of the last copy, and of the one before it."""
-    last = base.last + base.ops * (base.copies() - 1)
+    last = base.last + base.ops * (copies - 1)
     return last, last - base.ops
 
 
 def surrounded_step(base: Base) -> tuple[Timeline, Section]:
     """A replay in which other steps follow the steady one, and the section that is this step."""
-    timeline = replay(base.dfg(base.copies() + STEPS_BEHIND))
-    last, before = period_ops(base)
+    copies = steady(base).copies
+    timeline = replay(base.dfg(copies + STEPS_BEHIND))
+    last, before = period_ops(base, copies)
     return timeline, Section(float(timeline.end_s[before]), float(timeline.end_s[last]), last)
 
 
 class _Busy:
     """When ops run in a period, which repeats: an op outside of it is that of another step."""
 
-    def __init__(self, base: Base, timeline: Timeline, begin_s: float, period_s: float) -> None:
-        first = base.ops * (base.copies() - 1)
+    def __init__(self, base: Base, replayed: Steady, begin_s: float, period_s: float) -> None:
+        first, timeline = base.ops * (replayed.copies - 1), replayed.timeline
         own = slice(first, first + base.ops)
         self.period_s = period_s
         self.start_s = timeline.start_s[own] - begin_s
@@ -122,17 +123,26 @@ class _Busy:
         return covered_s(starts_s, ends_s)
 
 
-def _path_s(base: Base, timeline: Timeline, last: int, begin_s: float) -> dict[str, float]:
+def _path_s(base: Base, replayed: Steady, last: int, begin_s: float) -> dict[str, float]:
     parts: dict[str, float] = {}
+    timeline, copies = replayed.timeline, replayed.copies
     op = last
     while op != NONE and timeline.end_s[op] > begin_s:
         cause = int(timeline.cause[op])
         start_s, ready_s = float(timeline.start_s[op]), begin_s
         if cause != NONE:
             ready_s = max(float(timeline.end_s[cause]), begin_s)
-        _add(parts, _part(base, timeline, op), float(timeline.end_s[op]) - max(start_s, begin_s))
+        _add(
+            parts,
+            _part(base, timeline, copies, op),
+            float(timeline.end_s[op]) - max(start_s, begin_s),
+        )
         waited = DELAY_PART
-        if cause != NONE and timeline.dfg.queue[cause] != NONE and not _is_device(base, cause):
+        if (
+            cause != NONE
+            and timeline.dfg.queue[cause] != NONE
+            and not _is_device(base, copies, cause)
+        ):
             waited = GAP_PART
         _add(parts, waited, start_s - ready_s)
         op = cause
@@ -144,17 +154,17 @@ def _add(parts: dict[str, float], part: str, seconds: float) -> None:
         parts[part] = parts.get(part, 0.0) + seconds
 
 
-def _is_device(base: Base, op: int) -> bool:
-    return op < base.ops * base.copies() and bool(base.on_device[op % base.ops])
+def _is_device(base: Base, copies: int, op: int) -> bool:
+    return op < base.ops * copies and bool(base.on_device[op % base.ops])
 
 
-def _part(base: Base, timeline: Timeline, op: int) -> str:
+def _part(base: Base, timeline: Timeline, copies: int, op: int) -> str:
     kind = Kind(int(timeline.dfg.kind[op]))
     if kind in COMMUNICATION:
         return COMMUNICATION_PART
     if timeline.dfg.queue[op] == NONE:
         return DELAY_PART
-    if _is_device(base, op):
+    if _is_device(base, copies, op):
         return f"device {kind.name.lower()}"
     if base.on_device.any():
         return HOST_PART

@@ -8,18 +8,16 @@ import numpy as np
 
 from autotune.arrays import BoolArray, IntArray
 from autotune.dfg.graph import COMPUTATION, NONE
-from autotune.dfg.replay import Timeline
 from autotune.errors import InvalidInput
-from autotune.whatif.base import Base, steady
+from autotune.whatif.base import Base, Steady, steady
 from autotune.whatif.primitives import select
 from autotune.whatif.question import Question
 
 
 def execution_order(base: Base, ops: BoolArray) -> IntArray:
     """The numbers of `ops` that a queue executes, in the order of their starts in a steady step."""
-    copies = base.copies()
-    timeline = _timeline(base)
-    first = base.ops * (copies - 1)
+    replayed = _steady(base)
+    timeline, first = replayed.timeline, base.ops * (replayed.copies - 1)
     chosen = np.flatnonzero(ops & (base.queue != NONE))
     start_s, end_s = (times[first + chosen] for times in (timeline.start_s, timeline.end_s))
     order: IntArray = chosen[np.lexsort((chosen, end_s, start_s))]
@@ -27,9 +25,9 @@ def execution_order(base: Base, ops: BoolArray) -> IntArray:
 
 
 @lru_cache(maxsize=4)
-def _timeline(base: Base) -> Timeline:
+def _steady(base: Base) -> Steady:
     """A what-if asks for the order several times, and in each of its readings."""
-    return steady(base).timeline
+    return steady(base)
 
 
 def kernels(base: Base) -> BoolArray:

@@ -208,8 +208,8 @@ def _overlap(base: Base, ops: IntArray) -> FloatArray:
     computes = base.on_device & (base.kind != Kind.COLLECTIVE) & (base.queue != NONE)
     if not computes.any() or not len(ops):
         return np.zeros(len(ops))
-    copies = base.copies()
-    timeline = steady(base).timeline
+    replayed = steady(base)
+    timeline, copies = replayed.timeline, replayed.copies
     inside = np.concatenate([np.flatnonzero(computes) + copy * base.ops for copy in range(copies)])
     shown = ops + (copies - 2) * base.ops  # the last step lacks what follows it
     begin_s, end_s = timeline.start_s[shown], timeline.end_s[shown]
