@@ -121,7 +121,7 @@ class ProfileAnswer(_Message):
     `cores`: usable CPU cores of the host. `cross_step_refused`: why the script cannot synchronize
     across steps; empty if it can. `current_buckets`: variables of each bucket of the current setup,
     in its order; empty: not known. `op_fusions`: choices of sets of ops that the model can enact;
-    `op_fusion_report`: what was measured of them, for people.
+    `op_fusion_report`: what was measured of them, for people. `mirrored`: see `Profiled`.
     """
 
     workload: Workload | None
@@ -132,6 +132,7 @@ class ProfileAnswer(_Message):
     current_buckets: tuple[tuple[str, ...], ...] = ()
     op_fusions: tuple[OpFusionChoice, ...] = ()
     op_fusion_report: str = ""
+    mirrored: bool = False
 
 
 @dataclass(frozen=True)

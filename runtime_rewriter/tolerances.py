@@ -86,3 +86,34 @@ def judge(errors: Sequence[float], tolerances: Sequence[float], names: Sequence[
         names[worst],
         all(e <= t for e, t in zip(errors, tolerances, strict=True)),
     )
+
+
+def judge_differences(
+    names: Sequence[str],
+    dtypes: Sequence[str],
+    differences: Sequence[float],
+    largest: Sequence[float],
+    terms: Sequence[float],
+    plan: Plan,
+) -> GateResult:
+    """Judge absolute differences relative to the `largest` value of each variable.
+
+    `terms`: gradients that the reference adds up. A variable of noise whose messages are cast
+    counts relative to the largest value of the model.
+    """
+    finite = [one for one in largest if math.isfinite(one)]
+    of_model = max(finite, default=0.0)
+    relative, tolerances = [], []
+    choices = coarsest_compressors(plan, names)
+    for place, (dtype, choice) in enumerate(zip(dtypes, choices, strict=True)):
+        scale, error = float(largest[place]), float(differences[place])
+        noise = NOISE_ROUNDOFFS * UNIT_ROUNDOFFS[dtype] * of_model
+        if scale <= noise and wire_roundoff(choice) > 0:
+            scale = of_model
+        relative.append(error if error in (0.0, math.inf) else _share(error, scale))
+        tolerances.append(tolerance_of(dtype, choice, int(terms[place])))
+    return judge(relative, tolerances, names)
+
+
+def _share(error: float, scale: float) -> float:
+    return error / scale if 0 < scale < math.inf else math.inf

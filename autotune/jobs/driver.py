@@ -160,6 +160,7 @@ def _execute(
             profile.current_buckets,
             profile.op_fusions,
             profile.op_fusion_report,
+            profile.mirrored,
         )
     if isinstance(instruction, Propose):
         return proposer.propose(history, instruction.round, instruction.count)

@@ -17,6 +17,7 @@ from autotune.profiling.op_graph import OpFusion
 from autotune.strategy_space.builders.collectives import large_alone
 from autotune.strategy_space.builders.cross_step import in_planned_order
 from autotune.strategy_space.builders.registry import seed_strategies
+from autotune.strategy_space.builders.rows import with_rows
 from autotune.strategy_space.builders.servers import served_in_buckets
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer
@@ -36,8 +37,10 @@ def started(problem: Problem, fusion: OpFusion) -> list[tuple[str, State]]:
     names: dict[Strategy, str] = {}
     estimated_s: dict[Strategy, float] = {}
     with suppress(TimeUp):
-        for name, strategy in _built(problem, fusion):
+        for name, built in _built(problem, fusion):
             problem.deadline.check()
+            rows = not problem.space.dense_rows
+            strategy = with_rows(built, problem.workload) if rows else built
             if strategy not in names and problem.space.contains(
                 strategy, problem.workload, problem.cluster
             ):

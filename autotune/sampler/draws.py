@@ -249,6 +249,8 @@ def _draw_sparse(
         return tuple(handlings)
     first = np.cumsum(counts) - counts
     probability = rng.random() if rng.random() >= PURE else 1.0
+    if not space.dense_rows:
+        probability = 1.0
     for position in positions:
         used = synchronizer[first[position] : first[position] + counts[position]].tolist()
         allowed = space.handlings_for(space.synchronizers[index] for index in used)

@@ -25,6 +25,7 @@ from autotune.sampler.order import PlannedOrder
 from autotune.sampler.writer import Writer
 from autotune.strategy_space.builders.collectives import MIB, horovod_like
 from autotune.strategy_space.builders.partitions import even_partition
+from autotune.strategy_space.builders.rows import with_rows
 from autotune.strategy_space.moves.ring import random_ring
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import (
@@ -60,12 +61,15 @@ class Encoding(Protocol):
 
 
 class FusionScalars:
-    """Horovod's fusion threshold (bytes) and cycle time (s)."""
+    """Horovod's fusion threshold (bytes) and cycle time (s).
+
+    Sparse gradients travel dense, or as `rows`.
+    """
 
     initial = 3  # Horovod's warm-up samples
 
-    def __init__(self, workload: Workload) -> None:
-        self._workload = workload
+    def __init__(self, workload: Workload, rows: bool = False) -> None:
+        self._workload, self._rows = workload, rows
 
     def dimensions(self) -> list[Any]:
         from skopt.space import Real
@@ -76,7 +80,8 @@ class FusionScalars:
         ]
 
     def strategy(self, point: Point) -> Strategy:
-        return horovod_like(self._workload, int(point[0]), float(point[1]))
+        fused = horovod_like(self._workload, int(point[0]), float(point[1]))
+        return with_rows(fused, self._workload) if self._rows else fused
 
 
 class SpaceChoices:
@@ -206,11 +211,12 @@ class SpaceChoices:
         """The chosen handling, if the variable's synchronizer allows it."""
         space = self._context.space
         wanted = space.sparse[chosen.get("sparse", 0)]
-        handlings = []
+        handlings: list[SparseHandling] = []
         kinds = synchronizer.tolist()
         for variable, kind in zip(self._context.workload.variables, kinds, strict=True):
-            allowed = variable.sparse and wanted in space.handlings_for([space.synchronizers[kind]])
-            handlings.append(wanted if allowed else SparseHandling.DENSE)
+            allowed = space.handlings_for([space.synchronizers[kind]]) if variable.sparse else ()
+            other = allowed[0] if allowed and not space.dense_rows else SparseHandling.DENSE
+            handlings.append(wanted if wanted in allowed else other)
         return tuple(handlings)
 
     def _compressors(

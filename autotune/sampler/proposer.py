@@ -25,6 +25,7 @@ from autotune.sampler.selection import choice_agreement_rows, hidden_cosine, sel
 from autotune.simulators.interface import Simulator
 from autotune.strategy_space.builders.registry import seed_strategies
 from autotune.strategy_space.enactable import refusal_reason, scaled_refusal_reason, scaled_space
+from autotune.strategy_space.mirrored import mirrored_space
 from autotune.strategy_space.moves.neighbours import mutate
 from autotune.strategy_space.plan import Plan, PlannedStrategy
 from autotune.strategy_space.space import SearchSpace
@@ -260,6 +261,8 @@ class Proposer:
         )
         fusions = tuple(choice.sets for choice in history.profiled.op_fusions)
         space = replace(space, op_fusions=fusions)
+        if history.profiled.mirrored:
+            space = mirrored_space(space)
         refused = history.profiled.cross_step_refused
         return self._narrow(space.without_cross_step(refused) if refused else space)
 
@@ -362,9 +365,10 @@ class Proposer:
     def _encoding(self, history: History) -> Encoding:
         assert history.profiled is not None
         workload, cluster = history.profiled.workload, history.profiled.cluster
+        space = self._space(history)
         if self._spec.search is Search.FUSION:
-            return FusionScalars(workload)
-        return SpaceChoices(workload, cluster, self._space(history), self._spec.seed)
+            return FusionScalars(workload, rows=not space.dense_rows)
+        return SpaceChoices(workload, cluster, space, self._spec.seed)
 
 
 def _other_fusions(

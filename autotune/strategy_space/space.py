@@ -53,6 +53,7 @@ class SearchSpace:
     elements) and `power_sgd_ranks` (PowerSGD, NeurIPS 2019, sec. 5) are compressor parameters.
     `most_in_flight` bounds `Strategy.in_flight`. `cross_step_refused`: why the script cannot
     synchronize across steps. `op_fusions`: sets of ops of which a strategy may have one choice.
+    `dense_rows`: whether sparse gradients may be sent dense. If not, all synchronizers carry rows.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -72,6 +73,7 @@ class SearchSpace:
     cross_step_refused: str = ""
     most_in_flight: int = MOST_IN_FLIGHT
     op_fusions: tuple[OpFusionSets, ...] = ()
+    dense_rows: bool = True
 
     def __post_init__(self) -> None:
         if not self.synchronizers:
@@ -107,6 +109,7 @@ class SearchSpace:
                     f"{name} of a search space must have at least one value, but are empty; "
                     "leave the compressor out"
                 )
+        self._check_rows()
         if self.cross_step and self.cross_step_refused:
             raise InvalidInput(
                 "a search space cannot have cross_step where it is refused: "
@@ -116,6 +119,16 @@ class SearchSpace:
             raise InvalidInput(
                 "min_partition_bytes of a search space must be at least 0, "
                 f"but is {self.min_partition_bytes}"
+            )
+
+    def _check_rows(self) -> None:
+        kinds = [kind for kind in self.sparse if kind is not SparseHandling.DENSE]
+        carry = [set(self.synchronizers) <= set(SPARSE_SYNCHRONIZERS[kind]) for kind in kinds]
+        if not self.dense_rows and not (carry and all(carry)):
+            raise InvalidInput(
+                "a search space without dense_rows needs synchronizers that all carry rows as "
+                f"{', '.join(kinds) or 'it has no other way'}, but has "
+                f"{', '.join(self.synchronizers)}; leave some out"
             )
 
     @staticmethod
@@ -166,7 +179,8 @@ class SearchSpace:
         return tuple(
             kind
             for kind in self.sparse
-            if kind is SparseHandling.DENSE or used <= set(SPARSE_SYNCHRONIZERS[kind])
+            if (self.dense_rows and kind is SparseHandling.DENSE)
+            or used <= set(SPARSE_SYNCHRONIZERS.get(kind, ()))
         )
 
     def settings_of(self, compressor: Compressor) -> tuple[CompressorSetting, ...]:
@@ -215,6 +229,8 @@ class SearchSpace:
         if choice.sparse not in self.sparse:
             ways = ", ".join(self.sparse)
             return f"the space sends sparse gradients {ways}, but the strategy {choice.sparse}"
+        if variable.sparse and choice.sparse is SparseHandling.DENSE and not self.dense_rows:
+            return "the space sends sparse gradients as rows only, but the strategy sends it dense"
         problems = (self._shard_violation(shard, variable, cluster) for shard in set(choice.shards))
         return next((problem for problem in problems if problem), None)
 

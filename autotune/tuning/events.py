@@ -26,6 +26,7 @@ from autotune.records import (
     TrialRequest,
 )
 from autotune.strategy_space.describe import plan_text
+from autotune.strategy_space.mirrored import MIRRORED_LIMITS
 from autotune.strategy_space.op_fusion import OpFusionChoice
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Strategy
@@ -51,7 +52,8 @@ class Profiled:
     `cross_step_refused`: why this script cannot synchronize across steps; empty if it can.
     `current_buckets`: variables of each bucket of the current setup, in its order; empty: not
     known. `op_fusions`: choices of sets of ops that the script's model can enact;
-    `op_fusion_report`: what was measured of them, for people.
+    `op_fusion_report`: what was measured of them, for people. `mirrored`: whether the script uses
+    MultiWorkerMirroredStrategy, see `strategy_space.mirrored`.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -64,6 +66,7 @@ class Profiled:
     current_buckets: tuple[tuple[str, ...], ...] = ()
     op_fusions: tuple[OpFusionChoice, ...] = field(default=(), metadata=LATER)
     op_fusion_report: str = field(default="", metadata=LATER)
+    mirrored: bool = field(default=False, metadata=LATER)
 
     def in_words(self, plan: Plan) -> str:
         """The effect of a plan compared with the current setup."""
@@ -72,6 +75,8 @@ class Profiled:
     @property
     def limits(self) -> str:
         """The strategies that this script rules out or slows down, for people; empty if none."""
+        if self.mirrored:
+            return MIRRORED_LIMITS
         if self.cross_step_refused:
             return f"synchronization cannot cross the step: {self.cross_step_refused}"
         read, count = self.workload.script_reads, len(self.workload.variables)

@@ -6,6 +6,7 @@ TensorFlow loads when a function runs, after the process has its environment.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 WORLD = 2
@@ -13,13 +14,23 @@ STEPS, ROWS, SEED = 2, 4, 7
 STEP_TIMEOUT_S = 1800.0
 
 
-def checked(model: str) -> list[tuple[str, str]]:
-    """(Pair, error or nothing) of each builder's plans for a model."""
+@dataclass(frozen=True)
+class Outcome:
+    """`error`: nothing if the pair passed. `splits`: whether a client per rank has whole graphs."""
+
+    pair: str
+    error: str
+    splits: bool = False
+
+
+def checked(model: str) -> list[Outcome]:
+    """Check each builder's plans for a model."""
     from autotune.strategy_space.builders.registry import BUILDERS
     from autotune.strategy_space.builders.rows import with_rows
     from autotune.strategy_space.plan import plan
     from benchmarks.tensorflow_pairs.synchronized_once import (
         assert_each_gradient_is_synchronized_once,
+        splits_into_clients,
     )
     from benchmarks.tensorflow_pairs.table_models import training_graph
     from runtime_rewriter.tensorflow.distribute import distribute
@@ -33,19 +44,20 @@ def checked(model: str) -> list[tuple[str, str]]:
         strategy = build(workload, _cluster())
         if strategy.cross_step:  # refused by name
             continue
-        error = ""
+        error, splits = "", True
         try:
             for variant in dict.fromkeys((strategy, with_rows(strategy, workload))):
                 graph = distribute(training, plan(variant, workload, WORLD), devices)
                 assert_each_gradient_is_synchronized_once(graph, training)
+                splits &= splits_into_clients(graph)
         except Exception as problem:  # noqa: BLE001 - every pair counts
             error = f"{type(problem).__name__}: {problem}"
-        outcomes.append((f"{model} x {name}", error))
+        outcomes.append(Outcome(f"{model} x {name}", error, splits))
     return outcomes
 
 
-def trained(pair: tuple[str, str]) -> tuple[str, str]:
-    """Train a pair on two servers; return its name and an error or nothing."""
+def trained(pair: tuple[str, str]) -> list[Outcome]:
+    """Train a pair on two servers."""
     from runtime_rewriter.private_network import new_network_namespace
 
     model, builder = pair
@@ -53,8 +65,8 @@ def trained(pair: tuple[str, str]) -> tuple[str, str]:
         try:
             isolated.submit(_train, model, builder).result()
         except Exception as problem:  # noqa: BLE001 - every pair counts
-            return f"{model} x {builder}", f"{type(problem).__name__}: {problem}"
-    return f"{model} x {builder}", ""
+            return [Outcome(f"{model} x {builder}", f"{type(problem).__name__}: {problem}")]
+    return [Outcome(f"{model} x {builder}", "")]
 
 
 def _train(model: str, builder: str) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
+from autotune.errors import InvalidInput
 from autotune.strategy_space.strategy import Synchronizer
+from runtime_rewriter.tensorflow.between_graph import graph_of_rank
 from runtime_rewriter.tensorflow.distributed_graph import DistributedGraph, PlacedVariable
 from runtime_rewriter.tensorflow.graph_view import GraphView, control_inputs, data_inputs
 from runtime_rewriter.tensorflow.synchronization import MESSAGE
@@ -47,6 +49,19 @@ def assert_each_gradient_is_synchronized_once(
     for placed in graph.variables:
         if placed.variable in of_variable and placed.authoritative:
             _assert_updated(view, graph, placed, of_variable[placed.variable], started)
+
+
+def splits_into_clients(graph: DistributedGraph) -> bool:
+    """Whether each rank's part is complete by itself; it then has all messages of the rank."""
+    try:
+        parts = [graph_of_rank(graph, rank) for rank in range(graph.plan.world_size)]
+    except InvalidInput:  # by which ranks meet outside of collectives
+        return False
+    for part in parts:
+        started = [node.attr[MESSAGE].i for node in part.graph_def.node if MESSAGE in node.attr]
+        assert sorted(started) == list(range(len(graph.plan.messages))), sorted(started)
+    assert sum(len(part.graph_def.node) for part in parts) == len(graph.graph_def.node)
+    return True
 
 
 def _assert_updated(

@@ -22,6 +22,7 @@ from runtime_rewriter.emulation import Timetable
 from runtime_rewriter.horovod.tensorflow_synchronizer import TensorflowSynchronizer
 from runtime_rewriter.horovod.tensorflow_tape import OWN_BRANCH
 from runtime_rewriter.pytorch.emulation import MOST_RECORDED_PASSES, EmulatedAccelerator
+from runtime_rewriter.tensorflow.batch_kinds import batch_kind
 
 _LOCAL = ("Size", "Rank", "Included")
 """Ends of the names of Horovod's operations that send nothing."""
@@ -52,7 +53,7 @@ class TensorflowAccelerator(EmulatedAccelerator):
         now_s = self._of_tensorflow.device.now_s()
         self._step_start_s = self._step_start_s or now_s
         self._in_backward = False
-        key = (id(function), *(_signature(one) for one in tf.nest.flatten(arguments)))
+        key = (id(function), batch_kind(arguments))
         recorded = self._recorded_steps.get(key)
         if recorded is None:
             return self._recorded_step(key, call)
@@ -143,18 +144,6 @@ class TensorflowAccelerator(EmulatedAccelerator):
             return tensors[0]
         shape = self._of_tensorflow.parameters[position].shape
         return tf.IndexedSlices(*tensors, tf.constant(tuple(shape), tensors[1].dtype))
-
-
-def _signature(argument: Any) -> Hashable:
-    """Shape and dtype of an argument, or its value."""
-    if isinstance(argument, tf.data.Iterator):
-        raise InvalidInput(
-            "accelerators cannot be emulated: the step takes its batch from an iterator, which a "
-            "played step would never exhaust; pass the batch as an argument"
-        )
-    if hasattr(argument, "shape") and hasattr(argument, "dtype"):
-        return (tuple(argument.shape), str(argument.dtype))
-    return repr(argument)
 
 
 def _transfers_in(graph: Any) -> Iterator[str]:

@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
+
+from runtime_rewriter.mirrored.local_variables import local_variable
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,7 @@ class Stamps:
             *(tf.cast(count, tf.float64) for count in touched),
         ]
         if self._held is None:
-            with tf.init_scope():
-                self._held = tf.Variable(np.zeros(len(stamps)), trainable=False)
+            self._held = local_variable(tf.float64, [len(stamps)])
         self._held.assign(tf.stack(stamps))
 
     def read(self, start_s: float, end_s: float) -> Observation:

@@ -6,7 +6,7 @@ Each plan has a trace of its own, so a plan that is used again needs no further 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -17,15 +17,21 @@ from tensorflow.python.eager.backprop import GradientTape
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 
 from autotune.errors import AutotuneError, InvalidInput
+from autotune.strategy_space.mirrored import MIRRORED
 from autotune.strategy_space.plan import Plan
 from autotune.workload import Variable
+from runtime_rewriter.mirrored.accelerator import MirroredAccelerator
+from runtime_rewriter.mirrored.gate import ComparedSums
 from runtime_rewriter.mirrored.named import described, is_gradient
 from runtime_rewriter.mirrored.observed import Observation, Stamps
-from runtime_rewriter.mirrored.summed import STRATEGY, Collectives, summed
+from runtime_rewriter.mirrored.recorded import RecordedStep
+from runtime_rewriter.mirrored.script_sums import ScriptSums
+from runtime_rewriter.mirrored.turns import Turns
+from runtime_rewriter.tensorflow.batch_kinds import batch_kind
 from runtime_rewriter.tensorflow.gradient_marks import marked_gradients
 
 _ONE_CALL = (
-    f"a step of {STRATEGY} must be one call of a tf.function from Python: "
+    f"a step of {MIRRORED} must be one call of a tf.function from Python: "
     "`for batch in dataset: train_step(batch)`"
 )
 
@@ -47,20 +53,28 @@ class Steps:
     """Finds the step of a script, and runs it by the plan that is loaded.
 
     `plan`: that of further steps; None: the script's own messages. `observed`: whether they note
-    their times.
+    their times. `turns`: lets the first worker compute before the others. `gated`: whether they
+    compare the plan's sums with the script's own. `accelerator`: plays them.
     """
 
     def __init__(self, observer: StepObserver) -> None:
         self.plan: Plan | None = None
-        self.observed = False
+        self.observed = self.gated = False
+        self.turns: Turns | None = None
+        self.accelerator: MirroredAccelerator | None = None
+        self.compared: ComparedSums | None = None
+        """Of the gated steps."""
+        self.script_sums: ScriptSums | None = None
+        """Known from the first step on."""
         self._observer = observer
         self._step: Any = None
-        self._traces: dict[tuple[str, bool], Any] = {}
+        self._traces: dict[tuple[str, bool, bool, bool], Any] = {}
         self._inside = False
         self._others = 0
         self._summed_in: list[Any] = []  # function graphs of the present call
         self._variables: list[Variable] | None = None
         self._stamps: Stamps | None = None
+        self._recording: RecordedStep | None = None
         self._problem: AutotuneError | None = None
         self._eager: set[int] = set()
 
@@ -88,10 +102,15 @@ class Steps:
             return self._other_call(original, function, args, keywords)
         self._observer.boundary(time.perf_counter(), not self._others)
         self._others = 0
-        key = (self.plan.id if self.plan else "", self.observed)
+        if self.accelerator is not None:
+            results = self._played(self.accelerator, original, args, keywords)
+            self._observer.stepped(None)
+            return results
+        key = (self.plan.id if self.plan else "", self.observed, bool(self.turns), self.gated)
         if key not in self._traces:
-            self._traces[key] = function._clone(None)
-            self._traces[key]._omit_frequent_tracing_warning = True  # a trace per plan
+            self._traces[key] = self._clone()
+        if self.turns is not None:
+            self.turns.wait()
         start_s = time.time()
         with self._entered():
             results = original(self._traces[key], *args, **keywords)
@@ -100,6 +119,32 @@ class Steps:
             observation = self._stamps.read(start_s, time.time())
         self._observer.stepped(observation)
         return results
+
+    def _clone(self) -> Any:
+        clone = self._step._clone(None)
+        clone._omit_frequent_tracing_warning = True  # a trace per plan
+        return clone
+
+    def _played(
+        self, accelerator: MirroredAccelerator, original: Any, args: Any, keywords: Any
+    ) -> Any:
+        """Play the step if one of this kind of batch was recorded; else run and record it."""
+        kind = batch_kind((args, keywords))
+        recorded = accelerator.recorded(kind)
+        if recorded is None:
+            recorded = RecordedStep()
+            self._others += 1  # the step is not one of an emulated accelerator
+            self._recording = recorded
+            try:
+                with self._entered(), recorded.tracing():
+                    recorded.results = original(self._clone(), *args, **keywords)
+            finally:
+                self._recording = None
+            accelerator.add(kind, recorded)
+            return recorded.results
+        with self._entered():
+            accelerator.play(recorded, self.plan, self.gated, self._sums)
+        return recorded.results
 
     def _other_call(
         self, original: Callable[..., Any], function: Any, args: Any, keywords: Any
@@ -110,7 +155,7 @@ class Steps:
             results = original(function, *args, **keywords)
         if self._step is None and self._summed_in:
             self._step, self._others = function, 0
-            self._traces["" if self.plan is None else self.plan.id, False] = function
+            self._traces["" if self.plan is None else self.plan.id, False, False, False] = function
             self._observer.stepped(None)
         return results
 
@@ -140,51 +185,51 @@ class Steps:
         self, original: Callable[..., Any], own: Any, operation: Any, value: Any, *rest: Any
     ) -> Any:
         """Sum tensors; gradients of the step by the plan that is loaded."""
-        run = partial(original, own, operation)
         flat = tf.nest.flatten(value)
         if tf.executing_eagerly():
             if self._step is None and any(id(one) in self._eager for one in flat):
                 raise InvalidInput(f"{_ONE_CALL}; decorate the function with @tf.function")
-            return run(value, *rest)
+            return original(own, operation, value, *rest)
         if not self._inside or self._problem or not any(map(is_gradient, flat)):
-            return run(value, *rest)
+            return original(own, operation, value, *rest)
         try:
-            return self._summed(own, operation, value, rest, run)
+            return self._summed(original, own, operation, value, rest)
         except AutotuneError as problem:  # autograph would change its type and text
             self._problem = problem
-            return run(value, *rest)
+            return original(own, operation, value, *rest)
 
     def _summed(
-        self, own: Any, operation: Any, value: Any, rest: Any, run: Callable[..., Any]
+        self, original: Callable[..., Any], own: Any, operation: Any, value: Any, rest: Any
     ) -> Any:
         flat = tf.nest.flatten(value)
         _refuse_place(tf.compat.v1.get_default_graph(), self._summed_in)
         variables = described(flat, self._marks)
         if self._variables is None:
             self._variables = variables
+            self.script_sums = ScriptSums(original, own, operation, rest)
             self.plan = self._observer.found(variables, _own_buckets(variables, rest[-1]))
         elif [one.name for one in variables] != [one.name for one in self._variables]:
-            return run(value, *rest)  # of another model
-        launcher = own._launchers[0]
+            return original(own, operation, value, *rest)  # of another model
+        if self.turns is not None:
+            flat = self.turns.passed_on(flat)
         gradients = {one.name: tensor for one, tensor in zip(variables, flat, strict=True)}
-        if self.plan is None:
-            results = dict(zip(gradients, tf.nest.flatten(run(value, *rest)), strict=True))
+        if self._recording is not None:
+            with self._recording.summing(variables, gradients):
+                results = self._sums(gradients)
         else:
-            sums = summed(
-                self.plan,
-                gradients,
-                Collectives(
-                    lambda tensor: launcher.all_reduce(tensor, None, rest[-1]),
-                    lambda rows: launcher.all_reduce_indexed_slices(rows, rest[-1]),
-                    own._group_size,
-                ),
-            )
-            results = {name: sums[name] for name in gradients}
-            if operation == tf.distribute.ReduceOp.MEAN:
-                results = {name: _divided(one, own._group_size) for name, one in results.items()}
+            results = self._sums(gradients)
         if self.observed and self._stamps is not None:
             self._stamps.note(gradients, list(results.values()))
         return tf.nest.pack_sequence_as(value, list(results.values()))
+
+    def _sums(self, gradients: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of the step that is traced."""
+        assert self.script_sums is not None and self._variables is not None
+        results = self.script_sums.sums(self.plan, gradients)
+        if self.gated and self.plan is not None:
+            self.compared = self.compared or ComparedSums(self._variables)
+            self.compared.note(results, self.script_sums.sums(None, gradients))
+        return results
 
 
 def _method(substitute: Callable[..., Any]) -> Callable[..., Any]:
@@ -221,9 +266,3 @@ def _own_buckets(variables: Sequence[Variable], options: Any) -> list[list[str]]
     packs = group_by_size(sized, options.bytes_per_pack)
     names = iter(one.name for one in dense)
     return [[next(names) for _ in pack] for pack in packs]
-
-
-def _divided(total: Any, count: int) -> Any:
-    if not isinstance(total, tf.IndexedSlices):
-        return total / count
-    return tf.IndexedSlices(total.values / count, total.indices, total.dense_shape)

@@ -13,15 +13,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from autotune.errors import InvalidStrategy
-from autotune.strategy_space.enactable import describe, refusal_reason
-from autotune.strategy_space.plan import Message, Plan, TensorSlice
-from autotune.strategy_space.strategy import CASTS, Compressor, SparseHandling, Synchronizer
+from autotune.errors import InvalidInput, InvalidStrategy
+from autotune.strategy_space.enactable import refusal_reason
+from autotune.strategy_space.mirrored import MIRRORED, mirrored_refusal
+from autotune.strategy_space.plan import Plan, TensorSlice
+from autotune.strategy_space.strategy import Compressor
 from autotune.workload import Variable
 
-STRATEGY = "MultiWorkerMirroredStrategy"
 _WIRE = {Compressor.FP16: tf.float16, Compressor.BF16: tf.bfloat16}
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
+_GATHERED = tf.float16
+"""TensorFlow gathers no bfloat16, whose bits travel as this type of the same size."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,16 @@ class Collectives:
     all_reduce: Callable[[Any], Any]
     gather: Callable[[Any], Any]
     world_size: int
+
+
+def refuse_model(variables: Sequence[Variable]) -> None:
+    """Raise `InvalidInput` for gradients that no plan can send."""
+    for one in variables:
+        if one.dtype not in _DTYPES:
+            raise InvalidInput(
+                f"TensorFlow's collectives must sum {', '.join(_DTYPES)}, but the gradient of "
+                f"{one.name!r} is {one.dtype}; train it with another dtype"
+            )
 
 
 def refuse(plan: Plan, variables: Sequence[Variable], world_size: int) -> None:
@@ -45,48 +57,20 @@ def refuse(plan: Plan, variables: Sequence[Variable], world_size: int) -> None:
         raise InvalidStrategy(
             f"a plan must name exactly the variables with gradients, but differs in {different[0]}"
         )
-    if reason := refusal_reason(plan) or _refusal(plan, {one.name: one for one in variables}):
-        raise InvalidStrategy(f"{STRATEGY} cannot enact this plan: {reason}")
-
-
-def _refusal(plan: Plan, variables: Mapping[str, Variable]) -> str | None:
-    if plan.cross_step:
-        return "a step ends with its updates, but cross_step lets messages continue into the next"
-    if plan.ring_order not in (None, tuple(range(plan.world_size))):
-        return f"TensorFlow's ring follows the workers, but ring_order is {plan.ring_order}"
-    for number, message in enumerate(plan.messages):
-        sparse = any(variables[part.variable].sparse for part in message.slices)
-        if reason := _message_refusal(message, sparse):
-            return f"message {number} ({describe(message)}): {reason}"
-    return None
-
-
-def _message_refusal(message: Message, sparse: bool) -> str | None:
-    if sparse:
-        whole = len(message.slices) == 1 and message.slices[0].axis is None
-        own = message.sparse is SparseHandling.ALL_GATHER and whole
-        if own and message.compressor is Compressor.NONE:
-            return None
-        return "it gathers rows whole and as they are; set sparse = all_gather, compressor = none"
-    if message.synchronizer is not Synchronizer.ALL_REDUCE:
-        return "each worker runs its own graph, so workers meet in all-reduces only; use all_reduce"
-    if message.hierarchical:
-        return "its rings span all workers; set hierarchical = false"
-    if message.dtype not in _DTYPES:
-        return f"TensorFlow's collectives sum {', '.join(_DTYPES)}, but it is {message.dtype}"
-    if message.compressor is not Compressor.NONE and message.compressor not in CASTS:
-        return f"the compressor must be none, fp16 or bf16, but is {message.compressor}"
-    return None
+    sparse = {one.name for one in variables if one.sparse}
+    if reason := refusal_reason(plan) or mirrored_refusal(plan, sparse):
+        raise InvalidStrategy(f"{MIRRORED} cannot enact this plan: {reason}")
 
 
 def summed(plan: Plan, gradients: Mapping[str, Any], collectives: Collectives) -> dict[str, Any]:
     """Return the sum over all workers of each gradient, by variable."""
-    results: dict[str, Any] = {}
     pieces: dict[str, list[tuple[TensorSlice, Any]]] = defaultdict(list)
     for message in plan.messages:
         first = message.slices[0]
-        if isinstance(gradients[first.variable], tf.IndexedSlices):
-            results[first.variable] = collectives.gather(gradients[first.variable])
+        rows = gradients[first.variable]
+        if isinstance(rows, tf.IndexedSlices):
+            gathered = _gathered(_rows(rows, first), message.compressor, collectives)
+            pieces[first.variable].append((first, gathered))
             continue
         parts = [_slice(gradients[part.variable], part) for part in message.slices]
         flat = tf.concat([tf.reshape(part, [-1]) for part in parts], 0)
@@ -96,12 +80,45 @@ def summed(plan: Plan, gradients: Mapping[str, Any], collectives: Collectives) -
             message.slices, parts, tf.split(total, sizes) if sizes[1:] else [total], strict=True
         ):
             pieces[part.variable].append((part, tf.reshape(piece, local.shape)))
-    for name, of_variable in pieces.items():
-        ordered = sorted(of_variable, key=lambda one: one[0].start)
-        axis = ordered[0][0].axis
-        tensors = [tensor for _, tensor in ordered]
-        results[name] = tensors[0] if axis is None else tf.concat(tensors, axis)
-    return results
+    return {name: _joined(of_variable) for name, of_variable in pieces.items()}
+
+
+def _joined(pieces: Sequence[tuple[TensorSlice, Any]]) -> Any:
+    ordered = sorted(pieces, key=lambda one: one[0].start)
+    axis = ordered[0][0].axis
+    tensors = [tensor for _, tensor in ordered]
+    if axis is None:
+        return tensors[0]
+    if isinstance(tensors[0], tf.IndexedSlices):
+        # Rows of equal index are in one slice, so they keep their order.
+        return tf.IndexedSlices(
+            tf.concat([one.values for one in tensors], 0),
+            tf.concat([one.indices for one in tensors], 0),
+            tensors[0].dense_shape,
+        )
+    return tf.concat(tensors, axis)
+
+
+def _rows(rows: Any, part: TensorSlice) -> Any:
+    """Those of a slice."""
+    if part.axis is None:
+        return rows
+    inside = (rows.indices >= part.start) & (rows.indices < part.stop)
+    return tf.IndexedSlices(
+        tf.boolean_mask(rows.values, inside),
+        tf.boolean_mask(rows.indices, inside),
+        rows.dense_shape,
+    )
+
+
+def _gathered(rows: Any, compressor: Compressor, collectives: Collectives) -> Any:
+    wire = _WIRE.get(compressor, rows.dtype)
+    sent = tf.cast(rows.values, wire)
+    if wire == tf.bfloat16:
+        sent = tf.bitcast(sent, _GATHERED)
+    gathered = collectives.gather(tf.IndexedSlices(sent, rows.indices, rows.dense_shape))
+    values = tf.bitcast(gathered.values, wire) if wire == tf.bfloat16 else gathered.values
+    return tf.IndexedSlices(tf.cast(values, rows.dtype), gathered.indices, gathered.dense_shape)
 
 
 def _slice(gradient: Any, part: TensorSlice) -> Any:

@@ -12,14 +12,21 @@ from statistics import median
 
 from autotune.errors import InvalidInput
 from autotune.export import check_model
+from autotune.recordings.probe import ProbedLinks, ProbeSeries
+from autotune.strategy_space.mirrored import MIRRORED
 from autotune.strategy_space.plan import Plan
 from autotune.workload import Variable, Workload, model_id
 from runtime_rewriter.active import Session
+from runtime_rewriter.emulation import timetable_of
+from runtime_rewriter.mirrored.accelerator import MirroredAccelerator
 from runtime_rewriter.mirrored.observed import Observation
 from runtime_rewriter.mirrored.steps import Steps
-from runtime_rewriter.mirrored.summed import STRATEGY, refuse
+from runtime_rewriter.mirrored.summed import refuse, refuse_model
+from runtime_rewriter.mirrored.turns import Turns
+from runtime_rewriter.probe.mirrored_collectives import probe_mirrored
 from runtime_rewriter.protocol import (
     ContinueTrial,
+    EmulationAnswer,
     ProbeAnswer,
     ProfileAnswer,
     RankInstruction,
@@ -29,51 +36,63 @@ from runtime_rewriter.protocol import (
     StartTrial,
     TrainOn,
 )
-from runtime_rewriter.rank.activities import FurtherTraining, TrialRun
+from runtime_rewriter.rank.activities import RECORDED_STEPS, FurtherTraining, TrialRun
 from runtime_rewriter.rank.exported import ExportSession
 from runtime_rewriter.rank.session import TuningSession
 from runtime_rewriter.rank.tensorflow_model import CROSSING_REFUSED, software
 from runtime_rewriter.rank.tuned_model import Activity
 from runtime_rewriter.scheduling import usable_cores
+from runtime_rewriter.tolerances import GateResult
 
 MODEL = "train_step"
 WARMUP_STEPS = 1
 """The first observed step is traced."""
+TURN_S = 300.0
+"""Longest time that the first worker computes alone: its first step is traced."""
 _SHORTEST_S = 1e-6
-_REAL_ONLY = (
-    f"a script of {STRATEGY} computes for real, but the accelerators of this job are emulated; "
-    "tune it without --testbed, or train by `train_step = autotune.distribute(train_step)`"
-)
 
 
 def steer_mirrored(session: Session, until_end: ExitStack) -> None:
     """Let `session` steer the steps of the strategy that the script has built."""
     if not isinstance(session, TuningSession | ExportSession):
         raise InvalidInput(
-            f"steps of {STRATEGY} cannot be recorded this way; use `autotune tune`, which profiles "
+            f"steps of {MIRRORED} cannot be recorded this way; use `autotune tune`, which profiles "
             "them"
         )
-    model = MirroredModel(session, int(os.environ["WORLD_SIZE"]))
+    world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    model = MirroredModel(session, world_size, rank)
     until_end.enter_context(model.steps.steered())
 
 
 class MirroredModel:
-    """Implements `TunedModel` and `StepObserver`. Its current setup is the script's own."""
+    """Implements `TunedModel`, `StepObserver`, `Gate` and `Accelerator`.
 
-    def __init__(self, session: TuningSession | ExportSession, world_size: int) -> None:
+    Its current setup is the script's own.
+    """
+
+    def __init__(
+        self, session: TuningSession | ExportSession, world_size: int, worker: int
+    ) -> None:
         self.steps = Steps(self)
         self.variables: Sequence[Variable] = ()
         self.buckets: Sequence[Sequence[str]] = ()
         self._session, self._world_size = session, world_size
+        self._turns = Turns(worker, TURN_S)
         self._profile: ProfileRun | None = None
 
     @property
     def id(self) -> str:
         return model_id((one.name, one.shape, one.dtype) for one in self.variables)
 
+    @property
+    def overrun(self) -> float:
+        accelerator = self.steps.accelerator
+        return 0.0 if accelerator is None else accelerator.overrun
+
     def found(self, variables: Sequence[Variable], buckets: Sequence[Sequence[str]]) -> Plan | None:
         self.variables, self.buckets = variables, buckets
         if isinstance(self._session, TuningSession):
+            refuse_model(variables)
             self._session.tune(self)
             return None
         export = self._session.export
@@ -97,23 +116,51 @@ class MirroredModel:
         )
 
     def start(self, instruction: RankInstruction) -> Activity:
-        self.steps.observed, self._profile = False, None
+        steps = self.steps
+        steps.observed, steps.turns, steps.gated, self._profile = False, None, False, None
         if isinstance(instruction, StartEmulation):
-            raise InvalidInput(_REAL_ONLY)
-        if isinstance(instruction, StartProfile):
-            if instruction.alone:
-                raise InvalidInput(_REAL_ONLY)
             self._load(None)
-            self.steps.observed = instruction.steps > 0
-            self._profile = ProfileRun(self, instruction.steps)
+            assert steps.script_sums is not None
+            timetable = timetable_of(instruction.workload)
+            steps.accelerator = MirroredAccelerator(timetable, steps.script_sums)
+            return FirstSteps()
+        if isinstance(instruction, StartProfile):
+            self._load(None)
+            self._profile = ProfileRun(self, instruction)
             return self._profile
         if isinstance(instruction, TrainOn):
             self._load(instruction.plan)
             return FurtherTraining()
         assert isinstance(instruction, StartTrial | ContinueTrial)
+        starts = isinstance(instruction, StartTrial)
         if isinstance(instruction, StartTrial):
             self._load(instruction.plan)
-        return TrialRun(None, instruction.warmup_steps, instruction.timed_steps)
+        gate = self if starts and steps.plan is not None else None
+        # the first two steps are traced: under the gate, and without it
+        warmup_steps = instruction.warmup_steps + (gate is not None)
+        accelerator = None if steps.accelerator is None else self
+        return TrialRun(gate, warmup_steps, instruction.timed_steps, accelerator)
+
+    def arm(self) -> None:
+        self.steps.gated = True
+
+    def error(self) -> GateResult:
+        self.steps.gated = False
+        assert self.steps.compared is not None and self.steps.plan is not None
+        return self.steps.compared.result(self.steps.plan)
+
+    def profiled(self, steps: int, alone: bool) -> None:
+        """Observe further steps, in which only the first worker computes if `alone`."""
+        self.steps.observed = steps > 0
+        self.steps.turns = self._turns if steps and alone else None
+
+    def probed(
+        self, budget_s: float, report: Callable[[str], None] = lambda description: None
+    ) -> tuple[ProbeSeries, ...]:
+        """Time the collectives between all workers."""
+        assert self.steps.script_sums is not None
+        grad_bytes = sum(one.grad_bytes for one in self.variables)
+        return probe_mirrored(self.steps.script_sums, budget_s, grad_bytes, report)
 
     def _load(self, plan: Plan | None) -> None:
         self.steps.plan = None if plan is None else self._checked(plan)
@@ -123,30 +170,52 @@ class MirroredModel:
         return plan
 
     def probe(self, request: StartProbe, report: Callable[[str], None]) -> ProbeAnswer:
-        raise InvalidInput(
-            f"a script of {STRATEGY} cannot probe links; leave out its command, and `autotune "
-            "probe` probes them with PyTorch"
-        )
+        series = self.probed(request.budget_s, report)
+        return ProbeAnswer(series, ProbedLinks(), software(), usable_cores())
+
+
+class FirstSteps:
+    """The first steps of emulated accelerators: the recorded one, and one that is played."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def step_finished(self, step_s: float, clean: bool) -> bool:
+        self._steps += 1
+        return self._steps == RECORDED_STEPS + 1
+
+    def answer(self) -> EmulationAnswer:
+        return EmulationAnswer()
 
 
 class ProfileRun:
-    """Observes steps of the current setup."""
+    """Probes the collectives at first; then observes steps of the current setup."""
 
-    def __init__(self, model: MirroredModel, steps: int) -> None:
-        self._model, self._steps = model, steps
+    def __init__(self, model: MirroredModel, request: StartProfile) -> None:
+        self._model, self._steps = model, request.steps
         self.observations: list[Observation] = []
+        self._series: tuple[ProbeSeries, ...] = ()
+        if request.probe_s > 0:
+            self._series = model.probed(request.probe_s)
+        model.profiled(request.steps, request.alone)
 
     def step_finished(self, step_s: float, clean: bool) -> bool:
         return not self._steps or len(self.observations) >= WARMUP_STEPS + self._steps
 
     def answer(self) -> ProfileAnswer:
         model = self._model
-        model.steps.observed = False
         workload = None
         if self._steps:
             workload = workload_of(model.variables, self.observations[WARMUP_STEPS:])
-        buckets = tuple(tuple(bucket) for bucket in model.buckets)
-        return ProfileAnswer(workload, (), software(), usable_cores(), CROSSING_REFUSED, buckets)
+        return ProfileAnswer(
+            workload,
+            self._series,
+            software(),
+            usable_cores(),
+            CROSSING_REFUSED,
+            tuple(tuple(bucket) for bucket in model.buckets),
+            mirrored=True,
+        )
 
 
 def workload_of(variables: Sequence[Variable], steps: Sequence[Observation]) -> Workload:

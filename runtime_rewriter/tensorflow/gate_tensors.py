@@ -10,15 +10,7 @@ from typing import Any
 import numpy as np
 
 from autotune.strategy_space.plan import Plan
-from runtime_rewriter.tolerances import (
-    NOISE_ROUNDOFFS,
-    UNIT_ROUNDOFFS,
-    GateResult,
-    coarsest_compressors,
-    judge,
-    tolerance_of,
-    wire_roundoff,
-)
+from runtime_rewriter.tolerances import GateResult, judge_differences
 
 ERROR, LARGEST, PRINT, TERMS = "error", "largest", "print", "terms"
 
@@ -44,24 +36,10 @@ class GateTensors:
 
         errors, largest, prints = of(ERROR).max(0), of(LARGEST).max(0), of(PRINT)
         terms = of(TERMS).max(0)
-        finite = largest[np.isfinite(largest)]
-        of_model = float(finite.max()) if len(finite) else 0.0
-        relative, tolerances = [], []
-        choices = coarsest_compressors(plan, self.names)
-        for place, (name, dtype) in enumerate(zip(self.names, self.dtypes, strict=True)):
-            scale, error = float(largest[place]), float(errors[place])
-            noise = NOISE_ROUNDOFFS * UNIT_ROUNDOFFS[dtype] * of_model
-            if scale <= noise and wire_roundoff(choices[place]) > 0:
-                scale = of_model
+        for place, name in enumerate(self.names):
             if name not in self.shared and len(set(prints[:, place].tolist())) > 1:
-                error = math.inf
-            relative.append(error if error in (0.0, math.inf) else _share(error, scale))
-            tolerances.append(tolerance_of(dtype, choices[place], int(terms[place])))
-        return judge(relative, tolerances, self.names)
-
-
-def _share(error: float, scale: float) -> float:
-    return error / scale if 0 < scale < math.inf else math.inf
+                errors[place] = math.inf
+        return judge_differences(self.names, self.dtypes, errors, largest, terms, plan)
 
 
 class GraphGate:

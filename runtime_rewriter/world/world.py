@@ -155,6 +155,7 @@ class World:
             first.current_buckets,
             first.op_fusions,
             first.op_fusion_report,
+            first.mirrored,
         )
         if self._emulated:
             self.emulate(workload)

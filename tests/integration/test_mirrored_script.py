@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,7 +20,16 @@ import numpy as np
 from tensorflow_ranks import with_tensorflow
 
 from autotune.cluster import Cluster
-from autotune.records import Failed, FailureKind, Measured, Role, TrialRequest
+from autotune.records import (
+    Accelerators,
+    Conditions,
+    Failed,
+    FailureKind,
+    Measured,
+    Network,
+    Role,
+    TrialRequest,
+)
 from autotune.strategy_space.builders.collectives import per_variable
 from autotune.strategy_space.builders.rows import with_rows
 from autotune.strategy_space.builders.servers import ps_load_balanced
@@ -56,12 +66,40 @@ def test_trials_change_the_messages_of_the_script_s_own_step(make_world, tmp_pat
         outcome = world.run_trial(REQUEST, wanted)
         assert isinstance(outcome, Measured), outcome
         assert len(outcome.step_s) == RANKS
+        assert outcome.gradient_error == (None if wanted is None else 0.0)
     served = plan(
         with_rows(ps_load_balanced(workload, Cluster.local(RANKS)), workload), workload, RANKS
     )
     refused = world.run_trial(REQUEST, served)
     assert isinstance(refused, Failed) and refused.kind is FailureKind.REFUSED
-    assert "gathers rows whole" in refused.message or "meet in all-reduces" in refused.message
+    assert "meet in all-reduces" in refused.message
+    assert world.restarts == 0
+
+
+def test_emulated_accelerators_play_the_step_with_real_messages(make_world, tmp_path) -> None:
+    world = make_world(
+        "100000",
+        str(tmp_path),
+        script=SCRIPT,
+        step_timeout_s=120.0,
+        start_timeout_s=240.0,
+        probe_s=3.0,
+        supervisor=with_tensorflow,
+        conditions=Conditions(Network.LOOPBACK, Accelerators.EMULATED),
+    )
+    profile = world.profile()
+    assert profile.mirrored
+    assert {one.primitive for one in profile.series} == {"all_reduce", "all_gather"}
+    assert all(len(one.points) >= 2 and one.points[0].seconds > 0 for one in profile.series)
+    slow = replace(profile.workload, forward_s=0.05, backward_s=0.2, update_s=0.05)
+    world.emulate(slow)
+    rows = plan(with_rows(per_variable(slow), slow), slow, RANKS)
+    for wanted in (None, rows):
+        outcome = world.run_trial(REQUEST, wanted)
+        assert isinstance(outcome, Measured), outcome
+        assert outcome.overrun is not None
+        assert outcome.gradient_error == (None if wanted is None else 0.0)
+        assert min(outcome.slowest_s) >= slow.compute_s * 0.99
     assert world.restarts == 0
 
 
@@ -106,6 +144,15 @@ def test_a_worker_on_a_busy_machine_is_not_given_up(pair) -> None:
     for rank in range(RANKS):
         noted = json.loads((pair / f"noted_{rank}.json").read_text())
         assert noted["heartbeat_ms"] == HEARTBEAT_S * 1000
+
+
+def test_the_gate_compares_a_plan_with_the_script_s_own_messages(pair) -> None:
+    for rank in range(RANKS):
+        gate = json.loads((pair / f"noted_{rank}.json").read_text())["gate"]
+        (exact, exact_error), (cast, cast_error), (wrong, wrong_error) = gate
+        assert exact and exact_error == 0.0
+        assert cast and 0 < cast_error < 2e-2
+        assert not wrong and 1e-8 < wrong_error < 1e-4
 
 
 def test_messages_of_fp16_train_almost_the_same(trained) -> None:

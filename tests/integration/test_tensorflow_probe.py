@@ -19,7 +19,8 @@ from autotune.profiling.fits.probe_fits import collective_fits
 from autotune.recordings.probe import ProbeSeries
 from autotune.strategy_space.builders.collectives import single_bucket
 from autotune.strategy_space.plan import plan
-from runtime_rewriter.probe.tensorflow_collectives import probe_tensorflow, tensorflow_sizes
+from runtime_rewriter.probe.repeated_points import probed_sizes
+from runtime_rewriter.probe.tensorflow_collectives import probe_tensorflow
 from runtime_rewriter.probe.tensorflow_exchanges import (
     PAUSE_S,
     TENSORFLOW_OPERATIONS,
@@ -70,8 +71,8 @@ def test_every_exchange_is_timed_between_two_steps_of_training() -> None:
 
 
 def test_sizes_end_at_the_largest_message() -> None:
-    assert tensorflow_sizes(10_700_000) == (4096, 65536, 1048576, 10_700_000)
-    assert len(tensorflow_sizes(100)) == 3
+    assert probed_sizes(10_700_000) == (4096, 65536, 1048576, 10_700_000)
+    assert len(probed_sizes(100)) == 3
 
 
 def test_groups_that_exchange_at_once_have_keys_of_their_own() -> None:

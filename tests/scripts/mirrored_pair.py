@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -24,8 +25,10 @@ from autotune.strategy_space.builders.rows import with_rows
 from autotune.strategy_space.plan import Message, Plan, TensorSlice, plan
 from autotune.strategy_space.strategy import Compressor, SparseHandling
 from autotune.workload import Variable, Workload
+from runtime_rewriter.mirrored import script_sums
 from runtime_rewriter.mirrored.scripts import mirrored_steered
 from runtime_rewriter.mirrored.steps import Steps
+from runtime_rewriter.mirrored.summed import summed
 
 SCRIPT, RESULTS = sys.argv[1], Path(sys.argv[2])
 STEPS = 6
@@ -39,6 +42,7 @@ class OnePlanPerStep:
         self.variables: list[Variable] = []
         self.plans: list[Plan] = []
         self.clean: list[bool] = []
+        self.gate: list[tuple[bool, float]] = []
 
     def found(self, variables, buckets):
         self.variables = list(variables)
@@ -48,29 +52,38 @@ class OnePlanPerStep:
         self.steps.plan = self.plans.pop(0) if self.plans else None
 
     def stepped(self, observation):
-        pass
+        if self.steps.gated and self.steps.plan is not None:
+            result = self.steps.compared.result(self.steps.plan)
+            self.gate.append((result.ok, result.relative_error))
 
 
-def cut(message: Message) -> Message:
-    """Cut each dense variable with rows into two slices along its first axis."""
+def cut(message: Message) -> list[Message]:
+    """Cut each variable with rows into two slices along its first axis, sparse ones unevenly."""
     if message.sparse is not SparseHandling.DENSE:
-        return message
+        (whole,) = message.slices
+        rows, width = shapes[whole.variable]
+        parts = [(0, 3), (3, rows - 1), (rows - 1, rows)]  # no word is the last row
+        slices = [
+            TensorSlice(whole.variable, (b - a) * width, 0, a, b, b - a) for a, b in parts[::-1]
+        ]
+        return [replace(message, slices=(one,)) for one in slices]
     slices = []
     for part in message.slices:
         rows = shapes[part.variable][0]
         for start, stop in ((rows // 2, rows), (0, rows // 2)):
             share = part.elements // rows * (stop - start)
             slices.append(TensorSlice(part.variable, share, 0, start, stop, stop - start))
-    return replace(message, slices=tuple(slices))
+    return [replace(message, slices=tuple(slices))]
 
 
-def cast(message: Message) -> Message:
+def cast(message: Message) -> list[Message]:
     dense = message.sparse is SparseHandling.DENSE
-    return replace(message, compressor=Compressor.FP16) if dense else message
+    return [replace(message, compressor=Compressor.FP16 if dense else Compressor.BF16)]
 
 
 def changed(whole: Plan, change) -> Plan:
-    return replace(whole, messages=tuple(map(change, whole.messages)))
+    messages = [one for message in whole.messages for one in change(message)]
+    return replace(whole, messages=tuple(messages))
 
 
 def train(plans: list[Plan], name: str) -> None:
@@ -97,6 +110,13 @@ def refusal(run: Callable[[], Any]) -> str:
         except InvalidInput as refused:
             return str(refused)
     return ""
+
+
+def wrong_sums(*arguments: Any) -> dict[str, Any]:
+    """The sums of a plan, one of which is a millionth too large."""
+    sums = summed(*arguments)
+    name = next(one.name for one in observer.variables if not one.sparse)
+    return {**sums, name: sums[name] * (1 + 1e-6)}
 
 
 def heartbeat_ms() -> int:
@@ -150,11 +170,21 @@ with mirrored_steered(lambda undo: steered.enter_context(observer.steps.steered(
     train([], "own")
     train([apart, halves, backwards, bucket, halves, apart], "planned")
     train([changed(bucket, cast)] * STEPS, "cast")
+    observer.steps.gated = True
+    train([halves, changed(bucket, cast)], "gated")
+    with mock.patch.object(script_sums, "summed", wrong_sums):
+        train([backwards], "wrong")
+    observer.steps.gated = False
     observer.clean.clear()
     script["train_step"](next(iter(distributed)))
     model.predict(np.zeros((2, 5), "int32"), verbose=0)
     script["train_step"](next(iter(distributed)))
     steered.close()
-    noted = {"clean": observer.clean, "heartbeat_ms": heartbeat_ms(), **refused_steps()}
+    noted = {
+        "clean": observer.clean,
+        "gate": observer.gate,
+        "heartbeat_ms": heartbeat_ms(),
+        **refused_steps(),
+    }
 (RESULTS / f"noted_{os.environ['RANK']}.json").write_text(json.dumps(noted))
 os._exit(0)  # the other worker's server may still wait for this one's

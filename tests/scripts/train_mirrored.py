@@ -39,7 +39,7 @@ with strategy.scope():
     losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
 
 random = np.random.default_rng(0)
-words = random.integers(0, 20, (8 * GLOBAL_BATCH, 5)).astype("int32")
+words = random.integers(0, 19, (8 * GLOBAL_BATCH, 5)).astype("int32")
 labels = (words.sum(1) % 3).astype("int32")
 batches = tf.data.Dataset.from_tensor_slices((words, labels)).batch(GLOBAL_BATCH).repeat()
 

@@ -8,12 +8,12 @@ pytest.importorskip("tensorflow", reason="the extra tensorflow is not installed"
 
 from dataclasses import replace
 
-from autotune.errors import InvalidStrategy
+from autotune.errors import InvalidInput, InvalidStrategy
 from autotune.strategy_space.builders.collectives import per_variable, zero2_like
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import Compressor
 from autotune.workload import Variable, Workload
-from runtime_rewriter.mirrored.summed import refuse
+from runtime_rewriter.mirrored.summed import refuse, refuse_model
 
 
 def test_plans_of_other_messages_are_refused_by_name() -> None:
@@ -38,3 +38,9 @@ def test_plans_of_other_messages_are_refused_by_name() -> None:
             refuse(refused, variables, 2)
     with pytest.raises(InvalidStrategy, match="for 2 ranks, but 3 workers"):
         refuse(apart, variables, 3)
+
+
+def test_a_model_whose_gradients_no_plan_can_send_is_refused_before_any_trial() -> None:
+    refuse_model((Variable("a", (4, 2), "bfloat16"),))
+    with pytest.raises(InvalidInput, match=r"the gradient of 'b' is complex64; train it with"):
+        refuse_model((Variable("a", (4, 2)), Variable("b", (3,), "complex64")))

@@ -194,9 +194,11 @@ class Draft:
         )
 
     def make_dense(self, members: list[Member]) -> None:
-        """Send the variables of these shards dense, which any synchronizer can do."""
+        """Send the variables of these shards dense, which any synchronizer can do, if the space
+        allows it."""
         for position, _ in members:
-            self.sparse[position] = SparseHandling.DENSE
+            if self.space.dense_rows:
+                self.sparse[position] = SparseHandling.DENSE
 
     def neighbouring(self) -> list[tuple[DraftMessage, DraftMessage]]:
         """Pairs of dense messages of one dtype that are issued one after the other."""

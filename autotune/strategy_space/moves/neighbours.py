@@ -214,7 +214,9 @@ def _switch_sparse(draft: Draft) -> bool:
         (kind, synchronizer)
         for kind in draft.space.sparse
         for synchronizer in SPARSE_SYNCHRONIZERS.get(kind, (current,))
-        if kind is not draft.sparse[position] and synchronizer in draft.space.synchronizers
+        if kind is not draft.sparse[position]
+        and synchronizer in draft.space.synchronizers
+        and (draft.space.dense_rows or kind is not SparseHandling.DENSE)
     ]
     if not others:
         return False
