@@ -7,7 +7,8 @@ with variables as inputs, and on `--threads` threads. Compiling does not count.
 
 The last line is one JSON object. Ratios are time apart / time fused: above 1 fusion is faster.
 `ratio_geomean`, `worst`: over all cases. `chosen_geomean`, `chosen_worst`: if only sets that pay
-alone are fused, as the tuner does; a case without such a set counts 1.
+alone are fused, as the tuner does; a case without such a set counts 1. `exact_cases`: cases whose
+partition graphs have exactly the fused sets as compiled clusters, of `measured_cases`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ CHAINS = (4, 8, 16)
 class Figures:
     """One case. `sets`, `ops`: how many are fused. `ratios`: quartiles over the repeats.
 
+    `exact`: whether exactly these sets were compiled, and of those that pay, exactly these.
     `chosen`: how many sets pay alone, and the ratio if only these are fused.
     """
 
@@ -48,6 +50,7 @@ class Figures:
     ratios: tuple[float, ...]
     chosen: int
     chosen_ratio: float
+    exact: bool
 
 
 def chain(ops: int) -> Callable[[Any, Any], Any]:
@@ -189,6 +192,7 @@ def measure(name: str, elements: int, config: Any, repeats: int) -> Figures | No
         tuple(quantiles(ratios, n=4)),
         len(paying),
         chosen.ratio if chosen else 1.0,
+        times.exact and (chosen is None or chosen.exact),
     )
 
 
@@ -218,7 +222,7 @@ def main() -> int:
                 f"{name:18s} {elements * 4 / 2**10:7.0f} KiB  {found.ops:3d} ops in {found.sets} "
                 f"sets  apart {found.apart_us:9.0f} us  fused {found.fused_us:9.0f} us  ratio "
                 f"{middle:5.2f} ({low:.2f} to {high:.2f})  {found.chosen} sets pay: "
-                f"{found.chosen_ratio:.2f}",
+                f"{found.chosen_ratio:.2f}{'' if found.exact else '  OTHER CLUSTERS'}",
                 flush=True,
             )
     print(
@@ -228,6 +232,8 @@ def main() -> int:
                 "worst": min(one.ratios[1] for one in figures),
                 "chosen_geomean": geometric_mean([one.chosen_ratio for one in figures]),
                 "chosen_worst": min(one.chosen_ratio for one in figures),
+                "measured_cases": len(figures),
+                "exact_cases": sum(one.exact for one in figures),
                 "cases": [asdict(one) for one in figures],
                 "threads": options.threads,
                 "repeats": options.repeats,

@@ -6,10 +6,10 @@ since a plan that cuts a variable gathers them slice by slice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from autotune.strategy_space.plan import Plan
@@ -51,12 +51,13 @@ def _compared(planned: Any, own: Any) -> tuple[Any, Any]:
         same = tf.reduce_all(planned.indices == own.indices)
         planned, own = planned.values, own.values
     planned, own = tf.cast(planned, tf.float64), tf.cast(own, tf.float64)
+    nothing, infinite = (tf.constant(value, tf.float64) for value in (0.0, math.inf))
     finite = tf.math.is_finite(own)
-    apart = tf.where(finite, tf.abs(planned - own), 0.0)
-    apart = tf.where(tf.math.is_nan(apart), np.inf, apart)
-    error = tf.maximum(tf.reduce_max(apart), 0.0)  # the maximum of nothing is -inf
-    largest = tf.maximum(tf.reduce_max(tf.where(finite, tf.abs(own), 0.0)), 0.0)
-    return tf.where(same, error, tf.constant(np.inf, tf.float64)), largest
+    apart = tf.where(finite, tf.abs(planned - own), nothing)
+    apart = tf.where(tf.math.is_nan(apart), infinite, apart)
+    error = tf.maximum(tf.reduce_max(apart), nothing)  # the maximum of nothing is -inf
+    largest = tf.maximum(tf.reduce_max(tf.where(finite, tf.abs(own), nothing)), nothing)
+    return tf.where(same, error, infinite), largest
 
 
 def _sorted(rows: Any) -> Any:

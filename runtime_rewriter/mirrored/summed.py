@@ -69,8 +69,10 @@ def summed(plan: Plan, gradients: Mapping[str, Any], collectives: Collectives) -
         first = message.slices[0]
         rows = gradients[first.variable]
         if isinstance(rows, tf.IndexedSlices):
-            gathered = _gathered(_rows(rows, first), message.compressor, collectives)
-            pieces[first.variable].append((first, gathered))
+            sent = rows if first.axis is None else _padded(_rows(rows, first))
+            gathered = _gathered(sent, message.compressor, collectives)
+            unpadded = gathered if first.axis is None else _where(gathered, gathered.indices >= 0)
+            pieces[first.variable].append((first, unpadded))
             continue
         parts = [_slice(gradients[part.variable], part) for part in message.slices]
         flat = tf.concat([tf.reshape(part, [-1]) for part in parts], 0)
@@ -101,12 +103,23 @@ def _joined(pieces: Sequence[tuple[TensorSlice, Any]]) -> Any:
 
 def _rows(rows: Any, part: TensorSlice) -> Any:
     """Those of a slice."""
-    if part.axis is None:
-        return rows
-    inside = (rows.indices >= part.start) & (rows.indices < part.stop)
+    return _where(rows, (rows.indices >= part.start) & (rows.indices < part.stop))
+
+
+def _where(rows: Any, wanted: Any) -> Any:
     return tf.IndexedSlices(
-        tf.boolean_mask(rows.values, inside),
-        tf.boolean_mask(rows.indices, inside),
+        tf.boolean_mask(rows.values, wanted),
+        tf.boolean_mask(rows.indices, wanted),
+        rows.dense_shape,
+    )
+
+
+def _padded(rows: Any) -> Any:
+    """With a first row of zeros at -1: TensorFlow crashes where no worker has a row to gather."""
+    first = [[1, 0], *[[0, 0]] * (rows.values.shape.rank - 1)]
+    return tf.IndexedSlices(
+        tf.pad(rows.values, first),
+        tf.pad(rows.indices, first[:1], constant_values=-1),
         rows.dense_shape,
     )
 

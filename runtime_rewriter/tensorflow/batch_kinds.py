@@ -24,4 +24,6 @@ def _kind(argument: Any) -> Hashable:
     if hasattr(argument, "shape") and hasattr(argument, "dtype"):
         return (tuple(argument.shape), str(argument.dtype))
     parts = tf.nest.flatten(argument, expand_composites=True)
-    return repr(argument) if parts == [argument] else tuple(map(_kind, parts))
+    if len(parts) == 1 and parts[0] is argument:
+        return repr(argument)
+    return tuple(map(_kind, parts))

@@ -25,7 +25,13 @@ from tensorflow.core.framework.node_def_pb2 import NodeDef
 
 from runtime_rewriter.tensorflow.fusible_sets import FusibleSet, Phase
 from runtime_rewriter.tensorflow.graph_view import GraphView, TensorName
-from runtime_rewriter.tensorflow.op_fusion import COMPILE, SCOPE, ran_compiled
+from runtime_rewriter.tensorflow.op_fusion import (
+    COMPILE,
+    SCOPE,
+    fusion_error,
+    ran_compiled,
+    seen_options,
+)
 from runtime_rewriter.tensorflow.training_graph import Types
 
 v1 = tf.compat.v1
@@ -40,10 +46,14 @@ BUDGET_S = 8.0
 
 @dataclass(frozen=True)
 class SetTimes:
-    """Seconds of each repeat; the same number belongs to runs next to each other."""
+    """Seconds of each repeat; the same number belongs to runs next to each other.
+
+    `exact`: whether the partition graphs that ran have exactly the scopes as compiled clusters.
+    """
 
     apart_s: tuple[float, ...]
     fused_s: tuple[float, ...]
+    exact: bool = True
 
     @property
     def median_s(self) -> tuple[float, float]:
@@ -145,10 +155,11 @@ def _times_in(graph: Any, config: Any, repeats: int, clock: Callable[[], float])
         session.run("start")
         run = {name: session.make_callable(graph.get_operation_by_name(name)) for name in _RUNS}
         metadata = v1.RunMetadata()
-        options = v1.RunOptions(trace_level=v1.RunOptions.FULL_TRACE)
-        session.run(graph.get_operation_by_name("fused"), options=options, run_metadata=metadata)
+        fused_run = graph.get_operation_by_name("fused")
+        session.run(fused_run, options=seen_options(), run_metadata=metadata)
         if not ran_compiled(metadata):
             return None
+        exact = fusion_error(graph.as_graph_def(), metadata.partition_graphs) is None
         for _ in range(WARM_UP):
             for call in run.values():
                 call()
@@ -160,7 +171,7 @@ def _times_in(graph: Any, config: Any, repeats: int, clock: Callable[[], float])
                 spent[name].append(clock() - began_s)
     empty_s = median(spent["empty"])
     apart, fused = ([max(one - empty_s, LEAST_S) for one in spent[n]] for n in ("apart", "fused"))
-    return SetTimes(tuple(apart), tuple(fused))
+    return SetTimes(tuple(apart), tuple(fused), exact)
 
 
 _RUNS = ("apart", "fused", "empty")
