@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import resource
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -27,7 +26,7 @@ from typing import Any
 os.environ.update(CUDA_VISIBLE_DEVICES="", TF_CPP_MIN_LOG_LEVEL="3")
 
 from benchmarks.repository import machine, option_parser
-from benchmarks.tensorflow_pairs.pairs import Outcome, checked, trained
+from benchmarks.tensorflow_pairs.pairs import Outcome, checked, own_peak_mib, trained
 
 TRAINED = (
     ("resnet50", "ddp_25mib"),
@@ -103,17 +102,13 @@ def _alone(work: Callable[[Any], Sequence[Outcome]], argument: Any) -> tuple[lis
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
         try:
             outcomes = list(alone.submit(work, argument).result())
-            peak_mib = alone.submit(_peak_mib).result()
+            peak_mib = alone.submit(own_peak_mib).result()
         except BrokenProcessPool:
             outcomes, peak_mib = [Outcome(str(argument), "the process was killed")], 0
     for one in outcomes:
         print(f"  {one.pair}: {one.error or 'ok'}", file=sys.stderr, flush=True)
     print(f"  {peak_mib} MiB", file=sys.stderr, flush=True)
     return outcomes, peak_mib
-
-
-def _peak_mib() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ TensorFlow loads when a function runs, after the process has its environment.
 
 from __future__ import annotations
 
+import resource
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,11 @@ class Outcome:
     pair: str
     error: str
     splits: bool = False
+
+
+def own_peak_mib() -> int:
+    """Return the most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
 
 def checked(model: str) -> list[Outcome]:
