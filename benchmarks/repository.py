@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from autotune.jobs.campaign.generated_models import MODELS
-from autotune.jobs.campaign.setups import Setup, generated_setup, script_setup
+from autotune.jobs.campaign import domains
+from autotune.jobs.campaign.setups import Setup
 from autotune.testbed.capabilities import capabilities
 
 ROOT = Path(__file__).parents[1]
@@ -22,8 +22,7 @@ CLUSTERS = ROOT / "examples" / "clusters"
 
 def cluster_file(name: str) -> Path:
     """Return the file of a cluster of `datasets/clusters` or `examples/clusters`."""
-    file = ROOT / "datasets" / "clusters" / f"{name}.yaml"
-    return file if file.exists() else CLUSTERS / f"{name}.yaml"
+    return domains.cluster_file(ROOT, name)
 
 
 def reference_data() -> Path | None:
@@ -43,9 +42,7 @@ def print_result(result: tuple[str, Mapping[str, object]] | None) -> None:
 
 def setup_of(model: str, cluster: str) -> Setup:
     """Return a generated model or an example script on a cluster, with emulated accelerators."""
-    if model in MODELS:
-        return generated_setup(model, cluster_file(cluster))
-    return script_setup(ROOT / "examples" / f"{model}.py", cluster_file(cluster))
+    return domains.setup_of(ROOT, model, cluster)
 
 
 def machine() -> dict[str, object]:

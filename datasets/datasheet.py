@@ -1,6 +1,7 @@
 """Write the datasheet of datasets: `python datasets/datasheet.py FOLDER...`.
 
-It computes `DATASHEET.md` and `plots/` from the trials. Sections follow Gebru et al., "Datasheets
+It computes `DATASHEET.md` and `plots/` from the trials, and writes Croissant metadata next to the
+card of every domain. Sections follow Gebru et al., "Datasheets
 for Datasets" (2021), as far as they apply.
 """
 
@@ -19,7 +20,8 @@ from influence import Explained, explained
 from matplotlib.figure import Figure
 
 from autotune.dataset.card import LICENCE, Card, card_of
-from autotune.dataset.folder import read_dataset
+from autotune.dataset.croissant import write_croissant
+from autotune.dataset.folder import SUMS, read_dataset
 from autotune.dataset.noise import STALL, stalled_share, step_noise
 from autotune.dataset.trials import DatasetTrial, Domain
 from autotune.records import Accelerators
@@ -343,6 +345,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     noise_plot(sheets, out / "plots" / "noise.svg")
     influence_plot(sheets, out / "plots" / "influence.svg")
     (out / "DATASHEET.md").write_text(text_of(sheets))
+    for folder in options.dataset:
+        for sums in sorted(folder.glob(f"*/{SUMS}")):
+            write_croissant(sums.parent)
     return 0
 
 

@@ -1,13 +1,15 @@
 """Choose the strategies of a domain's trials: hand-made, random, repeated, and the tuner's.
 
 At most `FIXED` of `count` candidates are builders' strategies (each once) and random ones, half
-without and half with lossy compression. One in `REPEAT_EVERY` repeats an earlier strategy, which
-shows the noise. The rest come from tuning jobs of `JOB_TRIALS` trials. Earlier trials count, so a
-collection that was stopped or extended resumes.
+without and half with lossy compression. Where the script forbids to cross the step, one in
+`REFUSED_EVERY` of the random ones crosses it, so that the dataset has real refusals. One in
+`REPEAT_EVERY` repeats an earlier strategy, which shows the noise. The rest come from tuning jobs of
+`JOB_TRIALS` trials. Earlier trials count, so a collection that was stopped or extended resumes.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -19,6 +21,7 @@ from autotune.jobs.driver import drive
 from autotune.records import Role
 from autotune.rng import generator
 from autotune.sampler.proposer import Proposer
+from autotune.sampler.random import sample_many
 from autotune.simulators.registry import SIMULATORS
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
@@ -30,8 +33,11 @@ from autotune.tuning.tuner import Finish, Instruction, RunTrial
 FIXED = 0.6
 REPEAT_EVERY = 16
 REFERENCE_EVERY = 8
+REFUSED_EVERY = 20
 JOB_TRIALS = 40
 TOP_K = 8
+MOST_DRAWS = 100
+"""Draws in which a strategy that crosses the step is found."""
 LEARNED = ("linear",)
 """The simulator that jobs train; slower ones would take as long as the trials."""
 
@@ -65,12 +71,31 @@ def fixed_strategies(
     workload, cluster = domain.workload, domain.cluster
     spaces = _space(False, refused), _space(True, refused)
     builders = built(workload, cluster, spaces[1])
-    random = drawn(workload, cluster, spaces, max(count - len(builders), 0), seed)
+    left = max(count - len(builders), 0)
+    crossing = left // REFUSED_EVERY if refused else 0
+    random = drawn(workload, cluster, spaces, left - crossing, seed)
+    random += refused_strategies(domain, crossing, seed)
     once: dict[str, tuple[str, Strategy]] = {}
     for source, strategy in (*builders[:count], *random):
         # In a small space a draw may be a builder's, too.
         once.setdefault(strategy.id, (source, strategy))
     return shuffled(list(once.values()), seed, "mixture", workload.id)
+
+
+def refused_strategies(domain: Domain, count: int, seed: int) -> list[tuple[str, Strategy]]:
+    """Return random strategies that cross the step; a script that forbids it refuses them.
+
+    A smaller count gives a subset.
+    """
+    everything = SearchSpace.default()
+    seeds = range(seed, seed + MOST_DRAWS)
+    crossing = (
+        ("random:lossless", strategy)
+        for one in seeds
+        for strategy in sample_many(domain.workload, domain.cluster, everything, REFUSED_EVERY, one)
+        if strategy.cross_step
+    )
+    return list(itertools.islice(crossing, count))
 
 
 def _fixed(session: TrialSession, count: int, seed: int, obey: Obey) -> None:

@@ -35,6 +35,13 @@ _COMPRESSIBLE = ("float32", "float64")
 """Half precision gains nothing from a cast, and complex numbers have none."""
 
 
+SHOWN_TOP_K_RATIOS, SHOWN_POWER_SGD_RANKS = (0.1,), (4,)
+"""Settings whose training ends near the uncompressed loss in a test of this repository.
+
+`tests/integration/test_compressed_training.py`. Casts and int8 have no settings and are in it.
+"""
+
+
 class CompressorSetting(NamedTuple):
     """A compressor with its parameter."""
 
@@ -50,7 +57,8 @@ class SearchSpace:
     `min_partition_bytes`, `max_shards` (1: no partitions) and `allow_uneven` bound partitions.
     `max_groups`: most merge groups that the sampler draws and a split may reach; a hand-made
     strategy may have more, as DDP's buckets of a large model do. `top_k_ratios` (shares of the
-    elements) and `power_sgd_ranks` (PowerSGD, NeurIPS 2019, sec. 5) are compressor parameters.
+    elements) and `power_sgd_ranks` (PowerSGD, NeurIPS 2019, sec. 5) are compressor parameters. By
+    default they are those whose convergence a test shows.
     `most_in_flight` bounds `Strategy.in_flight`. `cross_step_refused`: why the script cannot
     synchronize across steps. `op_fusions`: sets of ops of which a strategy may have one choice.
     `dense_rows`: whether sparse gradients may be sent dense. If not, all synchronizers carry rows.
@@ -68,8 +76,8 @@ class SearchSpace:
     hierarchical: bool = False
     cross_step: bool = False
     ring_orders: bool = False
-    top_k_ratios: tuple[float, ...] = (0.001, 0.01, 0.1)
-    power_sgd_ranks: tuple[int, ...] = (1, 2, 4, 8)
+    top_k_ratios: tuple[float, ...] = SHOWN_TOP_K_RATIOS
+    power_sgd_ranks: tuple[int, ...] = SHOWN_POWER_SGD_RANKS
     cross_step_refused: str = ""
     most_in_flight: int = MOST_IN_FLIGHT
     op_fusions: tuple[OpFusionSets, ...] = ()
@@ -248,6 +256,13 @@ class SearchSpace:
             return (
                 f"the space has the compressors {', '.join(allowed)} for {variable.dtype}, "
                 f"but the strategy uses {shard.compressor}"
+            )
+        setting = CompressorSetting(shard.compressor, shard.ratio, shard.rank)
+        if setting not in self.settings_of(shard.compressor):
+            values = self.top_k_ratios if shard.ratio is not None else self.power_sgd_ranks
+            return (
+                f"the space has {shard.compressor} with {', '.join(map(str, values))}, "
+                f"but the strategy uses {shard.ratio if shard.ratio is not None else shard.rank}"
             )
         if shard.hierarchical and not self.hierarchy_for(cluster):
             return "the space has no hierarchical reduction here, but the strategy uses it"

@@ -81,30 +81,6 @@ def whole_rounds(
     return [outcomes for outcomes in complete if outcomes.keys() == wanted]
 
 
-def best_of_sweep(
-    rounds: Mapping[int, Sequence[DatasetTrial]], plans: Mapping[str, str]
-) -> dict[str, float]:
-    """Return name -> median step time over all its trials, for the names that were measured.
-
-    Raises `InvalidInput` if none was.
-    """
-    of_bucket_size: dict[str, list[float]] = {}
-    for trial in (trial for trials in rounds.values() for trial in trials if trial.step_s):
-        of_bucket_size.setdefault(key_of(trial), []).append(trial.median_s)
-    times_s = {
-        name: median(of_bucket_size[key]) for name, key in plans.items() if key in of_bucket_size
-    }
-    if not times_s:
-        failed = next(
-            (trial.failure for trials in rounds.values() for trial in trials if trial.failure),
-            "none was measured",
-        )
-        raise InvalidInput(
-            f"every bucket size of the sweep failed, so there is no best one: {failed[:300]}"
-        )
-    return times_s
-
-
 def median_s(rounds: Sequence[Round], key: str) -> float:
     """Return the median over the rounds of a plan's median step."""
     return median(measured[key].median_s for measured in rounds)

@@ -1,14 +1,14 @@
 """Read and write `sides.json` in a domain's folder: the frozen sides of the closing comparison.
 
 Every trial of the benchmark is a trial of the domain (`autotune.dataset`). Its source is
-"sweep:ROUND:NAME", "closing:ROUND:SIDE", "closing:ROUND:reference", or that of a search's job
-(`autotune.jobs.campaign.tuning_jobs`).
+"options:ROUND:OPTIONS:reference", "sweep:ROUND:RIVAL, SETTING", "closing:ROUND:SIDE",
+"closing:ROUND:reference", or that of a search's job (`autotune.jobs.campaign.tuning_jobs`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
@@ -17,19 +17,23 @@ from autotune.dataset.trials import DatasetTrial
 from autotune.files import write_whole
 from autotune.parsing import parse, read_json
 from autotune.records import CURRENT_SETUP
-from autotune.strategy_space.strategy import Strategy
+from autotune.strategy_space.space import SearchSpace
+from autotune.strategy_space.strategy import Compressor, Strategy
 
-SWEEP, CLOSING = "sweep", "closing"
+OPTIONS, SWEEP, CLOSING, BESIDE_HOOKS = "options", "sweep", "closing", "beside-hooks"
 SIDES = "sides.json"
 
 
 class Group(StrEnum):
     """The kind of a side."""
 
-    TODAY = "today"  # DDP, with its default and with its best bucket size
+    TODAY = "today"  # DDP, with its default and with its best setting
     RIVAL = "rival"
     OURS = "ours"
+    PART = "part"  # a search without a part of the method
+    SEED = "seed"  # our search again, with another seed
     STOP = "stop"  # an earlier best of ours, for the trials until within 2 %
+    KNOWN = "known"  # the best of a longer search; it counts as best known only
 
 
 @dataclass(frozen=True)
@@ -37,15 +41,27 @@ class OutcomeSettings:
     """OutcomeSettings of a domain's measurement.
 
     `marks`: numbers of trials after which ours is frozen, ascending; the last one is the budget of
-    every search. `rounds`: of the closing comparison. `sweeps`: how often each bucket size is
-    measured before the best is chosen.
+    every search and of every rival's sweep. `rounds`: of the closing comparison. `more_seeds`: our
+    search runs again with each of them. `long`: trials of a longer search for the best known plan;
+    0: none. `ratio`: of computation to communication (`autotune.jobs.campaign.balance`); None: as
+    the model has it. `parts`: whether our search also runs within the step only. `options`: whether
+    DDP's options are swept.
     """
 
     marks: tuple[int, ...] = (25, 50, 100, 200)
     rounds: int = 12
-    sweeps: int = 3
     lossy: bool = True
     seed: int = 0
+    more_seeds: tuple[int, ...] = ()
+    long: int = 0
+    ratio: float | None = None
+    parts: bool = True
+    options: bool = True
+
+    @property
+    def budget(self) -> int:
+        """Trials of our search, of every other search and of every rival."""
+        return self.marks[-1]
 
 
 @dataclass(frozen=True)
@@ -63,6 +79,22 @@ class Side:
     @property
     def lossless(self) -> bool:
         return self.strategy is None or self.strategy.lossless
+
+    @property
+    def convergence_shown(self) -> bool:
+        """Whether a test shows that training with its compressors converges (`SearchSpace`)."""
+        return self.strategy is None or compressors_are_shown(self.strategy)
+
+
+def compressors_are_shown(strategy: Strategy) -> bool:
+    """Whether the strategy uses only settings of compressors that a lossy search draws."""
+    space = SearchSpace.default(lossy=True)
+    shown = {setting for kind in Compressor for setting in space.settings_of(kind)}
+    return all(
+        (shard.compressor, shard.ratio, shard.rank) in shown
+        for choice in strategy.variables
+        for shard in choice.shards
+    )
 
 
 @dataclass(frozen=True)
@@ -86,12 +118,18 @@ class Course:
 
 @dataclass(frozen=True)
 class Frozen:
-    """The sides of the closing comparison. `sweep_s`: bucket size -> median time of its trials."""
+    """The sides of the closing comparison.
+
+    `swept_s`: rival -> setting -> median step. `options_s`: options of DDP -> median step;
+    `options`: those that the script had.
+    """
 
     settings: OutcomeSettings
     sides: tuple[Side, ...]
     courses: dict[str, Course]
-    sweep_s: dict[str, float]
+    swept_s: dict[str, dict[str, float]] = field(default_factory=dict)
+    options_s: dict[str, float] = field(default_factory=dict)
+    options: str = ""
 
 
 def key_of(trial: DatasetTrial) -> str:

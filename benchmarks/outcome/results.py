@@ -1,4 +1,4 @@
-"""Evaluate a domain's folder as a row, and the rows as the benchmark's last line."""
+"""Evaluate a domain's folder as a row."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 
@@ -19,21 +18,30 @@ from autotune.strategy_space.plan import plan
 from autotune.tuning.statistics import fewest_values
 from autotune.workload import Workload
 from benchmarks.outcome.figures import (
-    WITHIN,
     Ratio,
     Round,
     failures_of,
     first_within,
-    geomean,
     median_s,
     ratio_to_best,
     ratio_to_bound,
     whole_rounds,
 )
-from benchmarks.outcome.kept import CLOSING, Course, Group, Side, Stop, read_frozen, rounds_of
-from benchmarks.outcome.rivals import DDP_DEFAULT
+from benchmarks.outcome.kept import (
+    CLOSING,
+    Course,
+    Frozen,
+    Group,
+    Side,
+    Stop,
+    read_frozen,
+    rounds_of,
+)
+from benchmarks.outcome.rivals import DDP_DEFAULT, ONE_SHOT
 from benchmarks.outcome.searches import OURS, OURS_LOSSY
 from runtime_rewriter.emulation import timetable_of
+
+UNSHOWN = "no test shows that training with its compressors' settings converges"
 
 
 @dataclass(frozen=True)
@@ -79,15 +87,30 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class Ablation:
+    """time(DDP) / time(a part of the method); None where the script forbids it.
+
+    `within`: our search within the step. `without_search`: our builder's order across the step.
+    """
+
+    within: Ratio | None
+    without_search: Ratio | None
+    whole: Ratio
+
+
+@dataclass(frozen=True)
 class DomainFigures:
     """A domain's figures. `gap`: time(ours) / bound, lossless.
 
-    `reachable_gap`: the same to `reachable_s`, below which no lossless strategy is. `failed`: sides
-    that are left out, and the reasons. `stolen`: the median over the closing trials; None if it was
-    not noted.
+    `ratio`: of computation to communication; None: as the model has it. `reachable_gap`: the same
+    to `reachable_s`, below which no lossless strategy is. `seeds`: time(DDP) / time(ours) of every
+    seed of our search. `failed`: sides that are left out, and the reasons. `stolen`: the median
+    over the closing trials; None if it was not noted. `commits`: of all sessions.
     """
 
     domain: str
+    model: str
+    ratio: float | None
     compared: tuple[Compared, ...]
     lossless: Outcome
     lossy: Outcome | None
@@ -100,7 +123,10 @@ class DomainFigures:
     load: float
     stolen: float | None
     environment: Environment
-    sweep_s: Mapping[str, float]
+    ablation: Ablation
+    seeds: tuple[Ratio, ...]
+    frozen: Frozen
+    commits: tuple[str, ...]
     failed: Mapping[str, str]
 
     @property
@@ -119,8 +145,13 @@ def row_of(folder: Path) -> DomainFigures | None:
     if len(rounds) < fewest_values(0.95) or OURS not in frozen.courses:
         return None
     failures = failures_of(closing)
+    left_out = {
+        side.name: failures.get(side.plan, UNSHOWN)
+        for side in frozen.sides
+        if side.plan in failures or not side.convergence_shown
+    }
     trials = [trial for of_side in closing.values() for trial in of_side]
-    there = [side for side in frozen.sides if side.plan not in failures]
+    there = [side for side in frozen.sides if side.name not in left_out]
     lossless = _outcome(frozen.courses[OURS], [side for side in there if side.lossless], rounds)
     lossy = (
         _outcome(frozen.courses[OURS_LOSSY], there, rounds)
@@ -135,6 +166,8 @@ def row_of(folder: Path) -> DomainFigures | None:
     ours, extractor = _plan_of(lossless.last.side, there), domain_extractor(domain)
     return DomainFigures(
         domain.name,
+        domain.model,
+        frozen.settings.ratio,
         tuple(_compared(side, rounds, ours, _replayed_s(side, extractor)) for side in there),
         lossless,
         lossy,
@@ -149,8 +182,34 @@ def row_of(folder: Path) -> DomainFigures | None:
         if (stolen := [trial.stolen for trial in trials if trial.stolen is not None])
         else None,
         domain.environment,
-        frozen.sweep_s,
-        {side.name: failures[side.plan][:300] for side in frozen.sides if side.plan in failures},
+        _ablation(lossless, there, rounds),
+        _of_group(Group.SEED, there, rounds),
+        frozen,
+        tuple(sorted({session.environment.source for session in domain.sessions})),
+        {name: reason[:300] for name, reason in left_out.items()},
+    )
+
+
+def _of_group(
+    group: Group, there: Sequence[Side], rounds: Sequence[Round], begins: str = ""
+) -> tuple[Ratio, ...]:
+    """Return time(DDP) / time(side) of the group's sides whose name begins so."""
+    today = [side for side in there if side.group is Group.TODAY]
+    return tuple(
+        ratio_to_best(rounds, today, side.plan)
+        for side in there
+        if side.group is group and side.name.startswith(begins)
+    )
+
+
+def _ablation(lossless: Outcome, there: Sequence[Side], rounds: Sequence[Round]) -> Ablation:
+    def first(ratios: Sequence[Ratio]) -> Ratio | None:
+        return next(iter(ratios), None)
+
+    return Ablation(
+        first(_of_group(Group.PART, there, rounds)),
+        first(_of_group(Group.RIVAL, there, rounds, ONE_SHOT)),
+        lossless.last.today,
     )
 
 
@@ -215,72 +274,3 @@ def _compared(side: Side, rounds: Sequence[Round], ours: str, replayed_s: float 
         [measured[side.plan].median_s for measured in rounds], [0.25, 0.5, 0.75]
     ).tolist()
     return Compared(side, low, middle, high, ratio_to_best(rounds, [side], ours), replayed_s)
-
-
-def last_line(rows: Sequence[DomainFigures]) -> dict[str, Any]:
-    """Return the last line. Ratios are time(rival) / time(ours), above 1 where ours is faster."""
-    today, best = (
-        [row.lossless.last.today.value for row in rows],
-        [row.lossless.last.best.value for row in rows],
-    )
-    lossy = [row.lossy.last for row in rows if row.lossy is not None]
-    marks = sorted({at.asked for row in rows for at in row.lossless.marks})
-    return {
-        "ratio_geomean_lossless": geomean(today),
-        "ratio_min_lossless": min(today),
-        "ratio_geomean_any": geomean(best),
-        "ratio_min_any": min(best),
-        "bound_gap_mean": float(np.mean([row.gap.value - 1 for row in rows])),
-        "reachable_gap_mean": float(np.mean([row.reachable_gap.value - 1 for row in rows])),
-        "ratio_geomean_lossy_allowed": geomean([at.today.value for at in lossy]) if lossy else None,
-        "ratio_geomean_lossless_at": {
-            mark: geomean(
-                [at.today.value for row in rows for at in row.lossless.marks if at.asked == mark]
-            )
-            for mark in marks
-        },
-        "ratio": "time(rival) / time(ours); _lossless: to DDP with its best bucket size, "
-        "_any: to the best of all rivals",
-        "within": WITHIN,
-        "domains": [_data(row) for row in rows],
-        "network": "emulated",
-        "accelerators": "emulated",
-        "cores": rows[0].environment.cores,
-        "machine": rows[0].environment.machine,
-    }
-
-
-def _data(row: DomainFigures) -> dict[str, Any]:
-    return {
-        "domain": row.domain,
-        "lossless": _outcome_data(row.lossless),
-        "lossy_allowed": _outcome_data(row.lossy) if row.lossy is not None else None,
-        "bound_s": row.bound_s,
-        "bound_gap": row.gap.value - 1,
-        "bound_gap_low": row.gap.low - 1,
-        "bound_gap_high": row.gap.high - 1,
-        "reachable_s": row.reachable_s,
-        "reachable_gap": row.reachable_gap.value - 1,
-        "overrun": row.overrun,
-        "load": row.load,
-        "stolen": row.stolen,
-        "median_s": {compared.side.name: compared.middle_s for compared in row.compared},
-        "replayed_s": {compared.side.name: compared.replayed_s for compared in row.compared},
-        "failed": dict(row.failed),
-    }
-
-
-def _outcome_data(outcome: Outcome) -> dict[str, Any]:
-    def interval(ratio: Ratio) -> dict[str, Any]:
-        return {"ratio": ratio.value, "low": ratio.low, "high": ratio.high, "rival": ratio.rival}
-
-    marks = {
-        at.asked: {"step_s": at.step_s, "today": interval(at.today), "best": interval(at.best)}
-        for at in outcome.marks
-    }
-    near = (
-        None
-        if outcome.near is None
-        else {"trials": outcome.near.trials, "seconds": outcome.near.seconds}
-    )
-    return {"marks": marks, "best_known": outcome.best_known, "near_the_best": near}

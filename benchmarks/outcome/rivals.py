@@ -1,65 +1,165 @@
-"""The rivals, as strategies of our runtime; torch's own DDP runs as the script has it.
+"""The rivals, each a family of settings; all run as strategies of our runtime but torch's own DDP.
 
-Sparse gradients travel as rows, as torch's DDP sends them. Dense gradients would slow every rival.
+Every family is tuned with as many trials as our own search gets (`benchmarks.outcome.sweeps`). Our
+one-shot builder is a family of one: the planned order across the step, without a search. Sparse
+gradients travel as rows, as torch's DDP sends them. Dense gradients would slow every rival.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import product
 
 from autotune.cluster import Cluster
 from autotune.strategy_space.builders import collectives, servers
 from autotune.strategy_space.builders.collectives import MIB
+from autotune.strategy_space.builders.cross_step import cross_step_all_reduce
 from autotune.strategy_space.builders.priority import byte_scheduler_like
 from autotune.strategy_space.builders.rows import with_rows
 from autotune.strategy_space.plan import plan
-from autotune.strategy_space.strategy import Strategy
+from autotune.strategy_space.strategy import MOST_IN_FLIGHT, Strategy, VariableStrategy
 from autotune.workload import Workload
 
 BUCKET_CAPS_MIB = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0)
-"""Sizes of the sweep; torch accepts fractions."""
-DDP_DEFAULT = "DDP, default"
-DDP_BEST = "DDP, best bucket size"
+"""`bucket_cap_mb` of the sweep; torch accepts fractions."""
+FIRST_CAPS_MIB, LATER_CAPS_MIB = (0.25, 1.0, 4.0), (2.0, 8.0)
+"""Separate caps of the first bucket and of the others, by `bucket_cap_mb_list`."""
+LAST_CAPS_MIB = (0.25, 1.0)
+"""Caps at which lists with falling caps end: nothing overlaps the last bucket."""
+PIECES_MIB = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+BUCKETS_MIB = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 50.0)
+CREDITS = tuple(range(1, MOST_IN_FLIGHT + 1))
+"""Messages in flight."""
+DDP, DDP_DEFAULT = "DDP", "DDP, default"
+DDP_SWEPT = "default"
+BYTE_SCHEDULER, BYTEPS = "ByteScheduler-like", "BytePS-like"
+HIERARCHICAL, ZERO2, SERVERS = "hierarchical all-reduce", "ZeRO-2-like", "parameter servers"
+ONE_SHOT = "ours without search"
+ACROSS = "across steps"
 
-RIVALS: Mapping[str, Callable[[Workload, Cluster], Strategy]] = MappingProxyType(
-    {
-        "one message per variable": lambda workload, _: collectives.per_variable(workload),
-        "single bucket": lambda workload, _: collectives.single_bucket(workload),
-        "PS, round robin": servers.ps_round_robin,
-        "PS, load balanced": servers.ps_load_balanced,
-        "BytePS-like": servers.byteps_like,
-        "BytePS-like, across steps": servers.byteps_across_steps,
-        "ByteScheduler-like": byte_scheduler_like,
-        "ZeRO-2-like": lambda workload, _: collectives.zero2_like(workload),
-    }
-)
-
-
-def rivals(workload: Workload, cluster: Cluster, across_steps: bool = True) -> dict[str, Strategy]:
-    """Return name -> strategy; without `across_steps` (the script forbids it) some are left out."""
-    strategies = {
-        name: with_rows(build(workload, cluster), workload) for name, build in RIVALS.items()
-    }
-    return {
-        name: strategy
-        for name, strategy in strategies.items()
-        if across_steps or not strategy.cross_step
-    }
+Settings = dict[str, Strategy]
+"""Setting -> strategy; the first is the family's default."""
 
 
-def bucket_sweep(workload: Workload, world_size: int) -> dict[str, Strategy]:
-    """Return name -> DDP's buckets, for its default and every different `bucket_cap_mb`.
+def families(
+    workload: Workload, cluster: Cluster, across_steps: bool = True
+) -> dict[str, Settings]:
+    """Return family -> settings with distinct plans.
 
-    A given `bucket_cap_mb` also limits the first bucket, which is 1 MiB by default (torch 2.13,
-    `BucketCapacityConfig`).
+    Without `across_steps` (the script forbids it) settings that cross the step are left out, and so
+    is a family without any other.
     """
-    strategies = {DDP_DEFAULT: collectives.ddp_default(workload)}
-    for cap in BUCKET_CAPS_MIB:
-        limit = int(cap * MIB)
-        strategies[f"bucket_cap_mb={cap:g}"] = collectives.ddp_default(workload, limit, limit)
+    built: dict[str, Settings] = {
+        DDP: _ddp(workload),
+        BYTE_SCHEDULER: _byte_scheduler(workload, cluster),
+        BYTEPS: _byteps(workload, cluster),
+        HIERARCHICAL: _hierarchical(workload, cluster),
+        ZERO2: {
+            f"{cap:g} MiB": collectives.reduce_scatter_all_gather(workload, *_both(cap))
+            for cap in sorted(BUCKETS_MIB, reverse=True)
+        },
+        SERVERS: _servers(workload, cluster),
+        ONE_SHOT: {"planned order": cross_step_all_reduce(workload, cluster)},
+    }
+    named = {
+        family: _distinct(settings, workload, cluster.world_size, across_steps)
+        for family, settings in built.items()
+    }
+    return {family: settings for family, settings in named.items() if settings}
+
+
+def _both(cap_mib: float) -> tuple[int, int]:
+    return int(cap_mib * MIB), int(cap_mib * MIB)
+
+
+def _distinct(
+    settings: Mapping[str, Strategy], workload: Workload, ranks: int, across_steps: bool
+) -> Settings:
     distinct: dict[str, tuple[str, Strategy]] = {}
-    for name, strategy in strategies.items():
+    for name, strategy in settings.items():
+        if strategy.cross_step and not across_steps:
+            continue
         enacted = with_rows(strategy, workload)
-        distinct.setdefault(plan(enacted, workload, world_size).id, (name, enacted))
+        distinct.setdefault(plan(enacted, workload, ranks).id, (name, enacted))
     return dict(distinct.values())
+
+
+def _ddp(workload: Workload) -> Settings:
+    """All bucket sizes that torch 2.13 offers.
+
+    A given `bucket_cap_mb` also limits the first bucket, which is 1 MiB by default
+    (`BucketCapacityConfig`). `bucket_cap_mb_list` has a cap for each bucket; the last one repeats.
+    """
+    settings = {DDP_SWEPT: collectives.ddp_default(workload)}
+    for cap in BUCKET_CAPS_MIB:
+        settings[f"bucket_cap_mb={cap:g}"] = collectives.ddp_default(workload, *_both(cap))
+    rising = [0.25 * 2**number for number in range(8)]
+    falling = [[workload.grad_bytes / MIB / 2**number for number in range(1, 8)], rising[::-1]]
+    lists = [rising, [1.0, 4.0, 16.0]]
+    lists += [
+        [*(cap for cap in caps if cap > last), last]
+        for caps, last in product(falling, LAST_CAPS_MIB)
+    ]
+    lists += [list(pair) for pair in product(FIRST_CAPS_MIB, LATER_CAPS_MIB)]
+    for caps in lists:
+        text = ", ".join(f"{cap:.3g}" for cap in caps)
+        limits = [int(float(cap) * MIB) for cap in text.split(", ")]
+        settings[f"bucket_cap_mb_list=[{text}]"] = collectives.ddp_capped(workload, limits)
+    return settings
+
+
+def _byte_scheduler(workload: Workload, cluster: Cluster) -> Settings:
+    """Piece size and credit; the default is the system's own."""
+    default = byte_scheduler_like(workload, cluster)
+    settings = {"its default": default}
+    for mib, credit in product(PIECES_MIB, CREDITS):
+        cut = byte_scheduler_like(workload, cluster, int(mib * MIB))
+        settings[f"{mib:g} MiB, {credit} in flight"] = replace(cut, in_flight=credit)
+    return settings
+
+
+def _byteps(workload: Workload, cluster: Cluster) -> Settings:
+    """Piece size and credit, within the step (its optimizer) and across it (CrossBarrier)."""
+    settings = {
+        "its default": servers.byteps_like(workload, cluster),
+        f"its default, {ACROSS}": servers.byteps_across_steps(workload, cluster),
+    }
+    for mib in PIECES_MIB:
+        within = servers.byteps_like(workload, cluster, int(mib * MIB))
+        settings[f"{mib:g} MiB"] = within
+        for credit in CREDITS:
+            settings[f"{mib:g} MiB, {ACROSS}, {credit} in flight"] = replace(
+                within, cross_step=True, in_flight=credit
+            )
+    return settings
+
+
+def _hierarchical(workload: Workload, cluster: Cluster) -> Settings:
+    """DDP's buckets, summed within each host first; differs with several devices per host only."""
+    if not 1 < len(cluster.hosts) < cluster.world_size:
+        return {}
+    return {
+        f"{cap:g} MiB": _summed_within_hosts(collectives.ddp_default(workload, *_both(cap)))
+        for cap in sorted(BUCKET_CAPS_MIB, reverse=True)
+    }
+
+
+def _summed_within_hosts(strategy: Strategy) -> Strategy:
+    def summed(choice: VariableStrategy) -> VariableStrategy:
+        shards = tuple(replace(shard, hierarchical=True) for shard in choice.shards)
+        return replace(choice, shards=shards)
+
+    return replace(strategy, variables=tuple(map(summed, strategy.variables)))
+
+
+def _servers(workload: Workload, cluster: Cluster) -> Settings:
+    settings = {
+        "balanced": servers.ps_load_balanced(workload, cluster),
+        "in turn": servers.ps_round_robin(workload, cluster),
+    }
+    for mib in PIECES_MIB:
+        size = int(mib * MIB)
+        settings[f"pieces of {mib:g} MiB"] = servers.served_in_pieces(workload, cluster, size)
+        settings[f"buckets of {mib:g} MiB"] = servers.served_in_buckets(workload, cluster, size)
+    return settings

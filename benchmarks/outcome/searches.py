@@ -18,11 +18,21 @@ from autotune.tuning.job import JobSpec
 from autotune.tuning.tuner import contender, look_instruction, search_instruction
 
 OURS, OURS_LOSSY, RANDOM, BAYES = "ours", "ours-lossy", "random", "scikit-optimize"
-"""Ids of the jobs; all but the second are lossless."""
+WITHIN, SEED = "ours-within-step", "ours-seed-"
+"""Ids of the jobs; all but the second are lossless. `SEED` is followed by the seed."""
 MOST_STEPS = 12
 """Limit of a search's trial, which ends earlier once its interval is narrow (2 %)."""
 NEAR = 1.05
 """Bests of a search within this of its last one are measured again."""
+
+
+def seed_job(seed: int) -> str:
+    """Return the id of our search with another seed."""
+    return f"{SEED}{seed}"
+
+
+def is_seed(job: str) -> bool:
+    return job.startswith(SEED)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from threading import RLock
@@ -234,6 +234,11 @@ class CrossStepUpdates:
 
     def _on_read(self, position: int, _: Tensor) -> None:
         self.flush_variables((position,))
+
+    @property
+    def pending_positions(self) -> Collection[int]:
+        """The variables that wait for their averages or updates."""
+        return self._pending.keys()
 
     @property
     def pending(self) -> bool:

@@ -63,6 +63,7 @@ class PlannedDataParallel(DistributedDataParallel):
             find_unused_parameters=self.find_unused_parameters or self.static_graph,
             static_graph=self.static_graph,
             refusal_reason=self._refusal_reason,
+            emulation_refusal=self._unsupported,
             on_byte_scale=partial(scale_reducer, self),
             backend=self._backend,
             buffers=self._sent_buffers,
@@ -85,6 +86,15 @@ class PlannedDataParallel(DistributedDataParallel):
 
     def _refusal_reason(self) -> str | None:
         """Why plans are refused: this DDP has features that only its own reducer supports."""
+        if self._has_script_hooks:
+            return "the script registered a communication hook, which only DDP's own reducer calls"
+        return self._unsupported()
+
+    def _unsupported(self) -> str | None:
+        """Why neither plans nor emulated accelerators are supported.
+
+        An emulated backward pass hands out gradients as a real one does, so hooks do not matter.
+        """
         conditions = (
             (
                 self.mixed_precision is not None,
@@ -98,10 +108,6 @@ class PlannedDataParallel(DistributedDataParallel):
             (
                 self._join_config.enable,
                 "the DDP runs under join(), whose finished ranks answer DDP's own messages only",
-            ),
-            (
-                self._has_script_hooks,
-                "the script registered a communication hook, which only DDP's own reducer calls",
             ),
             (hasattr(self, "buffer_hook"), "the DDP has a hook for buffers"),
             (

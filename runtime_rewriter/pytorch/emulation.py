@@ -20,7 +20,9 @@ accelerator's update takes no time of the processor. Only after a recorded pass 
 update.
 
 If a plan crosses the step, a late average delays all later reads and computation, in the forward
-pass and between two steps.
+pass and between two steps. A variable's update then takes its time when its average is flushed: its
+share of update_s, by elements. Where the script itself reads variables between two steps, all of
+update_s passes there, as in the profile.
 
 Waits end at absolute times, so they absorb real work (the loss, packing, the optimizer) that is
 shorter than the profile's. `overrun` measures the excess.
@@ -36,7 +38,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
@@ -64,7 +66,7 @@ def emulation_refusal(synchronizer: GradientSynchronizer) -> str | None:
     kind = synchronizer.device.device.type
     if kind != "cpu":
         return f"the model is on {kind}, where it really computes; use real accelerators"
-    return synchronizer.refusal_reason()
+    return synchronizer.emulation_refusal()
 
 
 def accelerator_of(
@@ -104,6 +106,7 @@ class EmulatedAccelerator:
         self._step_start_s: float | None = None
         self._synchronized_s: float | None = None
         self._waited_before_s = 0.0
+        self._update_shares_s = _update_shares_s(synchronizer.parameters, timetable)
         self._waits = {name: Waiter() for name in ("forward", "backward", "update")}
         self.overrun = 0.0
         """The excess of real work over the profile's computation in the last step, as a share of
@@ -115,7 +118,8 @@ class EmulatedAccelerator:
         """Wait for the end of the profile's update, which ends the step."""
         if self._timetable is not None:
             if self._synchronized_s is not None:
-                self._waits["update"].until(self._update_start_s() + self._timetable.update_s)
+                due_s = self._timetable.update_s - self._pending_updates_s()
+                self._waits["update"].until(self._update_start_s() + due_s)
             late_s = sum(waiter.late_s for waiter in self._waits.values())
             self.overrun = late_s / self._timetable.compute_s
         for waiter in self._waits.values():
@@ -134,6 +138,13 @@ class EmulatedAccelerator:
         assert self._synchronized_s is not None
         waited_s = self._synchronizer.cross_step.waited_s - self._waited_before_s
         return self._synchronized_s + waited_s
+
+    def _pending_updates_s(self) -> float:
+        """The time of the updates that happen when their averages arrive, in the next pass."""
+        if self._script_reads:
+            return 0.0
+        pending = self._synchronizer.cross_step.pending_positions
+        return sum(self._update_shares_s[position] for position in pending)
 
     def before_wait(self, positions: Sequence[int]) -> None:
         """Let the script itself read no earlier than in the profile.
@@ -250,9 +261,13 @@ class EmulatedAccelerator:
             if not cross_step.pending:
                 return
             assert self._step_start_s is not None
+            before_s = self._pending_updates_s()
             cross_step.flush_arrived()
+            self._step_start_s += before_s - self._pending_updates_s()
             self._waits["forward"].until(self._step_start_s + needed_s)
+            before_s = self._pending_updates_s()
             self._step_start_s += cross_step.flush_variables(positions)
+            self._step_start_s += before_s - self._pending_updates_s()
 
     # -- backward
 
@@ -355,6 +370,15 @@ class _End(Function):
     def backward(context: Any, token: Tensor) -> tuple[None, None]:
         context.played.end()
         return None, None
+
+
+def _update_shares_s(
+    parameters: Sequence[nn.Parameter], timetable: Timetable | None
+) -> tuple[float, ...]:
+    """Seconds of each parameter's update, by its elements; they add up to update_s."""
+    update_s = 0.0 if timetable is None else timetable.update_s
+    elements = [parameter.numel() for parameter in parameters]
+    return tuple(update_s * count / max(sum(elements), 1) for count in elements)
 
 
 def _ready_order(names: tuple[str, ...], timetable: Timetable | None) -> tuple[Due, ...]:

@@ -65,7 +65,8 @@ class GradientSynchronizer:
     Building one is collective over the group, as building a DDP is. `timeout_s` bounds every
     message, and `agreement_timeout_s` how long ranks wait for each other in `load`. `static_graph`
     as in DDP: the set of used parameters never changes, and the first backward pass learns how
-    often each is accumulated. `refusal_reason` returns why the module's wrapper forbids all plans.
+    often each is accumulated. `refusal_reason` returns why the module's wrapper forbids all plans,
+    and `emulation_refusal` why it forbids emulated accelerators (by default for the same reason).
     `on_byte_scale` scales the bytes that the wrapper itself sends. `backend` lets the wrapper drive
     a reducer of torch. `buffers` returns the buffers that rank 0 sends before forward passes.
     `lanes` builds the lanes on which messages travel. With `summed` gradients are summed instead of
@@ -82,6 +83,7 @@ class GradientSynchronizer:
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         refusal_reason: Callable[[], str | None] = lambda: None,
+        emulation_refusal: Callable[[], str | None] | None = None,
         on_byte_scale: Callable[[float], None] = lambda byte_scale: None,
         backend: Backend | None = None,
         buffers: Callable[[], Sequence[Tensor]] = lambda: (),
@@ -112,6 +114,7 @@ class GradientSynchronizer:
         self.byte_scale = 1.0
         self._find_unused, self._static = find_unused_parameters, static_graph
         self.refusal_reason = refusal_reason
+        self.emulation_refusal = emulation_refusal or refusal_reason
         self._on_byte_scale = on_byte_scale
         self._backend = backend
         self.buffers = buffers

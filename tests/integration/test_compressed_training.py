@@ -32,9 +32,10 @@ from torch.utils.data import TensorDataset
 from torch_world import run_world
 
 from autotune.cluster import Cluster
+from autotune.jobs.campaign.train_varied import HOOKS
 from autotune.sampler.random import sample_many
-from autotune.strategy_space.plan import Plan, plan
-from autotune.strategy_space.space import SearchSpace
+from autotune.strategy_space.plan import plan
+from autotune.strategy_space.space import SHOWN_POWER_SGD_RANKS, SHOWN_TOP_K_RATIOS, SearchSpace
 from autotune.strategy_space.strategy import Compressor, Strategy
 from runtime_rewriter.pytorch.agreement import assumed_workload
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
@@ -50,8 +51,9 @@ RANKS = 2
 STRATEGIES = 1  # per compressor and example
 STEPS = 40
 LAST = 10  # steps whose mean loss counts
-TOP_K_RATIO = 0.1  # 1 % of a small model's elements in 40 steps is too little to learn from
-POWER_SGD_RANK = 4
+# All settings of the default space: 1 % of a small model's elements in 40 steps is too little to
+# learn from.
+(TOP_K_RATIO,), (POWER_SGD_RANK,) = SHOWN_TOP_K_RATIOS, SHOWN_POWER_SGD_RANKS
 
 BANDS = {
     Compressor.FP16: (0.01, 0.1),
@@ -62,6 +64,10 @@ BANDS = {
 }
 """How far the loss may end from the uncompressed one, relative to it: of GPT, LSTM and NeuMF, and
 of the ResNet."""
+
+
+OF_HOOKS = {"fp16": Compressor.FP16, "power_sgd_4": Compressor.POWER_SGD}
+"""The compressor whose band a communication hook of torch must meet."""
 
 
 @dataclass(frozen=True)
@@ -168,17 +174,20 @@ def strategies(module: nn.Module, compressor: Compressor, count: int, seed: int)
     return [strategy for strategy, share in zip(drawn, shares, strict=True) if share >= 0.5][:count]
 
 
-def train(example: str, seed: int, chosen: Plan | Strategy | None) -> tuple[float, float]:
-    """Mean loss over both ranks of the first step and of the last ones."""
+def train(example: str, seed: int, chosen: Strategy | str | None) -> tuple[float, float]:
+    """Mean loss over both ranks of the first step and of the last ones.
+
+    `chosen`: a strategy, a communication hook of torch, or None for no compression.
+    """
     torch.manual_seed(seed)
     training = EXAMPLES[example](seed)
     model = PlannedDataParallel(training.module)
     workload = assumed_workload(training.module)
-    model.synchronizer.load(
-        plan(chosen, workload, RANKS)
-        if isinstance(chosen, Strategy)
-        else profiling_plan(workload, RANKS)
-    )
+    if isinstance(chosen, str):
+        HOOKS[chosen](model)
+    else:
+        uncompressed = profiling_plan(workload, RANKS)
+        model.synchronizer.load(plan(chosen, workload, RANKS) if chosen else uncompressed)
     torch.manual_seed(RANKS * seed + dist.get_rank())  # dropout and negatives
     losses = torch.zeros(STEPS)
     for step, batches in zip(range(STEPS), training.batches, strict=False):
@@ -216,6 +225,9 @@ def deviations(
         by_strategy[compressor] = [
             train(example, seed, strategy)[1] / reference - 1 for strategy in drawn
         ]
+    if example != "ncf":  # torch's hooks refuse sparse gradients
+        for hook in HOOKS:
+            by_strategy[hook] = [train(example, seed, hook)[1] / reference - 1]
     return by_strategy
 
 
@@ -224,6 +236,9 @@ def test_compressed_strategies_end_within_their_band_of_the_uncompressed_loss(ex
     by_strategy, same = run_world(deviations, RANKS, example, 0, tuple(BANDS))
     assert by_strategy == same, "the ranks saw the same losses"
     assert by_strategy.pop("learned")[0] > 0.1
+    for hook in HOOKS.keys() & by_strategy.keys():
+        limit = BANDS[OF_HOOKS[hook]][example == "resnet"]
+        assert abs(by_strategy.pop(hook)[0]) <= limit, hook
     for compressor, bands in BANDS.items():
         band = bands[example == "resnet"]
         assert len(by_strategy[compressor]) == STRATEGIES

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
+import pytest
 import torch
 from emulated_models import Forbidden, emulated
 from torch import Tensor, nn
@@ -135,3 +137,37 @@ def test_a_new_batch_shape_is_recorded_once_and_validation_is_computed(rank: int
     model(torch.ones(8, 8))
     assert steps.clean == [False, True, False, True, True, True, False]
     assert model.module.computed == 3
+
+
+@on_ranks(2)
+def test_an_update_across_the_step_takes_its_time_when_its_average_is_flushed(rank: int) -> None:
+    """The forward pass is later by the waits for messages and, in all, by the update."""
+    model = PlannedDataParallel(SlowStack())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    cross_step = model.synchronizer.cross_step
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+
+    step()
+    model.synchronizer.load(replace(uniform(model.module, 2), cross_step=True))
+    accelerator = emulated(model.synchronizer, **TIMES)
+    for _ in range(2):
+        step()
+    assert accelerator._pending_updates_s() == pytest.approx(TIMES["update_s"])
+    later_s: list[float] = []
+    read = accelerator._read_variables
+
+    def reads() -> None:
+        assert accelerator._step_start_s is not None
+        began_s, waited_s = accelerator._step_start_s, cross_step.waited_s
+        read()
+        waited_s = cross_step.waited_s - waited_s
+        later_s.append(accelerator._step_start_s - began_s - waited_s)
+
+    accelerator._read_variables = reads  # type: ignore[method-assign]
+    step()
+    assert later_s == [pytest.approx(TIMES["update_s"], rel=1e-6)]
+    model.synchronizer.close()

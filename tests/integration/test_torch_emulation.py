@@ -10,11 +10,12 @@ import pytest
 import torch
 from emulated_models import Forbidden, emulated, profile_of
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.utils.checkpoint import checkpoint
 from torch_plans import Tied, loss_of, mixed, uniform
 from torch_world import on_ranks
 
-from autotune.errors import AutotuneError
+from autotune.errors import AutotuneError, InvalidStrategy
 from autotune.strategy_space.strategy import Synchronizer
 from runtime_rewriter.emulation import timetable_of
 from runtime_rewriter.pytorch import emulation
@@ -137,6 +138,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Loss, str]] = {
     "unused": (Partly, branch_loss, "find_unused_parameters"),
     "static": (Tied, loss_of, "static_graph"),
     "views": (Tied, loss_of, "gradient_as_bucket_view"),
+    "batched": (Tied, loss_of, "batched_grad_copy"),
     "dtypes": (Reduced, typed_loss, ""),
 }
 
@@ -169,6 +171,28 @@ def test_emulated_steps_give_the_average_of_the_recorded_gradients_bitwise(
     model.synchronizer.emulate(None)
     step()
     assert model.module.computed == computed + 1
+
+
+@on_ranks(2)
+def test_a_communication_hook_of_the_script_runs_in_emulated_steps(rank: int) -> None:
+    model = PlannedDataParallel(Forbidden(Tied()))
+    model.register_comm_hook(None, fp16_compress_hook)
+
+    def step() -> list[Tensor | None]:
+        model.zero_grad()
+        loss_of(model, rank, 0).backward()
+        return gradients_of(model)
+
+    step()
+    emulated(model.synchronizer)
+    recorded, computed = step(), model.module.computed
+    for _ in range(2):
+        gradients = step()
+        assert_same(gradients, recorded)
+        assert all(torch.equal(one, one.half().float()) for one in gradients if one is not None)
+    assert model.module.computed == computed
+    with pytest.raises(InvalidStrategy, match="the script registered a communication hook"):
+        model.synchronizer.load(uniform(model.module, 2))
 
 
 @on_ranks(2)

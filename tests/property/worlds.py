@@ -64,6 +64,8 @@ def spaces(draw):
         allow_uneven=draw(st.booleans()),
         hierarchical=draw(st.booleans()),
         cross_step=draw(st.booleans()),
+        top_k_ratios=draw(st.sampled_from([(0.1,), (0.001, 0.01, 0.1)])),
+        power_sgd_ranks=draw(st.sampled_from([(4,), (1, 2, 8)])),
         most_in_flight=draw(st.integers(1, MOST_IN_FLIGHT)),
         ring_orders=draw(st.booleans()),
         sparse=(

@@ -15,6 +15,7 @@ from autotune.errors import InvalidInput
 from autotune.features.extract import extract
 from autotune.jobs.campaign.generated_models import MODELS
 from autotune.rng import generator
+from autotune.sampler.random import sample_many
 from autotune.strategy_space.builders import collectives, registry, servers
 from autotune.strategy_space.builders.collectives import MIB, large_alone
 from autotune.strategy_space.builders.cross_step import cross_step_all_reduce
@@ -316,6 +317,20 @@ def test_the_space_gives_the_reason_why_a_strategy_is_outside(choice, reason):
     with pytest.raises(AssertionError, match=reason):
         raise AssertionError(space.violation(strategy, workload, FOUR))
     assert not space.contains(strategy, workload, FOUR)
+
+
+def test_a_lossy_search_proposes_only_settings_whose_convergence_a_test_shows():
+    space, workload = SearchSpace.default(lossy=True), model(Variable("w", (600, 200)))
+    drawn = sample_many(workload, FOUR, space, 200, seed=0)
+    shards = {shard for one in drawn for choice in one.variables for shard in choice.shards}
+    assert {shard.ratio for shard in shards} == {None, 0.1}
+    assert {shard.rank for shard in shards} == {None, 4}
+    for shard, values in (
+        (Shard(REDUCE, Compressor.TOP_K, ratio=0.01), "top_k with 0.1, but the strategy uses 0.01"),
+        (Shard(REDUCE, Compressor.POWER_SGD, rank=2), "power_sgd with 4, but the strategy uses 2"),
+    ):
+        strategy = Strategy((VariableStrategy("w", (shard,)),))
+        assert values in space.violation(strategy, workload, FOUR)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from autotune.dataset.folder import Description, read_domain
 from autotune.dataset.trials import Domain, Environment
 from autotune.dataset.writing import opened
 from autotune.jobs.campaign.session import TrialLength, TrialSession
-from autotune.jobs.campaign.setups import Setup
+from autotune.jobs.campaign.setups import TRAIN_VARIED, Setup
 from autotune.records import Conditions, Failed, FailureKind, Measured, TrialRequest
 from autotune.strategy_space.plan import Plan, plan
 from autotune.workload import Workload
@@ -65,13 +65,19 @@ def test_every_domain_names_a_script_and_a_cluster_that_exist():
     from domains import DOMAINS
 
     for name, setup in DOMAINS.items():
-        script = Path(setup.script[0])
+        words = setup.script[2:] if setup.script[0] == str(TRAIN_VARIED) else setup.script
+        script = Path(words[0])
         assert script.is_file(), name
         assert read_cluster(setup.cluster_file).world_size > 1, name
         assert name.startswith(f"{setup.model}.{setup.cluster_file.stem}")
+        assert name.endswith((".ratio_1", ".real")), name
         profile = setup.profile() if setup.profile is not None else None
         assert (profile is None) == (script.parent == ROOT / "examples"), name
-        assert profile is None or profile.model == setup.script[1], name
+        assert profile is None or profile.model == words[1], name
+    low_memory = [setup for setup in DOMAINS.values() if setup.model.endswith("_low_memory")]
+    assert len(low_memory) == 2
+    assert all('"spare_memory_mib": 160' in setup.script[1] for setup in low_memory)
+    assert len(DOMAINS) - len(low_memory) - 2 >= 20  # two compute for real
 
 
 def sample(mixture, folder: Path, count: int, obey: Callable[[], None] = lambda: None) -> Domain:
@@ -144,3 +150,12 @@ def test_a_collection_grows_without_trying_a_drawn_strategy_again(mixture, tmp_p
         domain = sample(mixture, tmp_path, count)
     drawn = drawn_of(domain)
     assert len(domain.candidates) == 24 and len(drawn) == len(set(drawn)) > 8
+
+
+def test_where_crossing_the_step_is_refused_a_few_random_strategies_cross_it(mixture, tmp_path):
+    domain = sample(mixture, tmp_path, 2)
+    refused = [s for _, s in mixture.fixed_strategies(domain, 100, 0, "the script clips")]
+    crossing = [strategy for strategy in refused if strategy.cross_step]
+    assert 0 < len(crossing) <= 5
+    fewer = [s for _, s in mixture.fixed_strategies(domain, 60, 0, "the script clips")]
+    assert {strategy.id for strategy in fewer} <= {strategy.id for strategy in refused}

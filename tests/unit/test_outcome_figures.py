@@ -18,7 +18,6 @@ from autotune.strategy_space.plan import Plan
 from autotune.tuning.history import History
 from autotune.tuning.tuner import search_instruction
 from benchmarks.outcome.figures import (
-    best_of_sweep,
     failures_of,
     first_within,
     geomean,
@@ -127,17 +126,6 @@ def test_the_current_setup_is_a_side_of_a_round_and_a_search_of_any_name_is_none
     sides = [Side("DDP", Group.TODAY, CURRENT_SETUP, None), rival("a", A)]
     rounds = whole_rounds(rounds_of(trials, CLOSING), sides)
     assert medians_s(rounds) == [{CURRENT_SETUP: 0.1, A: 0.2}]
-
-
-def test_the_best_bucket_size_has_the_lowest_median_of_its_own_trials():
-    trials = [trial(number, "small", value, SWEEP) for number, value in enumerate((0.1, 0.5, 0.6))]
-    trials += [trial(number, "large", 0.4, SWEEP) for number in range(3)]
-    trials += [trial(0, "broken", None, SWEEP), trial(0, "large", 9.9)]
-    times_s = best_of_sweep(rounds_of(trials, SWEEP), {"1": SMALL, "25": LARGE, "50": BROKEN})
-    assert times_s == {"1": 0.5, "25": 0.4}
-    reason = "every bucket size of the sweep failed, so there is no best one: crash: rank 1"
-    with pytest.raises(InvalidInput, match=reason):
-        best_of_sweep({0: [trial(0, "broken", None)]}, {"50": BROKEN})
 
 
 def test_near_the_best_is_the_first_stop_within_two_percent_as_measured_again():

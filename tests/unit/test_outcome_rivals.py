@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BucketCapacityConfig
 
 from autotune.cluster import Cluster
 from autotune.cluster_file import read_cluster
+from autotune.jobs.campaign.domains import CLUSTERS, GENERATED, SCRIPTS, seeded_domains
 from autotune.jobs.campaign.generated_models import MODELS
 from autotune.jobs.campaign.setups import Setup
 from autotune.jobs.campaign.train_generated import module_of
@@ -21,61 +23,96 @@ from autotune.strategy_space.enactable import refusal_reason
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import SparseHandling, Synchronizer
 from autotune.workload import Variable, Workload, model_id
-from benchmarks.outcome.measure import CLUSTERS, DOMAINS
+from benchmarks.outcome.measure import DOMAINS
 from benchmarks.outcome.results import sent_bytes
-from benchmarks.outcome.rivals import BUCKET_CAPS_MIB, DDP_DEFAULT, RIVALS, bucket_sweep, rivals
+from benchmarks.outcome.rivals import (
+    ACROSS,
+    BUCKET_CAPS_MIB,
+    BYTE_SCHEDULER,
+    BYTEPS,
+    DDP,
+    DDP_SWEPT,
+    HIERARCHICAL,
+    ONE_SHOT,
+    SERVERS,
+    ZERO2,
+    families,
+)
 from benchmarks.repository import ROOT, setup_of
 from runtime_rewriter.emulation import timetable_of
 
 
-def gpt_workload() -> Workload:
-    """Return the GPT example's workload with its defaults; no times, since these are measured."""
-    spec = importlib.util.spec_from_file_location("gpt_text", ROOT / "examples" / "gpt_text.py")
+def workload_of(script: str) -> Workload:
+    """Return an example's workload with its defaults; no times, since these are measured."""
+    spec = importlib.util.spec_from_file_location(script, ROOT / "examples" / f"{script}.py")
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    parameters = list(example.GPT(2000, 64, 256, 4, 4, 0.1).named_parameters())
+    gpt = script == "gpt_text"
+    module = example.GPT(2000, 64, 256, 4, 4, 0.1) if gpt else example.ResNet(32)
+    parameters = list(module.named_parameters())
     variables = [Variable(name, tuple(parameter.shape)) for name, parameter in parameters]
-    return Workload("gpt", tuple(variables[::-1]), backward_s=0.1)
+    return Workload(script, tuple(variables[::-1]), backward_s=0.1)
 
 
 WORKLOADS = {name: model.workload() for name, model in MODELS.items()}
-WORKLOADS["gpt_text"] = gpt_workload()
+WORKLOADS |= {name: workload_of(script) for name, (script, _) in SCRIPTS.items()}
 
 
-def on_four_hosts(model: str) -> tuple[Workload, Cluster]:
-    return WORKLOADS[model], read_cluster(DOMAINS[f"{model}.four_hosts"].cluster_file)
+def on(model: str, cluster: str = "four_hosts") -> tuple[Workload, Cluster]:
+    return WORKLOADS[model], read_cluster(DOMAINS[f"{model}.{cluster}.ratio_1"].cluster_file)
 
 
 def sparse_names(workload: Workload) -> set[str]:
     return {variable.name for variable in workload.variables if variable.sparse}
 
 
-def test_there_are_eight_domains_or_more_of_all_four_kinds_on_all_three_clusters():
-    models = ("vgg", "densenet", "embedding", "gpt_text")
-    assert len(DOMAINS) >= 8
-    assert set(DOMAINS) == {f"{model}.{name}" for model in models for name in CLUSTERS}
+def test_every_model_meets_every_cluster_and_a_drawn_third_has_other_ratios():
+    at_one = [setup for setup in DOMAINS.values() if setup.ratio == 1]
+    pairs = {(setup.model, setup.cluster_file.stem) for setup in at_one}
+    assert pairs == set(itertools.product((*GENERATED, *SCRIPTS), CLUSTERS)) and len(pairs) >= 20
+    for ratio in (0.5, 2):
+        drawn = {(s.model, s.cluster_file.stem) for s in DOMAINS.values() if s.ratio == ratio}
+        assert drawn < pairs and len(drawn) == len(pairs) / 3
+    ranks = {read_cluster(setup.cluster_file).world_size for setup in at_one}
+    assert {min(ranks), max(ranks)} == {2, 8}
+    assert "--clip-grad-norm" in DOMAINS["gpt_text_clipped.four_hosts.ratio_1"].script
+    assert len(seeded_domains(ROOT)) == 4 and seeded_domains(ROOT) < set(DOMAINS)
     assert sparse_names(WORKLOADS["embedding"])
     vgg = WORKLOADS["vgg"]
     assert max(variable.grad_bytes for variable in vgg.variables) > 0.7 * vgg.grad_bytes
     assert len(WORKLOADS["densenet"].variables) == 364
 
 
-@pytest.mark.parametrize("domain", DOMAINS.values(), ids=DOMAINS)
-def test_every_rival_is_enactable_in_every_domain(domain: Setup):
+@pytest.mark.parametrize(
+    "domain",
+    [setup for setup in DOMAINS.values() if setup.ratio == 1],
+    ids=lambda setup: setup.name,
+)
+def test_every_setting_of_every_rival_is_enactable_in_every_domain(domain: Setup):
     workload, cluster = WORKLOADS[domain.model], read_cluster(domain.cluster_file)
-    strategies = rivals(workload, cluster)
+    rivals = families(workload, cluster)
     elements = sum(variable.elements for variable in workload.variables)
-    assert list(strategies) == list(RIVALS)
-    for name, strategy in {**strategies, **bucket_sweep(workload, cluster.world_size)}.items():
-        planned = plan(strategy, workload, cluster.world_size)
-        assert refusal_reason(planned) is None, name
-        assert sum(message.elements for message in planned.messages) == elements, name
-        sparse = [message.slices for message in planned.messages if message.sparse != "dense"]
-        assert {part.variable for parts in sparse for part in parts} == sparse_names(workload), name
-        assert strategy.lossless
-    across = {name for name, strategy in strategies.items() if strategy.cross_step}
-    assert across == {"BytePS-like, across steps", "ByteScheduler-like"}
-    assert set(rivals(workload, cluster, across_steps=False)) == set(RIVALS) - across
+    hierarchical = {HIERARCHICAL} if domain.cluster_file.stem.endswith("two_devices") else set()
+    assert set(rivals) == {DDP, BYTE_SCHEDULER, BYTEPS, ZERO2, SERVERS, ONE_SHOT} | hierarchical
+    for name, settings in rivals.items():
+        planned = [plan(strategy, workload, cluster.world_size) for strategy in settings.values()]
+        assert len({one.id for one in planned}) == len(planned), "settings differ"
+        for one, strategy in zip(planned, settings.values(), strict=True):
+            assert refusal_reason(one) is None, name
+            assert sum(message.elements for message in one.messages) == elements, name
+            sparse = [message.slices for message in one.messages if message.sparse != "dense"]
+            sent = {part.variable for parts in sparse for part in parts}
+            assert sent == sparse_names(workload), name
+            assert strategy.lossless
+    across = {
+        name: {strategy.cross_step for strategy in settings.values()}
+        for name, settings in rivals.items()
+    }
+    assert across.pop(BYTE_SCHEDULER) == across.pop(ONE_SHOT) == {True}
+    assert across.pop(BYTEPS) == {True, False} and set().union(*across.values()) == {False}
+    forbidden = families(workload, cluster, across_steps=False)
+    assert set(rivals) - set(forbidden) == {BYTE_SCHEDULER, ONE_SHOT}
+    assert not any(ACROSS in setting for setting in forbidden[BYTEPS])
 
 
 @pytest.mark.parametrize("model", ["vgg", "densenet", "gpt_text"])
@@ -84,23 +121,31 @@ def test_the_sweep_has_the_buckets_of_torch_for_each_bucket_cap(model: str):
     names = [variable.name for variable in workload.variables]
     tensors = [torch.empty(variable.shape, device="meta") for variable in workload.variables]
     sparse, order = [False] * len(tensors), list(range(len(tensors)))
-    sweep = bucket_sweep(workload, 4)
+    sweep = families(workload, on(model)[1])[DDP]
     swept = {tuple(sorted(buckets_of(plan(s, workload, 4)))) for s in sweep.values()}
-    for cap in (None, *BUCKET_CAPS_MIB):
-        limits = _BucketCapacityConfig.create(cap, None, use_python_reducer=False)  # type: ignore[arg-type]
+    lists = [
+        [float(cap) for cap in name.partition("=[")[2].rstrip("]").split(", ")]
+        for name in sweep
+        if name.startswith("bucket_cap_mb_list")
+    ]
+    assert len(lists) > 3
+    for cap in (None, *BUCKET_CAPS_MIB, *lists):
+        single, several = (None, cap) if isinstance(cap, list) else (cap, None)
+        limits = _BucketCapacityConfig.create(single, several, use_python_reducer=False)  # type: ignore[arg-type]
         both = [limits.first_bucket_bytes_cap, limits.bucket_bytes_cap]
-        theirs, _ = dist._compute_bucket_assignment_by_size(tensors, both, sparse, order)
+        caps = list(limits.per_bucket_bytes_caps) or both
+        theirs, _ = dist._compute_bucket_assignment_by_size(tensors, caps, sparse, order)
         buckets = (tuple(names[position] for position in bucket) for bucket in theirs)
         assert tuple(sorted(buckets)) in swept, cap
-    assert next(iter(sweep)) == DDP_DEFAULT
+    assert next(iter(sweep)) == DDP_SWEPT
 
 
 def test_schedulers_send_four_megabyte_pieces_and_earlier_layers_overtake():
-    workload, cluster = on_four_hosts("vgg")
-    strategies = rivals(workload, cluster)
+    workload, cluster = on("vgg")
+    rivals = families(workload, cluster)
     servers, all_reduce = Synchronizer.PARAMETER_SERVER, Synchronizer.ALL_REDUCE
-    for name, synchronizer in (("BytePS-like", servers), ("ByteScheduler-like", all_reduce)):
-        messages = plan(strategies[name], workload, 4).messages
+    for name, synchronizer in ((BYTEPS, servers), (BYTE_SCHEDULER, all_reduce)):
+        messages = plan(rivals[name]["its default"], workload, 4).messages
         assert {message.synchronizer for message in messages} == {synchronizer}
         assert max(message.grad_bytes for message in messages) <= 4 * 2**20
         order = [message.slices[0].variable for message in messages]
@@ -109,18 +154,25 @@ def test_schedulers_send_four_megabyte_pieces_and_earlier_layers_overtake():
 
 
 def test_servers_in_turn_hold_as_many_variables_each():
-    workload, cluster = on_four_hosts("vgg")
-    messages = plan(rivals(workload, cluster)["PS, round robin"], workload, 4).messages
+    workload, cluster = on("vgg")
+    messages = plan(families(workload, cluster)[SERVERS]["in turn"], workload, 4).messages
     owners = {message.slices[0].variable: message.owner for message in messages}
     backwards = [owners[variable.name] for variable in reversed(workload.variables)]
     assert backwards == [turn % 4 for turn in range(32)]
 
 
 def test_sparse_gradients_travel_as_rows_by_the_way_that_fits_the_synchronizer():
-    strategies = rivals(*on_four_hosts("embedding"))
-    handling = {name: rival.by_name["table.weight"].sparse for name, rival in strategies.items()}
-    assert handling["single bucket"] is SparseHandling.ALL_GATHER
-    assert handling["PS, load balanced"] is SparseHandling.GATHER_SCATTER
+    rivals = families(*on("embedding"))
+    bucket, server = rivals[DDP][DDP_SWEPT], rivals[SERVERS]["balanced"]
+    assert bucket.by_name["table.weight"].sparse is SparseHandling.ALL_GATHER
+    assert server.by_name["table.weight"].sparse is SparseHandling.GATHER_SCATTER
+
+
+def test_hierarchical_rivals_sum_within_hosts_first():
+    workload, cluster = on("vgg", "four_hosts_two_devices")
+    settings = families(workload, cluster)[HIERARCHICAL]
+    shards = {s.hierarchical for one in settings.values() for c in one.variables for s in c.shards}
+    assert shards == {True} and len(settings) > 3
 
 
 @pytest.fixture
@@ -139,7 +191,7 @@ def test_the_script_builds_the_variables_of_its_workload_and_can_be_waited_for(m
     assert workload.id == model_id(shapes)
     assert workload.edges == tuple((number, number + 1) for number in range(len(parameters) - 1))
     assert timetable_of(workload).compute_s == pytest.approx(model.step_s)
-    DDP(module)(torch.ones(4)).square().mean().backward()
+    DistributedDataParallel(module)(torch.ones(4)).square().mean().backward()
     sparse = {
         name: variable.grad.coalesce() for name, variable in parameters if variable.grad.is_sparse
     }

@@ -46,6 +46,7 @@ from autotune.tuning.events import Profiled
 from autotune.tuning.tuner import contender
 from autotune.workload import Variable, Workload
 from benchmarks.outcome.figures import whole_rounds
+from benchmarks.outcome.freeze import measured_again
 from benchmarks.outcome.kept import (
     CLOSING,
     SWEEP,
@@ -57,23 +58,25 @@ from benchmarks.outcome.kept import (
     rounds_of,
     write_frozen,
 )
+from benchmarks.outcome.keys import last_line
 from benchmarks.outcome.measure import (
     FEWEST_STEPS,
     LENGTHS,
-    _measured_again,
     begin_searches,
     measure,
     run,
     steps_of_block,
 )
 from benchmarks.outcome.report import section
-from benchmarks.outcome.results import last_line, row_of
-from benchmarks.outcome.rivals import DDP_BEST, DDP_DEFAULT
-from benchmarks.outcome.searches import OURS, OURS_LOSSY, RANDOM, Incumbent
+from benchmarks.outcome.results import row_of
+from benchmarks.outcome.rivals import BYTE_SCHEDULER, BYTEPS, DDP_DEFAULT, SERVERS, ZERO2
+from benchmarks.outcome.searches import BAYES, OURS, OURS_LOSSY, RANDOM, WITHIN, Incumbent, seed_job
 from benchmarks.ranking.trials import ReplayedTimes, of_datasets, points_of
 from runtime_rewriter.world.results import Profile
 
-SETTINGS = OutcomeSettings(marks=(3, 6), rounds=6, sweeps=2, lossy=False)
+SETTINGS = OutcomeSettings(
+    marks=(3, 6), rounds=6, lossy=False, more_seeds=(1,), long=8, ratio=1.0, options=False
+)
 
 
 def made_variable(number):
@@ -102,7 +105,7 @@ class MadeWorld:
     """
 
     dies: Callable[[Sequence[DatasetTrial]], bool] = lambda _: False
-    earlier: Sequence[DatasetTrial] = ()
+    earlier: Callable[[], Sequence[DatasetTrial]] = tuple
     fails: str | None = None
     trials: list[str] = field(default_factory=list)
 
@@ -113,7 +116,7 @@ class MadeWorld:
         return False
 
     def run_trial(self, request: TrialRequest, plan: Plan | None) -> Measured | Failed:
-        if self.dies(self.earlier):
+        if self.dies(self.earlier()):
             raise Killed
         key = plan.id if plan is not None else CURRENT_SETUP
         self.trials.append(key)
@@ -131,7 +134,7 @@ def session_on(folder, world, prepared_s=PREPARED_S) -> Iterator[TrialSession]:
         if writer.described is None:
             writer.describe(Description("made.up", "made", "up", WORKLOAD, CLUSTER, {}, 2, ()))
         writer.begin_session(Environment(CONDITIONS, PROFILE.software, 2, "x86_64", "6.1"))
-        world.earlier = writer.trials
+        world.earlier = lambda: writer.trials
         yield TrialSession(world, writer, SETUP, LENGTHS, PROFILE, prepared_s=prepared_s)
 
 
@@ -192,11 +195,12 @@ def test_the_source_of_a_trial_names_its_purpose(whole):
         name = trial.source.split(":", 2)[2]
         assert (name == "reference") if trial.strategy is None else (names[name] == trial.plan_id)
     tuned = [trial for trial in whole.domain.candidates if trial.kind == "tuning"]
-    ours = {OURS: 6, f"{OURS}-3": 3, f"{OURS}-6": 3}
-    others = {RANDOM: 6, f"{RANDOM}-6": 3, "scikit-optimize": 6, "scikit-optimize-6": 3}
-    assert Counter(trial.source.split(":")[1] for trial in tuned) == ours | others
+    ours = {OURS: 8, f"{OURS}-3": 3, f"{OURS}-6": 3, f"{OURS}-8": 3}
+    others = (RANDOM, BAYES, WITHIN, seed_job(1))
+    rest = {job: 6 for job in others} | {f"{job}-6": 3 for job in others}
+    assert Counter(trial.source.split(":")[1] for trial in tuned) == ours | rest
     sources = {trial.source for trial in trials}
-    assert sources >= {"reference", "tuning:ours:reference", "sweep:1:DDP, default"}
+    assert sources >= {"reference", "tuning:ours:reference", "sweep:0:DDP, default"}
     assert set(card_of(whole.domain).sources) == {CLOSING, SWEEP, "tuning", "reference"}
     assert trials[0].strategy is None and trials[-1].strategy is None
 
@@ -236,7 +240,7 @@ def test_ours_is_the_tuners_choice_at_each_mark_which_the_search_does_not_see(wh
     looks = [event for event in looked.events if event not in search.events]
     assert looked.events[: -len(looks)] == search.events[: len(looked.events) - len(looks)]
     assert [event.request.role for event in looks] == [Role.CANDIDATE] * 3 + [Role.REFERENCE]
-    assert len(looked.candidates) == 3 + 3 and len(search.candidates) == 6
+    assert len(looked.candidates) == 3 + 3 and len(search.candidates) == 8
     assert side_called(whole, f"{OURS}, 3 trials").strategy.id == contender(looked)
 
 
@@ -265,8 +269,9 @@ def test_the_row_has_ratios_bound_and_marks(whole):
     today = [compared for compared in row.compared if compared.side.group is Group.TODAY]
     today_s = {compared.side.name: compared.middle_s for compared in today}
     two_buckets_s, one_bucket_s = pytest.approx(0.102), pytest.approx(0.101)
-    assert today_s == {DDP_DEFAULT: two_buckets_s, DDP_BEST: one_bucket_s}
-    assert last.today.value == pytest.approx(0.101 / last.step_s) and last.today.rival == DDP_BEST
+    [best] = today_s.keys() - {DDP_DEFAULT}
+    assert today_s == {DDP_DEFAULT: two_buckets_s, best: one_bucket_s}
+    assert last.today.value == pytest.approx(0.101 / last.step_s) and last.today.rival == best
     assert 0.081 <= last.step_s < 0.1  # across steps
     assert last.best.value <= last.today.value
     assert near.trials <= 6 and near.seconds >= PREPARED_S
@@ -280,6 +285,14 @@ def test_the_row_has_ratios_bound_and_marks(whole):
     assert line["bound_gap_mean"] == pytest.approx(row.gap.value - 1) and len(line["domains"]) == 2
     text = section([row], "python -m benchmarks.outcome", "2026-11-22")
     assert "made.up" in text and "ByteScheduler-like" in text and f"{last.today.value:.3f}" in text
+    assert line["ratio_geomean_by_computation_to_communication"] == {
+        "1": pytest.approx(last.today.value)
+    }
+    ablation = row.ablation
+    assert ablation.within.value < 1.02 < ablation.without_search.value
+    assert line["ablation"]["within_step"] == pytest.approx(ablation.within.value)
+    assert line["seeds"] == {"made.up": [last.today.value, row.seeds[0].value]}
+    assert row.lossless.best_known_s <= min(compared.middle_s for compared in row.compared)
     assert row_of(whole.dataset / "elsewhere") is None
 
 
@@ -303,8 +316,8 @@ def test_three_bests_of_a_search_are_measured_again_and_those_that_cost_nothing(
         (Incumbent(n, 0.0, strategy(n)), Side(f"{n}", Group.STOP, key, strategy(n)))
         for n, key in enumerate("abacdefg")
     ]
-    assert [side.plan for _, side in _measured_again(bests, {"f"})] == ["a", "b", "c", "f"]
-    every = _measured_again(bests, set("abcdefg"))
+    assert [side.plan for _, side in measured_again(bests, {"f"})] == ["a", "b", "c", "f"]
+    every = measured_again(bests, set("abcdefg"))
     assert [best.trials for best, _ in every] == [0, 1, 3, 4, 5, 6, 7]
 
 
@@ -326,13 +339,16 @@ def test_a_run_that_was_killed_resumes_and_measures_nothing_twice(tmp_path):
     ran(tmp_path, MadeWorld())
     domain = read_domain(tmp_path)
     assert domain.trials[: len(second)] == second and second[: len(first)] == first
-    swept = itertools.chain(*rounds_of(domain.trials, SWEEP).values())
-    assert set(Counter(trial.plan_id for trial in swept).values()) == {SETTINGS.sweeps}
+    swept = [t.source for t in itertools.chain(*rounds_of(domain.trials, SWEEP).values())]
+    assert len(set(swept)) == len(swept)
+    of_rival = Counter(source.split(":", 2)[2].partition(",")[0] for source in swept)
+    rivals = ("DDP", BYTE_SCHEDULER, BYTEPS, ZERO2, SERVERS)
+    assert of_rival == dict.fromkeys(rivals, SETTINGS.budget)
     with jobs(tmp_path) as store:
         for job in (OURS, RANDOM):
             trials = store.history(job).trials
             searched = [t.plan_id for t in trials if t.request.role is Role.CANDIDATE]
-            assert len(searched) == len(set(searched)) == 6
+            assert len(searched) == len(set(searched)) == (8 if job == OURS else 6)
     for session in domain.sessions:
         own_trials = [trial for trial in domain.trials if trial.session == session.id]
         assert own_trials[0].strategy is None
@@ -376,10 +392,11 @@ def test_a_complete_domain_is_not_measured_again_and_rounds_are_only_added(whole
 
 def test_a_side_that_fails_in_the_closing_comparison_is_left_out(whole, tmp_path):
     shorten(whole, tmp_path, 0)
-    ran(tmp_path, MadeWorld(fails=side_called(whole, "PS, round robin").plan))
+    [side] = [side for side in whole.frozen.sides if side.name.startswith(ZERO2)]
+    ran(tmp_path, MadeWorld(fails=side.plan))
     row = row_of(tmp_path)
-    assert row.failed == {"PS, round robin": "crash: rank 1 exited with code 1"}
-    assert "PS, round robin" not in {compared.side.name for compared in row.compared}
+    assert row.failed == {side.name: "crash: rank 1 exited with code 1"}
+    assert side.name not in {compared.side.name for compared in row.compared}
     blocks = sum(map(len, closing_rounds(tmp_path).values()))
     assert blocks == 6 * (len(plans(whole.frozen)) - 1) + 2  # it is tried twice
 
@@ -389,7 +406,7 @@ def test_a_side_whose_plan_has_changed_is_refused_before_any_trial(whole, tmp_pa
     first, *others = whole.frozen.sides[1:]
     write_frozen(tmp_path, replace(whole.frozen, sides=(replace(first, plan="of-then"), *others)))
     world = MadeWorld()
-    changed = "the planner has changed since 'DDP, best bucket size' was frozen"
+    changed = f"the planner has changed since {first.name!r} was frozen"
     with pytest.raises(InvalidInput, match=changed):
         ran(tmp_path, world)
     assert world.trials == []

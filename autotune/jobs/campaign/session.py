@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -23,6 +22,8 @@ from autotune.dataset.folder import Description
 from autotune.dataset.trials import REFERENCE, DatasetTrial, Environment
 from autotune.dataset.writing import WORK, DomainWriter, opened
 from autotune.errors import LaunchError
+from autotune.jobs.campaign.balance import balanced
+from autotune.jobs.campaign.commit import checkout_commit
 from autotune.jobs.campaign.quiet import STAT, stolen_share, wait_until_quiet
 from autotune.jobs.campaign.setups import Setup
 from autotune.jobs.places import Ranks, Where, placed_world
@@ -175,7 +176,7 @@ def trial_session(
             folder / WORK / "logs",
             STEP_TIMEOUT_S,
             START_TIMEOUT_S,
-            _emulated_profile(setup, described),
+            _emulated_profile(setup, cluster, described),
             probe_s=0.0,
         )
         where = Where(setup.address, False, (0, 0))
@@ -185,6 +186,8 @@ def trial_session(
                 wait_until_quiet(log)
             started_s = time.monotonic()
             profile = world.profile()
+            if described is None and setup.ratio is not None and setup.profile is None:
+                profile = _at_ratio(world, profile, cluster, setup.ratio)
             if described is None:
                 probe_s = QUICK_PROBE_S if quick else PROBE_S
                 log(f"probing the links for {probe_s:.0f} s")
@@ -199,19 +202,31 @@ def trial_session(
                 os.cpu_count() or 1,
                 platform.machine(),
                 platform.release(),
-                _commit(),
+                checkout_commit(),
             )
             writer.begin_session(environment)
             yield TrialSession(world, writer, setup, length, profile, on_trial, prepared_s)
 
 
-def _emulated_profile(setup: Setup, described: Description | None) -> Workload | None:
+def _emulated_profile(
+    setup: Setup, cluster: Cluster, described: Description | None
+) -> Workload | None:
     """Return what emulated accelerators wait for: the same in every session of a domain."""
     if setup.accelerators is Accelerators.REAL:
         return None
     if described is not None:
         return described.workload
-    return setup.profile() if setup.profile is not None else None
+    if setup.profile is None:
+        return None
+    assumed = setup.profile()
+    return assumed if setup.ratio is None else balanced(assumed, cluster, setup.ratio)
+
+
+def _at_ratio(world: World, profile: Profile, cluster: Cluster, ratio: float) -> Profile:
+    """Let the accelerators wait for the measured times, scaled to the ratio."""
+    workload = balanced(profile.workload, cluster, ratio)
+    world.emulate(workload)
+    return replace(profile, workload=workload)
 
 
 def _description(
@@ -260,14 +275,3 @@ def _measured_costs(ranks: int, emulated: bool) -> dict[str, float]:
     from autotune.jobs.campaign.runtime_costs import measured_costs
 
     return measured_costs(ranks, emulated=emulated)
-
-
-def _commit() -> str:
-    """Return the commit of this checkout, or "" if the package is not in one."""
-    checkout = Path(__file__).parents[3]
-    if not (checkout / ".git").exists():
-        return ""
-    words = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
-    words += ["--abbrev=12", "--exclude=*"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else ""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from autotune.errors import InvalidInput
 from autotune.jobs.campaign import generated_models
 from autotune.records import Accelerators
 from autotune.workload import Workload
 
 TRAIN_GENERATED = Path(generated_models.__file__).with_name("train_generated.py")
+TRAIN_VARIED = Path(generated_models.__file__).with_name("train_varied.py")
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,8 @@ class Setup:
     """One model on one cluster.
 
     `script`: the words after "python". `profile` returns what emulated accelerators wait for;
-    without it they wait for what one replica alone was measured to take. `address`: a running Ray
+    without it they wait for what one replica alone was measured to take. With a `ratio` these times
+    are scaled to this ratio of computation to communication (`balance`). `address`: a running Ray
     cluster; without it the hosts of `cluster_file` are emulated (root).
     """
 
@@ -28,18 +32,36 @@ class Setup:
     accelerators: Accelerators = Accelerators.EMULATED
     profile: Callable[[], Workload] | None = None
     address: str | None = None
+    ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.ratio is not None and self.accelerators is Accelerators.REAL:
+            raise InvalidInput(
+                "a ratio of computation to communication needs emulated accelerators, "
+                f"but {self.model!r} computes for real"
+            )
 
     @property
     def name(self) -> str:
         suffix = "" if self.accelerators is Accelerators.EMULATED else ".real"
+        if self.ratio is not None:
+            suffix += f".ratio_{self.ratio:g}"
         return f"{self.model}.{self.cluster_file.stem}{suffix}"
 
 
 def script_setup(
-    script: Path, cluster_file: Path, accelerators: Accelerators = Accelerators.EMULATED
+    script: Path,
+    cluster_file: Path,
+    accelerators: Accelerators = Accelerators.EMULATED,
+    arguments: Sequence[str] = (),
+    model: str = "",
 ) -> Setup:
-    """Train one of the example scripts, for longer than any campaign takes."""
-    return Setup(script.stem, cluster_file, (str(script), "--epochs", "100000"), accelerators)
+    """Train one of the example scripts, for longer than any campaign takes.
+
+    `model`: the name of the domain's model, by default that of the script.
+    """
+    words = (str(script), "--epochs", "100000", *arguments)
+    return Setup(model or script.stem, cluster_file, words, accelerators)
 
 
 def generated_setup(
@@ -48,3 +70,20 @@ def generated_setup(
     """Train a model of `generated_models.MODELS`; its times are assumed."""
     profile = generated_models.MODELS[model].workload
     return Setup(model, cluster_file, (str(TRAIN_GENERATED), model), accelerators, profile)
+
+
+def varied(
+    setup: Setup,
+    ddp: Mapping[str, object] | None = None,
+    hook: str = "",
+    spare_memory_mib: int | None = None,
+) -> Setup:
+    """Let the unmodified script build its DDP otherwise, or have less memory (`train_varied`).
+
+    `ddp`: arguments of `DistributedDataParallel`. `hook`: a communication hook of torch.
+    `spare_memory_mib`: what a rank may allocate once its model is built.
+    """
+    words = {"ddp": dict(ddp or {}), "hook": hook, "spare_memory_mib": spare_memory_mib}
+    if not any(words.values()):
+        return setup
+    return replace(setup, script=(str(TRAIN_VARIED), json.dumps(words), *setup.script))

@@ -59,6 +59,18 @@ def ddp_default(
     )
 
 
+def ddp_capped(workload: Workload, caps_bytes: Sequence[int]) -> Strategy:
+    """DDP's buckets with `bucket_cap_mb_list` (torch 2.13): a cap per bucket, the last one repeats.
+
+    Caps hold in gradient-ready order.
+    """
+    variables = workload.variables
+    keys = [None if variable.sparse else variable.dtype for variable in variables]
+    sizes_bytes = [variable.grad_bytes for variable in variables]
+    buckets = closed_by_limits(sizes_bytes, keys, caps_bytes)
+    return _grouped(workload, buckets, Synchronizer.ALL_REDUCE)
+
+
 def bucketed(workload: Workload, buckets: Sequence[Sequence[str]]) -> Strategy:
     """All-reduce of the variables of each bucket together, in the order of the buckets."""
     choices: dict[str, VariableStrategy] = {}
@@ -177,30 +189,38 @@ def closed_buckets(
     bucket_bytes: int,
     first_bucket_bytes: int,
 ) -> list[list[int]]:
+    """Positions of buckets: a key's first holds `first_bucket_bytes`, others `bucket_bytes`."""
+    return closed_by_limits(sizes_bytes, keys, (first_bucket_bytes, bucket_bytes))
+
+
+def closed_by_limits(
+    sizes_bytes: Sequence[float], keys: Sequence[str | None], limits_bytes: Sequence[int]
+) -> list[list[int]]:
     """Positions of buckets, by the rule of torch's `_compute_bucket_assignment_by_size`.
 
     Gradients are added in order, per key (their dtype); one without a key is a bucket of its own. A
-    bucket is closed once it holds its limit: the first of a key `first_bucket_bytes`, the others
-    `bucket_bytes`.
+    bucket is closed once it holds its limit: the first of a key the first of `limits_bytes`, and so
+    on; the last limit repeats.
     """
-    if bucket_bytes < 0 or first_bucket_bytes < 0:
+    if not limits_bytes or min(limits_bytes) < 0:
         raise InvalidInput(
-            "bucket sizes must be at least 0 bytes, "
-            f"but are {first_bucket_bytes} and {bucket_bytes}"
+            "bucket sizes must be one or more, each at least 0 bytes, "
+            f"but are {', '.join(map(str, limits_bytes)) or 'none'}"
         )
     buckets: list[list[int]] = []
     filling: dict[str, list[int]] = {}
     size: dict[str, float] = {}
-    limit: dict[str, int] = {}
+    turn: dict[str, int] = {}
     for position, (size_bytes, key) in enumerate(zip(sizes_bytes, keys, strict=True)):
         if key is None:
             buckets.append([position])
             continue
         filling.setdefault(key, []).append(position)
         size[key] = size.get(key, 0) + size_bytes
-        if size[key] >= limit.setdefault(key, first_bucket_bytes):
+        if size[key] >= limits_bytes[turn.setdefault(key, 0)]:
             buckets.append(filling.pop(key))
-            size[key], limit[key] = 0, bucket_bytes
+            size[key] = 0
+            turn[key] = min(turn[key] + 1, len(limits_bytes) - 1)
     return buckets + list(filling.values())
 
 

@@ -1,0 +1,217 @@
+"""DDP with torch's own compression hooks as a rival, measured next to ours in rounds.
+
+The hooks are those of `autotune.jobs.campaign.train_varied.HOOKS`, whose short training a test
+compares with the uncompressed one. First, each is swept over `bucket_cap_mb`. Then a round measures
+each side once, in an order of its own: ours with compressors, ours without, and the best of each
+hook. A script registers its hook for good, so ranks start for their side's turn and end with it.
+Each round is kept when it ends, so a run that was cut off resumes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+
+from autotune.canonical import canonical_json
+from autotune.files import write_whole
+from autotune.jobs.campaign.session import trial_session
+from autotune.jobs.campaign.setups import Setup, varied
+from autotune.jobs.campaign.train_varied import HOOKS
+from autotune.parsing import parse, read_json
+from autotune.records import Measured
+from autotune.rng import generator
+from autotune.strategy_space.strategy import Strategy
+from autotune.tuning.statistics import CONFIDENCE, compare, fewest_values
+from autotune.units import format_seconds
+from benchmarks.outcome.figures import geomean
+from benchmarks.outcome.horovod_through import block_of
+from benchmarks.outcome.kept import BESIDE_HOOKS, Frozen, compressors_are_shown, read_frozen
+from benchmarks.outcome.measure import LENGTHS
+from benchmarks.outcome.searches import OURS, OURS_LOSSY
+
+FILE = "hooks.json"
+CAPS_MIB = (1, 4, 25)
+OURS_SIDES = {"ours": OURS, "ours with compressors": OURS_LOSSY}
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class HookSide:
+    """`hook` of torch with `bucket_cap_mb`; None for ours.
+
+    `rounds`: seconds of the timed steps of each round, the slowest rank's.
+    """
+
+    name: str
+    hook: str | None = None
+    bucket_cap_mb: int = 0
+    rounds: tuple[tuple[float, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class HookRivals:
+    """The sides of a domain. `sweep_s`: "HOOK, CAP MiB" -> median step of the sweep."""
+
+    domain: str
+    sides: tuple[HookSide, ...] = ()
+    sweep_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def rounds(self) -> int:
+        return min((len(side.rounds) for side in self.sides), default=0)
+
+
+@dataclass(frozen=True)
+class HookRatios:
+    """time(the better hook) / time(ours with compressors); above 1, ours is faster."""
+
+    domain: str
+    hook: str
+    value: float
+    low: float
+    high: float
+
+
+def measure_hooks(setup: Setup, folder: Path, rounds: int, say: Say) -> None:
+    """Measure a domain whose closing comparison is complete until it has `rounds`; needs root."""
+    frozen = read_frozen(folder)
+    if frozen is None or OURS_LOSSY not in frozen.courses:
+        say(f"{setup.name}: the hooks need our side with compressors first")
+        return
+    ranks = _Ranks(setup, folder, frozen, say)
+    rivals = read_hooks(folder) or HookRivals(setup.name)
+    for hook in HOOKS:
+        for cap in CAPS_MIB:
+            title = f"{hook}, {cap} MiB"
+            if title not in rivals.sweep_s:
+                block_s = ranks.block(f"sweep, {title}", HookSide(title, hook, cap))
+                swept_s = {**rivals.sweep_s, title: median(block_s)}
+                rivals = replace(rivals, sweep_s=swept_s)
+                _write(folder, rivals)
+    if not rivals.sides:
+        rivals = replace(rivals, sides=(*_best_hooks(rivals.sweep_s), *map(HookSide, OURS_SIDES)))
+    began_s, done = time.monotonic(), rivals.rounds
+    while rivals.rounds < rounds:
+        rivals = _with_round(rivals, ranks)
+        _write(folder, rivals)
+        left_s = (time.monotonic() - began_s) / (rivals.rounds - done) * (rounds - rivals.rounds)
+        say(
+            f"{setup.name}: hooks, round {rivals.rounds} of {rounds}, "
+            f"about {format_seconds(left_s)} left"
+        )
+
+
+def _best_hooks(sweep_s: Mapping[str, float]) -> list[HookSide]:
+    """Return each hook with the bucket size of its lowest median."""
+
+    def taken_s(hook: str, cap: int) -> float:
+        return sweep_s[f"{hook}, {cap} MiB"]
+
+    best = {hook: min(CAPS_MIB, key=lambda cap: taken_s(hook, cap)) for hook in HOOKS}
+    return [HookSide(f"DDP, {hook} hook", hook, cap) for hook, cap in best.items()]
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    setup: Setup
+    folder: Path
+    frozen: Frozen
+    say: Say
+
+    def block(self, source: str, side: HookSide) -> tuple[float, ...]:
+        """Measure a block of a side with ranks of its own."""
+        source = f"{BESIDE_HOOKS}:{source}"
+        if side.hook is None:
+            strategy = ours_at_last_mark(self.frozen, OURS_SIDES[side.name])
+            with trial_session(self.folder, self.setup, LENGTHS, self.say) as session:
+                return block_of(session, source if strategy else f"{source}:reference", strategy)
+        setup = varied(self.setup, {"bucket_cap_mb": side.bucket_cap_mb}, side.hook)
+        with trial_session(self.folder, setup, LENGTHS, self.say) as session:
+            return block_of(session, f"{source}:reference", None)
+
+
+def ours_at_last_mark(frozen: Frozen, job: str) -> Strategy | None:
+    """Return the job's strategy at the last mark; None for the script's own DDP.
+
+    A strategy whose convergence no test shows does not count.
+    """
+    course = frozen.courses[job]
+    name = course.sides[max(course.sides, key=int)]
+    strategy = next(side.strategy for side in frozen.sides if side.name == name)
+    return strategy if strategy is None or compressors_are_shown(strategy) else None
+
+
+def _with_round(rivals: HookRivals, ranks: _Ranks) -> HookRivals:
+    number = rivals.rounds
+    rng = generator(ranks.frozen.settings.seed, "hooks", number)
+    times_s = {
+        rivals.sides[place].name: ranks.block(
+            f"{number}, {rivals.sides[place].name}", rivals.sides[place]
+        )
+        for place in rng.permutation(len(rivals.sides)).tolist()
+    }
+    sides = [replace(side, rounds=(*side.rounds, times_s[side.name])) for side in rivals.sides]
+    return replace(rivals, sides=tuple(sides))
+
+
+def _write(folder: Path, rivals: HookRivals) -> None:
+    write_whole(folder / FILE, canonical_json(rivals), "the measurements of torch's hooks")
+
+
+def read_hooks(folder: Path) -> HookRivals | None:
+    """Read what was measured so far in a domain's folder."""
+    file = folder / FILE
+    return parse(HookRivals, read_json(file), str(file)) if file.exists() else None
+
+
+def hook_rounds(folder: Path) -> int:
+    """Return the blocks that are on disk."""
+    rivals = read_hooks(folder)
+    return 0 if rivals is None else rivals.rounds + len(rivals.sweep_s)
+
+
+def hook_ratios(folder: Path) -> HookRatios | None:
+    """Evaluate a domain's folder; None if it has too few rounds for an interval."""
+    rivals = read_hooks(folder)
+    enough = rivals is not None and rivals.rounds >= fewest_values(CONFIDENCE)
+    return ratios_of(rivals) if rivals is not None and enough else None
+
+
+def ratios_of(rivals: HookRivals) -> HookRatios:
+    """Compare the hook with the lowest ratio with ours, block by block of the same round."""
+
+    def blocks(side: HookSide) -> list[Measured]:
+        return [Measured(step_s=(times_s,)) for times_s in side.rounds[: rivals.rounds]]
+
+    lossy = next(side for side in rivals.sides if OURS_SIDES.get(side.name) == OURS_LOSSY)
+    compared = [
+        (compare(blocks(side), blocks(lossy), CONFIDENCE), side.name)
+        for side in rivals.sides
+        if side.hook is not None
+    ]
+    best, name = min(compared, key=lambda entry: entry[0].ratio)
+    return HookRatios(rivals.domain, name, best.ratio, best.low, best.high)
+
+
+def hook_keys(ratios: Sequence[HookRatios]) -> Mapping[str, object]:
+    """Return the keys of the benchmark's last line; none without a measured domain."""
+    if not ratios:
+        return {}
+    return {
+        "ratio_geomean_to_hooks": geomean([one.value for one in ratios]),
+        "ratio_min_to_hooks": min(one.value for one in ratios),
+        "hooks": [
+            {
+                "domain": one.domain,
+                "ratio": one.value,
+                "low": one.low,
+                "high": one.high,
+                "hook": one.hook,
+            }
+            for one in ratios
+        ],
+    }
