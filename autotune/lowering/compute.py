@@ -30,8 +30,9 @@ class HostCosts:
     """Seconds that a plan costs a worker's own thread, by variable (V,) and by message (M,).
 
     `taken_s` (M,): CPU time of sending, taken from computation. `update_s`: the host's part of the
-    update. `issued_at` (M,): backward position of the gradient that completes the message. A
-    message waits for those before it.
+    update. `early_update`: share of the accelerator's update that passes before the forward pass if
+    the plan crosses the step. `issued_at` (M,): backward position of the gradient that completes
+    the message. A message waits for those before it.
     """
 
     hand_out_s: FloatArray
@@ -44,6 +45,7 @@ class HostCosts:
     defer_s: float
     buffers_s: float
     update_s: float
+    early_update: float
     issued_at: IntArray
 
     @staticmethod
@@ -86,6 +88,7 @@ class HostCosts:
             defer_s=costs["defer_s"] * count,
             buffers_s=costs["buffer_s"] * workload.buffers,
             update_s=costs["real_update"] * workload.update_s,
+            early_update=costs["early_update"],
             issued_at=np.maximum.accumulate(slices.last),
         )
 
@@ -234,12 +237,16 @@ class Worker:
 
     def defer(self, slices: SliceTable, ends: IntArray) -> None:
         """Leave averages and updates to later reads: the script's own, between the steps, wait for
-        their variables' messages, which arrive at `ends` (M,)."""
+        their variables' messages, which arrive at `ends` (M,).
+
+        Without such reads, each variable's update takes its time in the forward pass.
+        """
         deferred = self._op("defer", self._host, self._costs.defer_s, Kind.OTHER, self.ends)
         update_s = self._times.workload.update_s
         first_read_s = self._first_reads_s(slices, len(ends))
         early = first_read_s < 0
         if not early.any():
+            update_s *= self._costs.early_update
             self._computed = self._op("update", self._device, update_s, Kind.UPDATE, (deferred,))
             self._done = self._computed
             return
@@ -258,8 +265,12 @@ class Worker:
         forward_s = self._times.workload.forward_s
         if np.isinf(reads_s).all():
             self._computed = self._op("forward", self._device, forward_s, Kind.FORWARD, (began,))
-        else:
-            self._wait_for_reads("forward", Kind.FORWARD, began, reads_s, slices, ends, forward_s)
+            return self.ends
+        updated_s = self._shares(slices) * self._times.workload.update_s
+        late = 0.0 if (first_read_s < 0).any() else 1.0 - self._costs.early_update
+        self._wait_for_reads(
+            "forward", Kind.FORWARD, began, reads_s, slices, ends, forward_s, late * updated_s
+        )
         return self.ends
 
     def _first_reads_s(self, slices: SliceTable, messages: int) -> FloatArray:
@@ -286,10 +297,12 @@ class Worker:
         slices: SliceTable,
         ends: IntArray,
         lasts_s: float,
+        updated_s: FloatArray | None = None,
     ) -> None:
         """Compute for `lasts_s` behind `began`, interrupted by reads of messages.
 
         `reads_s` (M,): when each message is first read; infinite for one that is not read here.
+        `updated_s` (M,): time of the device for the updates with each message, behind its read.
         """
         times, to = self._times, self._to
         read = np.flatnonzero(np.isfinite(reads_s))
@@ -313,6 +326,10 @@ class Worker:
             return f"r{self._rank} {(part, 'read', 'write')[number % 3]} {number // 3}"
 
         segment_s = np.diff(read_s, prepend=0.0)
+        behind_s: FloatArray = np.zeros(len(read_s))
+        if updated_s is not None:
+            np.add.at(behind_s, group, updated_s[read])
+            segment_s[1:] += behind_s[:-1]
         durations_s = (segment_s, np.zeros(len(read_s)), self._share * written_s)
         count = len(read_s)
         to.block(
@@ -324,7 +341,7 @@ class Worker:
             kind=np.tile([kind, Kind.VIRTUAL, Kind.UNPACK], count),
             worker=self._rank,
         )
-        rest_s = max(lasts_s - float(read_s[-1]), 0.0)
+        rest_s = max(lasts_s - float(read_s[-1]), 0.0) + float(behind_s[-1])
         behind = (int(segment[-1]), int(passed[-1]))
         self._computed = self._op(f"{part} end", self._device, rest_s, kind, behind)
         self._done = int(written[-1])
@@ -338,6 +355,13 @@ class Worker:
         weights = self._times.share(slices) * each_s[slices.variable]
         applied_s: FloatArray = np.bincount(slices.message, weights=weights).astype(np.float64)
         return self._costs.flush_s + applied_s
+
+    def _shares(self, slices: SliceTable) -> FloatArray:
+        """Each message's share of all elements, (M,)."""
+        elements = self._times.elements
+        weights = self._times.share(slices) * elements[slices.variable]
+        of_message: FloatArray = np.bincount(slices.message, weights=weights).astype(np.float64)
+        return of_message / max(float(elements.sum()), 1.0)
 
     @property
     def _updates_on_host(self) -> bool:

@@ -53,6 +53,7 @@ class RuntimeCosts:
     |---|---|---|
     | `wake_s` | emulated accelerators: wake up for gradients or reads that are due together | s |
     | `real_update` | emulated accelerators: the host's update per update of the accelerator | - |
+    | `early_update` | share of an update across the step that passes before the forward pass | - |
     | `fill_s` | the hook of one gradient, and packing it except its bytes | s |
     | `bucket_s` | the same and writing back, if torch's own reducer executes the plan | s |
     | `hand_out_s_per_byte` | emulated accelerators: copy the recorded gradient | s/B |
@@ -90,6 +91,9 @@ class RuntimeCosts:
     wake_s: Constant = Constant(0.0, "accelerators are not emulated")
     real_update: Constant = Constant(
         0.0, "runtime_rewriter.pytorch.emulation: optimizers find no gradients"
+    )
+    early_update: Constant = Constant(
+        0.0, "runtime_rewriter.pytorch.cross_step: a variable is updated when it is flushed"
     )
     fill_s: Constant = Constant(2.8e-05, _HERE)
     bucket_s: Constant = Constant(1.3e-05, _HERE)

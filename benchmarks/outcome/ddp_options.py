@@ -8,7 +8,9 @@ is faster by `GAIN`. Sources of the trials: "options:0:SET:reference".
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
@@ -53,6 +55,15 @@ def option_sets(domain: Domain) -> dict[str, dict[str, object]]:
     return {DEFAULTS: {}, **single, ALL: together}
 
 
+@dataclass(frozen=True)
+class SweptOptions:
+    """`times_s`: set -> median step. `chosen`: the set for the comparison, and its `options`."""
+
+    times_s: dict[str, float]
+    chosen: str
+    options: dict[str, object]
+
+
 def measured_options(
     setup: Setup,
     folder: Path,
@@ -60,65 +71,57 @@ def measured_options(
     say: Callable[[str], None],
     on_trial: OnTrial,
     quick: bool = False,
-) -> dict[str, object]:
+) -> SweptOptions:
     """Measure what is missing, and return the fastest options. Needs root.
 
-    The first session describes the domain.
+    Trials with torch's defaults are references of the domain, which the first session describes.
+    The others are in the folder `OPTIONS` of the domain.
     """
-    if not (folder / SUMS).exists():
-        _measure(setup, folder, DEFAULTS, {}, length, say, on_trial, quick)
+    _measure(DEFAULTS, setup, folder, length, say, on_trial, quick)
     sets = option_sets(read_domain(folder))
+    times_s = {DEFAULTS: _median_s(folder, DEFAULTS)}
     for name, options in sets.items():
-        if len(_of_set(read_domain(folder).trials, name)) < REPEATS:
-            _measure(setup, folder, name, options, length, say, on_trial, quick)
-    times_s = options_s(read_domain(folder).trials)
+        if name != DEFAULTS:
+            apart = folder / OPTIONS
+            changed = varied(setup, options)
+            _measure(name, changed, apart, length, say, on_trial, quick, like=folder)
+            times_s[name] = _median_s(apart, name)
     chosen = fastest(times_s)
     shown = ", ".join(f"{name} {step_s * 1e3:.1f} ms" for name, step_s in times_s.items())
     say(f"{setup.name}: options of DDP: {shown}; chosen: {chosen}")
-    return sets[chosen]
-
-
-def options_s(trials: Sequence[DatasetTrial]) -> dict[str, float]:
-    """Return set -> median step over its trials, in seconds; failures do not count."""
-    names = dict.fromkeys(
-        trial.source.split(":")[2]
-        for of_round in rounds_of(trials, OPTIONS).values()
-        for trial in of_round
-    )
-    times_s = {name: [t.median_s for t in _of_set(trials, name) if t.step_s] for name in names}
-    return {name: median(values) for name, values in times_s.items() if values}
+    return SweptOptions(times_s, chosen, sets[chosen])
 
 
 def fastest(times_s: Mapping[str, float]) -> str:
     """Return the set for the comparison."""
-    best = min(times_s, key=times_s.__getitem__, default=DEFAULTS)
-    base_s = times_s.get(DEFAULTS)
-    if base_s is not None and times_s[best] > (1 - GAIN) * base_s:
-        return DEFAULTS
-    return best
+    best = min(times_s, key=times_s.__getitem__)
+    return best if times_s[best] <= (1 - GAIN) * times_s[DEFAULTS] else DEFAULTS
 
 
-def _of_set(trials: Sequence[DatasetTrial], name: str) -> list[DatasetTrial]:
-    return [
-        trial
-        for of_round in rounds_of(trials, OPTIONS).values()
-        for trial in of_round
-        if trial.source.split(":")[2] == name
-    ]
+def _trials_of(folder: Path, name: str) -> list[DatasetTrial]:
+    trials = read_domain(folder).trials if (folder / SUMS).exists() else ()
+    of_rounds = rounds_of(trials, OPTIONS).values()
+    return [t for of_round in of_rounds for t in of_round if t.source.split(":")[2] == name]
+
+
+def _median_s(folder: Path, name: str) -> float:
+    """Return the median over the set's trials, infinite if all failed."""
+    return median([t.median_s for t in _trials_of(folder, name) if t.step_s] or [math.inf])
 
 
 def _measure(
+    name: str,
     setup: Setup,
     folder: Path,
-    name: str,
-    options: Mapping[str, object],
     length: TrialLength,
     say: Callable[[str], None],
     on_trial: OnTrial,
     quick: bool,
+    like: Path | None = None,
 ) -> None:
-    source = f"{OPTIONS}:0:{name}:{REFERENCE}"
-    with trial_session(folder, varied(setup, options), length, say, on_trial, quick) as session:
-        done = len(_of_set(session.writer.trials, name))
-        for _ in range(REPEATS - done):
-            session.reference(source)
+    left = REPEATS - len(_trials_of(folder, name))
+    if left <= 0:
+        return
+    with trial_session(folder, setup, length, say, on_trial, quick, like) as session:
+        for _ in range(left):
+            session.reference(f"{OPTIONS}:0:{name}:{REFERENCE}")

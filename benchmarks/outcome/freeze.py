@@ -9,7 +9,7 @@ from autotune.jobs.campaign.session import TrialSession
 from autotune.records import CURRENT_SETUP
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import Strategy
-from benchmarks.outcome.ddp_options import fastest, options_s
+from benchmarks.outcome.ddp_options import SweptOptions
 from benchmarks.outcome.kept import Course, Frozen, Group, OutcomeSettings, Side, Stop
 from benchmarks.outcome.rivals import DDP, DDP_DEFAULT
 from benchmarks.outcome.searches import OURS, OURS_LOSSY, WITHIN, Incumbent, Searched, is_seed
@@ -37,6 +37,7 @@ def freeze(
     settings: OutcomeSettings,
     tuned: Mapping[str, Tuned],
     searches: Mapping[str, Searched],
+    swept: SweptOptions | None,
 ) -> Frozen:
     """Return the sides of the closing comparison."""
 
@@ -62,14 +63,13 @@ def freeze(
         again = measured_again(bests, {there.plan for there in sides})
         sides += [stop for _, stop in again]
         courses[job] = _course(job, search, settings, again)
-    trials = session.writer.trials
     return Frozen(
         settings,
         tuple(sides),
         courses,
         {rival: best.times_s for rival, best in tuned.items()},
-        options_s(trials),
-        fastest(options_s(trials)) if settings.options else "",
+        swept.times_s if swept else {},
+        swept.chosen if swept else "",
     )
 
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
 from autotune.canonical import canonical_json
 from autotune.files import write_whole
-from autotune.jobs.campaign.session import trial_session
+from autotune.jobs.campaign.session import TrialSession, trial_session
 from autotune.jobs.campaign.setups import Setup, varied
 from autotune.jobs.campaign.train_varied import HOOKS
 from autotune.parsing import parse, read_json
@@ -127,11 +128,16 @@ class _Ranks:
         source = f"{BESIDE_HOOKS}:{source}"
         if side.hook is None:
             strategy = ours_at_last_mark(self.frozen, OURS_SIDES[side.name])
-            with trial_session(self.folder, self.setup, LENGTHS, self.say) as session:
+            with self._session(self.setup) as session:
                 return block_of(session, source if strategy else f"{source}:reference", strategy)
         setup = varied(self.setup, {"bucket_cap_mb": side.bucket_cap_mb}, side.hook)
-        with trial_session(self.folder, setup, LENGTHS, self.say) as session:
+        with self._session(setup) as session:
             return block_of(session, f"{source}:reference", None)
+
+    def _session(self, setup: Setup) -> AbstractContextManager[TrialSession]:
+        """Start ranks whose trials are apart from those of the domain."""
+        apart = self.folder / BESIDE_HOOKS
+        return trial_session(apart, setup, LENGTHS, self.say, like=self.folder)
 
 
 def ours_at_last_mark(frozen: Frozen, job: str) -> Strategy | None:

@@ -1,7 +1,7 @@
 """Read and write `sides.json` in a domain's folder: the frozen sides of the closing comparison.
 
 Every trial of the benchmark is a trial of the domain (`autotune.dataset`). Its source is
-"options:ROUND:OPTIONS:reference", "sweep:ROUND:RIVAL, SETTING", "closing:ROUND:SIDE",
+"options:ROUND:SET:reference" (options of DDP), "sweep:ROUND:RIVAL, SETTING", "closing:ROUND:SIDE",
 "closing:ROUND:reference", or that of a search's job (`autotune.jobs.campaign.tuning_jobs`).
 """
 

@@ -24,7 +24,7 @@ from autotune.storage.store import Store
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
 from autotune.tuning.job import JobSpec, Search
-from benchmarks.outcome.ddp_options import measured_options
+from benchmarks.outcome.ddp_options import SweptOptions, measured_options
 from benchmarks.outcome.figures import failures_of, whole_rounds
 from benchmarks.outcome.freeze import Tuned, freeze, plan_id
 from benchmarks.outcome.kept import (
@@ -77,11 +77,12 @@ def measure(
     if is_complete(folder, settings):
         say(f"{setup.name}: complete")
         return
-    options: Mapping[str, object] = {}
+    swept = None
     if settings.options:
-        options = measured_options(setup, folder, LENGTHS, say, on_trial, quick)
-    with trial_session(folder, varied(setup, options), LENGTHS, say, on_trial, quick) as session:
-        run(session, settings, say)
+        swept = measured_options(setup, folder, LENGTHS, say, on_trial, quick)
+        setup = varied(setup, swept.options)
+    with trial_session(folder, setup, LENGTHS, say, on_trial, quick) as session:
+        run(session, settings, say, swept)
 
 
 def is_complete(folder: Path, settings: OutcomeSettings) -> bool:
@@ -94,7 +95,9 @@ def is_complete(folder: Path, settings: OutcomeSettings) -> bool:
     )
 
 
-def run(session: TrialSession, settings: OutcomeSettings, say: Say) -> None:
+def run(
+    session: TrialSession, settings: OutcomeSettings, say: Say, options: SweptOptions | None = None
+) -> None:
     """Run everything after DDP's options."""
     folder = session.writer.folder
     frozen = read_frozen(folder)
@@ -108,7 +111,7 @@ def run(session: TrialSession, settings: OutcomeSettings, say: Say) -> None:
                 job: searched(job, spec, store, session, _marks(job, settings), say, _narrowed(job))
                 for job, spec in specs.items()
             }
-        frozen = freeze(session, settings, tuned, searches)
+        frozen = freeze(session, settings, tuned, searches, options)
         write_frozen(folder, frozen)
     close(session, frozen, say)
 

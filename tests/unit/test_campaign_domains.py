@@ -77,7 +77,8 @@ def test_sessions_of_the_same_commit_go_on():
 
 
 def test_the_time_that_is_left_follows_the_pace_of_this_run():
-    now_s, lines = [0.0], []
+    now_s = [0.0]
+    lines: list[str] = []
     progress = Progress(10, 4, lines.append, clock_s=lambda: now_s[0])
     progress.count("first")
     assert lines == []

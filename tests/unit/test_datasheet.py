@@ -64,7 +64,8 @@ def test_the_choices_that_cause_the_times_explain_them(domain: Domain):
     from influence import explained
 
     result = explained(domain, 0.001)
-    assert result.strategies == 60 and result.together > 0.9 and result.noise < 0.01
+    plans = {trial.plan_id for trial in domain.candidates}
+    assert result.strategies == len(plans) > 50 and result.together > 0.9 and result.noise < 0.01
     beyond = {name: influence.beyond for name, influence in result.choices.items()}
     assert max(beyond, key=beyond.__getitem__) == "across the step"
     assert beyond["across the step"] > 0.3

@@ -21,3 +21,7 @@ def test_old_measurements_imply_what_the_runtime_of_then_did():
     assert [before[name] for name in ("fill_s", "real_update", "bucket_s")] == [1e-3, 1.0, 1e-3]
     now = stored_costs({"fill_s": 1e-3, "bucket_s": 2e-4, "real_update": 0.0}, 4)
     assert (now["real_update"], now["bucket_s"]) == (0.0, 2e-4)
+    assert (before["early_update"], stored_costs({"early_update": 0.0}, 4)["early_update"]) == (
+        1,
+        0,
+    )

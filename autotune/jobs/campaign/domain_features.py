@@ -26,6 +26,7 @@ def stored_costs(measured: Mapping[str, float], ranks: int) -> RuntimeCosts:
     Without `bucket_s`, `write_s` was measured for an average that is written alone, and `fill_s`
     included the time that emulated accelerators took to wake up for a gradient of any sender.
     Without `real_update`, ranks with emulated accelerators updated their variables for real.
+    Without `early_update`, an emulated update passed before the forward pass, whatever had arrived.
     """
     source = (
         f"measured by benchmarks.runtime_costs, {ranks} processes at once "
@@ -36,5 +37,6 @@ def stored_costs(measured: Mapping[str, float], ranks: int) -> RuntimeCosts:
         used.pop("write_s", None)
         used |= {"bucket_s": measured["fill_s"]} if "fill_s" in measured else {}
     used.setdefault("real_update", 1.0)
+    used.setdefault("early_update", 1.0)
     constants = {name: Constant(value, source) for name, value in used.items()}
     return replace(RuntimeCosts(), **constants)

@@ -373,7 +373,7 @@ def hooks(count: int, way: CostConditions) -> dict[str, float]:
         results_s["hand_out_s_per_byte"] = (large.backward_s - apart.backward_s) * per_byte
         at_once = spent(count, few, False, replace(way, pause_s=0.0), None)
         results_s["wake_s"] = (together.backward_s - at_once.backward_s) / count
-        results_s["real_update"] = 0.0
+        results_s["real_update"] = results_s["early_update"] = 0.0
         results_s["fill_s"] -= results_s["wake_s"]
     return {name: max(value, 0.0) for name, value in results_s.items()}
 

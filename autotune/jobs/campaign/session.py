@@ -18,7 +18,7 @@ from pathlib import Path
 
 from autotune.cluster import Cluster
 from autotune.cluster_file import read_cluster
-from autotune.dataset.folder import Description
+from autotune.dataset.folder import Description, read_description, read_sums
 from autotune.dataset.trials import REFERENCE, DatasetTrial, Environment
 from autotune.dataset.writing import WORK, DomainWriter, opened
 from autotune.errors import LaunchError
@@ -157,10 +157,12 @@ def trial_session(
     log: Log,
     on_trial: OnTrial = lambda trial: None,
     quick: bool = False,
+    like: Path | None = None,
 ) -> Iterator[TrialSession]:
     """Start the script's ranks and open their domain's `folder`; profile and probe a new domain.
 
-    `quick` shortens the probe and assumes the runtime's usual costs. Raises `LaunchError` if the
+    A new domain takes its description from the domain in `like`, if given. `quick` shortens the
+    probe and assumes the runtime's usual costs. Raises `LaunchError` if the
     script does not start, and `InvalidInput` if the folder cannot be written or holds trials that
     were taken under other conditions.
     """
@@ -168,6 +170,8 @@ def trial_session(
     network = Network.EMULATED if setup.address is None else Network.HOSTS
     conditions = scheduled(Conditions(network, setup.accelerators), cluster.world_size)
     with opened(folder) as writer:
+        if writer.described is None and like is not None:
+            writer.describe(replace(read_description(like, read_sums(like)), sessions=()))
         described = writer.described
         costs = described.costs if described else _costs(setup, cluster.world_size, quick)
         ranks = Ranks(
