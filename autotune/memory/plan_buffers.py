@@ -19,11 +19,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 
 from autotune.recordings.memory_profile import Replica
 from autotune.strategy_space.backend import buckets_of
 from autotune.strategy_space.compressors import INT8_BLOCK
 from autotune.strategy_space.plan import Message, Plan, TensorSlice
+from autotune.strategy_space.shares import Shares, owned_bounds, piece_bounds, shares_of_hosts
 from autotune.strategy_space.strategy import ROOTED, Compressor, SparseHandling, Synchronizer
 from autotune.workload import DTYPE_BYTES, Workload
 
@@ -108,7 +110,9 @@ def multiplying_lanes(plan: Plan) -> frozenset[int]:
     for message in plan.messages:
         if message.compressor is Compressor.POWER_SGD:
             first = int(message.hierarchical)
-            steps = 1 if message.synchronizer is Synchronizer.ALL_REDUCE else 2
+            steps = {Synchronizer.ALL_REDUCE: 1, Synchronizer.DIRECT_EXCHANGE: 3}.get(
+                message.synchronizer, 2
+            )
             lanes |= {first, first + steps, first + 2 * steps}
     return frozenset(lanes)
 
@@ -211,6 +215,15 @@ def _members(message: Message, plan: Plan, replica: Replica) -> tuple[int, ...]:
     return group if replica.rank in group else ()
 
 
+def _shares(message: Message, group: tuple[int, ...], replica: Replica) -> Shares | None:
+    """The shares of the ranks that exchange the message."""
+    hosts = replica.host_of_rank
+    if len(group) == len(hosts) or not hosts:
+        return message.shares
+    on_hosts = [[rank for rank, name in enumerate(hosts) if name == host] for host in set(hosts)]
+    return shares_of_hosts(message.shares, on_hosts, group)
+
+
 def _gains(part: TensorSlice, rank: int) -> bool:
     columns = part.elements // max(part.rows, 1)
     return rank * (part.rows + columns) < part.rows * columns
@@ -229,9 +242,15 @@ class _Exchange:
         self._item = DTYPE_BYTES[message.dtype]
         if message.compressor in _HALF:
             self._item = min(self._item, 2)
-        multiple = len(_process_group(message, plan, replica))
+        group = _process_group(message, plan, replica)
+        self._direct = message.synchronizer is Synchronizer.DIRECT_EXCHANGE
+        along = plan.ring_order or range(plan.world_size)
+        self._group = tuple(rank for rank in along if rank in group)
+        self._rank, self._shares = replica.rank, _shares(message, group, replica)
+        block = self._block if message.elements > self._block else 1
+        multiple = block if self._direct else len(group)
         self._elements = -(-message.elements // multiple) * multiple
-        if message.compressor.is_quantiser:
+        if message.compressor.is_quantiser and not self._direct:
             rows = 1 if message.synchronizer in ROOTED else multiple
             self._elements = max(self._elements, rows * self._quantised_row(rows)[0])
 
@@ -241,6 +260,8 @@ class _Exchange:
             yield from self._sum(self._elements * self._item)
         elif self.message.compressor is Compressor.POWER_SGD:
             yield from self._low_rank()
+        elif self._direct:
+            yield from self._owned_payloads()
         else:
             yield from self._payloads()
 
@@ -256,12 +277,52 @@ class _Exchange:
             if self._copies:
                 yield self._make(size, "copy by reduce-scatter", When.QUEUED)
                 yield self._make(size, "copy by all-gather", When.FLIGHT)
+        elif self._direct:
+            pieces = piece_bounds(size // self._item, self.message.pieces)
+            owned = sum(self._own_elements(stop - start) for start, stop in pieces)
+            yield self._make((self._m - 1) * owned * self._item, "this rank's share of all others")
+            if self._item == 2:
+                yield self._make(4 * owned, "sum in float32 of this rank's share")
         elif self.message.synchronizer is Synchronizer.PARAMETER_SERVER and self._owns:
             yield self._make(self._m * size, "parts of all ranks on their server")
             if self._item == 2:
                 yield self._make(2 * size, "sum in float32 on its server")
             if self._copies:
                 yield self._make(self._m * size, "copy by gather or scatter", When.FLIGHT)
+
+    @property
+    def _block(self) -> int:
+        """Elements that one rank owns together: those of one scale."""
+        return INT8_BLOCK if self.message.compressor is Compressor.INT8 else 1
+
+    def _own_elements(self, elements: int) -> int:
+        """How many of `elements` this rank owns."""
+        bounds = owned_bounds(elements, self._shares, self._group, self._block)
+        place = self._group.index(self._rank)
+        return bounds[place + 1] - bounds[place]
+
+    def _owned_payloads(self) -> Iterator[Buffer]:
+        """Quantisers and top-k by direct exchange: a row of bytes for each owner's part."""
+        if len(self._members) < 2:
+            return
+        bounds = owned_bounds(self._elements, self._shares, self._group, self._block)
+        parts = [stop - start for start, stop in pairwise(bounds)]
+        own = self._own_elements(self._elements)
+        yield self._make(sum(map(self._row_bytes, parts)), "what is sent")
+        yield self._make(self._m * self._row_bytes(own), "what is received")
+        yield self._make(own * self._item, "sum of what is received")
+        if self.message.compressor is Compressor.INT8:
+            scratch = min(_SCRATCH_ELEMENTS, max(parts))
+            yield self._make(scratch * self._item, "scratch", When.FLIGHT)
+        elif self.message.compressor.is_quantiser:
+            yield self._make(max(parts) * self._item, "scratch", When.FLIGHT)
+
+    def _row_bytes(self, elements: int) -> int:
+        if elements == 0:
+            return 0
+        if self.message.compressor.is_quantiser:
+            return self._quantised(elements)[1]
+        return self._top_k_row(elements)
 
     def _payloads(self) -> Iterator[Buffer]:
         """Quantisers and top-k: rows of bytes."""
@@ -272,7 +333,7 @@ class _Exchange:
         if quantised:
             length, width = self._quantised_row(rows)
         else:
-            width = self._top_k_row()
+            width = self._top_k_row(self.message.elements)
         if rooted:
             received, total = (self._m, length) if self._owns else (0, 0)
         else:
@@ -291,17 +352,20 @@ class _Exchange:
         if self._copies:
             yield self._make(received * width, "copy by all-gather or gather", When.FLIGHT)
 
-    def _top_k_row(self) -> int:
+    def _top_k_row(self, elements: int) -> int:
         assert self.message.ratio is not None
-        k = math.ceil(self.message.elements * self.message.ratio)
+        k = math.ceil(elements * self.message.ratio)
         return -(-k * (self._item + 4) // self._item) * self._item
 
     def _quantised_row(self, rows: int) -> tuple[int, int]:
-        """(elements, bytes) of one of `rows` rows, as the runtime's `RowLayout` cuts them.
+        """(elements, bytes) of one of `rows` rows, as the runtime's `RowLayout` cuts them."""
+        return self._quantised(max(1, -(-self.message.elements // rows)))
+
+    def _quantised(self, length: int) -> tuple[int, int]:
+        """(elements, bytes) of a row for `length` elements.
 
         int8 has blocks of one scale each. Allocations by a plugin's own code are unknown.
         """
-        length = max(1, -(-self.message.elements // rows))
         if self.message.compressor is not Compressor.INT8:
             payload_bytes = self.message.compressor.description.payload_bytes
             assert payload_bytes is not None

@@ -57,8 +57,6 @@ def check_fit(plan: Plan, module: nn.Module, world_size: int) -> None:
     """Raise `InvalidStrategy` if the runtime cannot enact the plan, `ModelMismatch` if it is for
     another model or world size."""
     reason = refusal_reason(plan)
-    if plan.direct:
-        reason = reason or "no runtime sends a direct exchange yet; use parameter_server"
     if reason is not None:
         raise InvalidStrategy(f"plan {plan.id} cannot be enacted: {reason}")
     if plan.world_size != world_size:

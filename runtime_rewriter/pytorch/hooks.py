@@ -216,8 +216,10 @@ class GradientSynchronizer:
             self.names, self.parameters, transfers, self.residuals, self.divisor, self._sparse
         )
         crossing = plan is not None and plan.cross_step
-        # On the messages' own group a vote would wait for messages that cross the step.
-        voting = crossing and (self._find_unused or bool(self._sparse))
+        # On the messages' own group a vote would wait for messages that cross the step, or have
+        # no order with those that start on a thread.
+        apart = crossing or (plan is not None and plan.direct)
+        voting = apart and (self._find_unused or bool(self._sparse))
         votes = self.lanes.votes() if voting else self.ranks.first
         self._unhook()
         self.lanes.trim()
@@ -225,6 +227,7 @@ class GradientSynchronizer:
         self._plan, self._packing = plan, packing
         self.residuals.plan_loaded(plan)
         self.lanes.limit = None if plan is None else plan.limit
+        self.lanes.direct_limit = plan.in_flight if plan is not None and plan.direct else None
         self._pass.load(transfers, packing, votes, deferred)
         self._reachable = set()
         self.cross_step.enable(packing.messages_of if crossing else None)

@@ -13,8 +13,7 @@ from torch_plans import mixed, uniform
 from torch_world import on_ranks, run_world
 
 from autotune.errors import AutotuneError
-from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import Compressor
+from autotune.strategy_space.strategy import Compressor, Synchronizer
 from runtime_rewriter.pytorch.attached import attach
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 
@@ -69,7 +68,7 @@ def test_plans_send_one_kth_of_every_message_by_any_synchronizer(rank: int) -> N
     model.synchronizer.scale_bytes(3.0)
     kinds = [
         uniform(model.module, RANKS, kind, compressor)
-        for kind in SearchSpace.default().synchronizers
+        for kind in Synchronizer
         for compressor in (Compressor.NONE, Compressor.FP16)
     ]
     for plan in [*kinds, mixed(model.module, RANKS)]:

@@ -171,6 +171,8 @@ def check_script(rank: int, script: Script, module: nn.Module) -> bool:
     mine = models[1].synchronizer
     whole = crossing(backwards(mixed(module, 2)))
     cut = crossing(uniform(module, 2, RS, partitioned=True))
+    direct = crossing(uniform(module, 2, Synchronizer.DIRECT_EXCHANGE, partitioned=True))
+    pieces = tuple(replace(message, pieces=3) for message in backwards(direct).messages)
     if attentive:  # cuDNN wants an LSTM's weights in one piece, which a copy has not
         for model in models:
             model.module.recurrent.flatten_parameters()
@@ -183,6 +185,8 @@ def check_script(rank: int, script: Script, module: nn.Module) -> bool:
             torch.manual_seed(10 * step + rank)
             views.append(next(run, math.inf))
         deferred |= any(is_watched(parameter) for parameter in module.parameters())
+        if step == 2:
+            mine.load(replace(direct, messages=pieces, in_flight=8))
         if step == 3:
             mine.load(replace(cut, in_flight=2))
         torch.testing.assert_close(views[1], views[0], rtol=0, atol=0)

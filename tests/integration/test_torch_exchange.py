@@ -15,13 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch_plans import uniform
+from torch_plans import mixed, uniform
 from torch_world import on_ranks, run_world, seeded, set_host
 
 from autotune.errors import InvalidStrategy
 from autotune.strategy_space.plan import Message, Plan, TensorSlice
-from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import Compressor, Synchronizer
+from autotune.strategy_space.strategy import ROOTED, Compressor, Synchronizer
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.pytorch.exchange import lanes
 from runtime_rewriter.pytorch.exchange.device import Device
@@ -63,14 +62,18 @@ def test_hierarchical_messages_sum_over_all_hosts_by_every_synchronizer(
     model = PlannedDataParallel(module)
     assert model.synchronizer.lanes._groups == {}
     large, small = (torch.arange(131.0) + 6).expand(130, 131), torch.arange(5.0) * -0.5
-    for kind, compressor, partitioned in itertools.product(
-        Synchronizer, (Compressor.NONE, Compressor.FP16), (False, True)
-    ):
-        model.synchronizer.load(hierarchical(uniform(module, RANKS, kind, compressor, partitioned)))
+    plans = [
+        uniform(module, RANKS, kind, compressor, partitioned)
+        for kind, compressor, partitioned in itertools.product(
+            Synchronizer, (Compressor.NONE, Compressor.FP16), (False, True)
+        )
+    ]
+    for plan in (*plans, mixed(module, RANKS)):
+        model.synchronizer.load(hierarchical(plan))
         for _ in range(2):
             model.zero_grad()
             model(rank).backward()
-            assert torch.equal(module.large.grad, large), (kind, compressor)
+            assert torch.equal(module.large.grad, large), plan.messages[0]
             assert torch.equal(module.small.grad, small) and float(module.scalar.grad) == 20.0
     assert bool(model.synchronizer.lanes._groups) == (len(layout) in (2, 3))
 
@@ -168,7 +171,7 @@ def test_gloo_adds_along_the_ring_order_of_the_plan(rank: int) -> None:
 @on_ranks(RANKS)
 def test_a_ring_order_leaves_owners_and_sums_as_they_are(rank: int) -> None:
     exact = torch.stack([gradient_of(rank).double() / RANKS for rank in range(RANKS)]).sum(0)
-    for kind in SearchSpace.default().synchronizers[1:]:
+    for kind in list(Synchronizer)[1:]:
         (result,) = check_ring(rank, kind, (1, 3, 0, 2))
         torch.testing.assert_close(result.double(), exact, rtol=1e-5, atol=1e-4)
 
@@ -242,12 +245,13 @@ def test_every_lane_runs_in_plan_order_even_if_a_message_skips_lanes(
     assert started == [0, 1]
 
 
-def check_limit(rank: int, limit: int) -> list[int]:
+def check_limit(rank: int, limit: int, direct: bool) -> list[int]:
     """How many messages were unfinished on a lane when each message began there.
 
     Rank 1's come late: nothing ends before rank 0 has started as many as it may.
     """
-    lanes, rank_groups = open_lanes(limit)
+    lanes, rank_groups = open_lanes(None if direct else limit)
+    lanes.direct_limit = limit if direct else None
     group, values = lanes.group(0, rank_groups), [torch.ones(10) for _ in range(4)]
     under_way: list[int] = []
     works: list[dist.Work] = []
@@ -265,7 +269,7 @@ def check_limit(rank: int, limit: int) -> list[int]:
 
     if rank == 1:
         dist.recv(torch.zeros(1), 0)
-    flights = [lanes.run([(0, step(value))]) for value in values]
+    flights = [lanes.run([(0, step(value))], direct=direct) for value in values]
     if rank == 0:
         assert full.wait(20)
         dist.send(torch.zeros(1), 1)
@@ -275,9 +279,9 @@ def check_limit(rank: int, limit: int) -> list[int]:
     return under_way
 
 
-@pytest.mark.parametrize("limit", [1, 2])
-def test_a_lane_keeps_at_most_the_limit_of_messages_in_flight(limit: int) -> None:
-    waiting, late = run_world(check_limit, 2, limit)
+@pytest.mark.parametrize(("limit", "direct"), [(1, False), (2, False), (2, True)])
+def test_a_lane_keeps_at_most_the_limit_of_messages_in_flight(limit: int, direct: bool) -> None:
+    waiting, late = run_world(check_limit, 2, limit, direct)
     assert waiting[:limit] == list(range(limit))
     assert max(waiting) == limit - 1 and max(late) <= limit - 1
 
@@ -309,13 +313,15 @@ def test_a_deleted_message_frees_its_buffers_at_once(rank: int, limit: int | Non
         Compressor.POWER_SGD: {"rank": 2},
     }
     gc.disable()
-    for compressor, kind in itertools.product(Compressor, SearchSpace.default().synchronizers):
+    for compressor, kind in itertools.product(Compressor, Synchronizer):
         slices = (TensorSlice("v", 64 * 32, rows=64),)
-        message = Message(slices, kind, compressor, "float32", 0, **settings.get(compressor, {}))
+        owner = 0 if kind in ROOTED else None
+        fields = {"owner": owner, **settings.get(compressor, {})}
+        message = Message(slices, kind, compressor, "float32", **fields)
         transfer = Transfer(0, message, parameters, residuals, lanes, PlanGroups(rank_groups))
         transfer.pack([torch.ones(64, 32)] * len(transfer.batched), 0.5)
         transfer.issue()
-        flight = weakref.ref(transfer._flight)  # holds works, which may hold copies of the payload
+        flight = weakref.ref(transfer._flights[0])  # holds works, which may hold copies
         transfer.wait()
         assert flight() is None, (compressor, kind)
         buffer = weakref.ref(transfer.views[0][1])

@@ -25,7 +25,6 @@ from autotune.memory.plan_buffers import bytes_always, plan_buffers
 from autotune.memory.recomputation import Run, recomputed
 from autotune.recordings.memory_file import RecordedMemory
 from autotune.recordings.memory_profile import MemoryProfile, Replica, TensorRole
-from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Compressor, Synchronizer
 from benchmarks.memory_accuracy.c10_memory import AllocatorCounter, build
 from benchmarks.memory_passes.checkpointed import Stack, computed_again
@@ -313,14 +312,15 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 KINDS = [
-    *((synchronizer, Compressor.NONE) for synchronizer in SearchSpace.default().synchronizers),
+    *((synchronizer, Compressor.NONE) for synchronizer in Synchronizer),
     (Synchronizer.ALL_REDUCE, Compressor.FP16),
-    *((synchronizer, Compressor.INT8) for synchronizer in SearchSpace.default().synchronizers),
+    *((synchronizer, Compressor.INT8) for synchronizer in Synchronizer),
     (Synchronizer.PARAMETER_SERVER, Compressor.FP16),
     (Synchronizer.ALL_REDUCE, Compressor.TOP_K),
     (Synchronizer.PARAMETER_SERVER, Compressor.TOP_K),
     (Synchronizer.ALL_REDUCE, Compressor.POWER_SGD),
     (Synchronizer.REDUCE_SCATTER_ALL_GATHER, Compressor.POWER_SGD),
+    (Synchronizer.DIRECT_EXCHANGE, Compressor.TOP_K),
 ]
 
 

@@ -35,6 +35,7 @@ ROWS, WIDTH = 23, 3
 WAYS = (
     (SparseHandling.ALL_GATHER, Synchronizer.ALL_REDUCE),
     (SparseHandling.GATHER_SCATTER, Synchronizer.PARAMETER_SERVER),
+    (SparseHandling.GATHER_SCATTER, Synchronizer.DIRECT_EXCHANGE),
 )
 
 
@@ -65,6 +66,7 @@ def rows_plan(
     )
     sparse, synchronizer = way
     rooted = synchronizer is Synchronizer.PARAMETER_SERVER
+    owned = (0.75, 0.25, *(0.0,) * (world_size - 2))
     shards = tuple(
         Shard(
             synchronizer,
@@ -73,6 +75,7 @@ def rows_plan(
             group=0,
             priority=part,
             hierarchical=hierarchical,
+            shares=owned if synchronizer is Synchronizer.DIRECT_EXCHANGE else None,
         )
         for part in range(len(sizes) or 1)
     )

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch_world import seeded
 
 from autotune.strategy_space.plan import Plan, plan
-from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import (
     ROOTED,
     Compressor,
@@ -114,7 +113,7 @@ def cut(variable: Variable) -> Partition | None:
 def mixed(module: nn.Module, world_size: int) -> Plan:
     """A different way for every variable, partly cut and partly grouped."""
     workload: Workload = assumed_workload(module)
-    kinds = SearchSpace.default().synchronizers
+    kinds = tuple(Synchronizer)
     choices = []
     for number, variable in enumerate(workload.variables):
         partition = cut(variable) if number % 2 else None

@@ -19,6 +19,9 @@ from autotune.sampler.random import sample_many
 from autotune.strategy_space.builders import collectives, registry, servers
 from autotune.strategy_space.builders.collectives import MIB, large_alone
 from autotune.strategy_space.builders.cross_step import cross_step_all_reduce
+from autotune.strategy_space.builders.direct import PIECE_BYTES, directly
+from autotune.strategy_space.builders.rows import with_rows
+from autotune.strategy_space.constraints import exchange_shares
 from autotune.strategy_space.plan import PlannedStrategy, plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import (
@@ -265,6 +268,60 @@ def test_seeds_are_filtered_by_the_space():
     assert {"partitioned_ps", two_level, "per_variable", "single_bucket"} <= set(names)
     reduced = registry.seed_strategies(workload, FOUR, SearchSpace((REDUCE,)))
     assert set().union(*(synchronizers(strategy) for _, strategy in reduced)) == {REDUCE}
+
+
+def test_servers_and_reduce_scatters_are_exchanged_directly_in_the_same_messages():
+    hosts = cluster(2e6, 1e6, 1e6, 5e5)
+    workload = model((3000, 200), 7, (40, 50), Variable("t", (90, 64), sparse=True))
+    for build in (
+        lambda: servers.served_in_buckets(workload, hosts, MIB // 4),
+        lambda: collectives.zero2_like(workload),
+        lambda: servers.byteps_across_steps(workload, hosts),
+        lambda: with_rows(servers.parallax(workload, hosts), workload),
+    ):
+        before = build()
+        after = directly(before, workload, hosts)
+        pairs = zip(
+            plan(before, workload, 4).messages, plan(after, workload, 4).messages, strict=True
+        )
+        for old, new in pairs:
+            assert (new.slices, new.sparse) == (old.slices, old.sparse)
+            if old.synchronizer is REDUCE:
+                assert new == old
+                continue
+            assert new.synchronizer is Synchronizer.DIRECT_EXCHANGE and new.owner is None
+            if old.owner is None:
+                assert new.shares == exchange_shares(hosts)
+            else:
+                assert new.shares == tuple(float(rank == old.owner) for rank in range(4))
+            dense = new.sparse is SparseHandling.DENSE
+            assert new.pieces == (max(-(-new.grad_bytes // PIECE_BYTES), 1) if dense else 1)
+        assert (after.cross_step, after.in_flight) == (before.cross_step, 4)
+    reduced = collectives.ddp_default(workload)
+    assert directly(reduced, workload, hosts) == reduced
+
+
+def test_servers_of_a_large_world_stay_stars():
+    hosts = cluster(*[1e6] * 20, devices=4)
+    workload = model((300, 200))
+    served = servers.parameter_server(workload, hosts)
+    assert directly(served, workload, hosts) == served
+    (message,) = plan(
+        directly(collectives.zero2_like(workload), workload, hosts), workload, 80
+    ).messages
+    assert message.synchronizer is Synchronizer.DIRECT_EXCHANGE and message.shares is None
+
+
+def test_seeds_exchange_directly_where_the_space_can():
+    kinds = (*SearchSpace.default().synchronizers, Synchronizer.DIRECT_EXCHANGE)
+    space = replace(SearchSpace.default(), synchronizers=tuple(dict.fromkeys(kinds)))
+    seeds = dict(registry.seed_strategies(KB, FOUR, space))
+    direct = {Synchronizer.DIRECT_EXCHANGE}
+    for name in ("parameter_server", "byteps_like", "reduce_scatter_all_gather_25mib"):
+        assert synchronizers(seeds[name]) == direct, name
+    star = replace(space, synchronizers=(REDUCE, Synchronizer.PARAMETER_SERVER))
+    stars = dict(registry.seed_strategies(KB, FOUR, star))
+    assert synchronizers(stars["byteps_like"]) == {Synchronizer.PARAMETER_SERVER}
 
 
 def test_seeds_of_a_sparse_model_are_tried_dense_and_as_rows():

@@ -9,10 +9,11 @@ from autotune.plugins import Registry
 from autotune.strategy_space.builders import collectives, servers
 from autotune.strategy_space.builders.collectives import MIB
 from autotune.strategy_space.builders.cross_step import cross_step_all_reduce
+from autotune.strategy_space.builders.direct import IN_FLIGHT, directly
 from autotune.strategy_space.builders.priority import byte_scheduler_like
 from autotune.strategy_space.builders.rows import with_rows
 from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import Strategy
+from autotune.strategy_space.strategy import Strategy, Synchronizer
 from autotune.workload import Workload
 
 Builder = Callable[[Workload, Cluster], Strategy]
@@ -69,12 +70,16 @@ def seed_strategies(
 ) -> Iterator[tuple[str, Strategy]]:
     """Build the distinct hand-made strategies inside `space`, each under its first name.
 
-    Sparse gradients are sent both dense and as rows.
+    Sparse gradients are sent both dense and as rows. Servers, and reduce-scatters with all-gathers,
+    exchange directly if the space can.
     """
     known: set[Strategy] = set()
     sparse = any(variable.sparse for variable in workload.variables)
     for name, build in BUILDERS.items():
         strategy = build(workload, cluster)
+        if Synchronizer.DIRECT_EXCHANGE in space.synchronizers:
+            in_flight = min(IN_FLIGHT, space.most_in_flight)
+            strategy = directly(strategy, workload, cluster, in_flight)
         variants = {name: strategy}
         if sparse:
             variants[f"{name}, rows"] = with_rows(strategy, workload)

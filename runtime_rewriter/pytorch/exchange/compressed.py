@@ -13,14 +13,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from autotune.strategy_space.plan import Message
 from autotune.strategy_space.strategy import ROOTED, Compressor, Synchronizer
 from runtime_rewriter.compression import gains, matrix_shape, seed_name
+from runtime_rewriter.pytorch.exchange.direct import parts_of
 from runtime_rewriter.pytorch.exchange.lanes import Lanes, Step
-from runtime_rewriter.pytorch.exchange.payloads import row_layout, sharded_payload, whole_payload
+from runtime_rewriter.pytorch.exchange.payloads import (
+    owned_block,
+    owned_payload,
+    row_layout,
+    sharded_payload,
+    whole_payload,
+)
+from runtime_rewriter.pytorch.exchange.peer_sends import TwoRounds, others
 from runtime_rewriter.pytorch.exchange.power_sgd import LowRank, start_tensor
 from runtime_rewriter.pytorch.exchange.ranks import RankGroups
 from runtime_rewriter.pytorch.exchange.residuals import Feedback
@@ -41,15 +50,21 @@ def flat_exchange(
     """
     members = groups.members_of(lanes.ranks.rank)
     if not message.compressor.error_feedback:
-        return flat_sum(message.synchronizer, values, lanes, groups, message.owner, first_lane)
+        kind, owner, shares = message.synchronizer, message.owner, message.shares
+        return flat_sum(kind, values, lanes, groups, owner, first_lane, shares)
     if message.compressor is Compressor.POWER_SGD:
         return PowerSgd(message, values, lanes, groups, feedback, first_lane)
     if len(members) > 1:
         feedback.feed(range(len(message.slices)))
-    kind: type[PayloadExchange] = Rooted
-    if message.synchronizer not in ROOTED:
-        kind = Sharded if message.compressor.is_quantiser else Gathered
-    return kind(message, values, lanes, groups, feedback, first_lane)
+    return _exchange_of(message)(message, values, lanes, groups, feedback, first_lane)
+
+
+def _exchange_of(message: Message) -> type[PayloadExchange]:
+    if message.synchronizer in ROOTED:
+        return Rooted
+    if message.synchronizer is Synchronizer.DIRECT_EXCHANGE:
+        return Owned
+    return Sharded if message.compressor.is_quantiser else Gathered
 
 
 class PayloadExchange(ABC):
@@ -69,6 +84,7 @@ class PayloadExchange(ABC):
         self.values = values
         self._lane = lane
         self._feedback = feedback
+        self._lanes, self._rank_groups = lanes, groups
         self._members = groups.members_of(lanes.ranks.rank)
         self._groups = [lanes.group(lane + number, groups) for number in range(self.collectives)]
         self._padding = values[message.elements :]
@@ -211,6 +227,67 @@ class Rooted(PayloadExchange):
         self._sent.sum_into(self._all)
 
 
+class Owned(PayloadExchange):
+    """A quantiser or top-k by direct exchange, three steps.
+
+    Each rank encodes every owner's part by itself. The owner sums what it decoded, encodes the sum
+    and sends it to all. The loss of the second encoding joins the owner's residual.
+    """
+
+    collectives = 2
+
+    def _prepare(self, message: Message, rank: int) -> None:
+        members, places = self._members, others(self._members, rank)
+        place = members.index(rank) if places else 0
+        block = owned_block(message)
+        self._parts = parts_of(self.values, message.shares, members, block) if places else []
+        self._sent = {
+            number: owned_payload(message, 1, part)
+            for number, part in enumerate(self._parts)
+            if part.numel()
+        }
+        self._own = self._parts[place] if place in self._sent else self.values[:0]
+        self._place, self._received = place, None
+        from_members: list[tuple[int, Tensor]] = []
+        if place in self._sent:
+            self._received = owned_payload(message, len(members), self._own)
+            from_members = [(other, self._received.bytes[other]) for other in places]
+        self._total = torch.empty_like(self._own)
+        owners = [(other, self._sent[other].bytes[0]) for other in places if other in self._sent]
+        self._rounds = TwoRounds(
+            self._lanes,
+            self._rank_groups,
+            self._lane,
+            to_owners=owners,
+            from_members=from_members,
+            to_members=[(other, self._sent[place].bytes[0]) for other, _ in from_members],
+            from_owners=owners,
+        )
+
+    def _sends(self) -> tuple[Step, ...]:
+        return self._send, self._send_sum
+
+    def _send(self) -> dist.Work | None:
+        self._padding.zero_()
+        for number, payload in self._sent.items():
+            payload.encode_(self._parts[number])
+        if self._received is not None:
+            self._received.bytes[self._place].copy_(self._sent[self._place].bytes[0])
+        return self._rounds.push()
+
+    def _send_sum(self) -> dist.Work | None:
+        if self._received is not None:
+            self._received.sum_into(self._total)
+            self._sent[self._place].encode_(self._total)
+            self._own += self._total
+        self._feedback.keep()
+        return self._rounds.pull()
+
+    def _finish(self) -> None:
+        for number, payload in self._sent.items():
+            payload.sum_into(self._parts[number])
+
+
 class PowerSgd:
     """Two sums by the message's synchronizer, of P and of Q (see `power_sgd`), and a last step.
 
@@ -248,8 +325,8 @@ class PowerSgd:
         self._low = LowRank(values, shapes, rank, max(1, len(members)), start_of)
 
         def steps_of(factors: Tensor, first_lane: int) -> list[tuple[int, Step]]:
-            kind, owner = message.synchronizer, message.owner
-            return flat_sum(kind, factors, lanes, groups, owner, first_lane).steps()
+            kind, owner, shares = message.synchronizer, message.owner, message.shares
+            return flat_sum(kind, factors, lanes, groups, owner, first_lane, shares).steps()
 
         self._left = steps_of(self._low.left, lane)
         self._right = steps_of(self._low.right, self._left[-1][0] + 1) if factored else []

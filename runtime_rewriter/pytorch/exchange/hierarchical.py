@@ -9,11 +9,13 @@ of the owner's host is the owner. The leader of any other host is its lowest ran
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from autotune.strategy_space.plan import Message, Plan
+from autotune.strategy_space.shares import shares_of_hosts
+from autotune.strategy_space.strategy import Synchronizer
 from runtime_rewriter.pytorch.exchange.compressed import flat_exchange
 from runtime_rewriter.pytorch.exchange.lanes import Lanes
 from runtime_rewriter.pytorch.exchange.ranks import RankGroups
@@ -55,8 +57,16 @@ class PlanGroups:
         leaders = {owner if owner in part else min(part) for part in self.hosts.parts}
         return RankGroups((tuple(rank for rank in self.world.parts[0] if rank in leaders),))
 
+    def owned_by_leaders(self, message: Message) -> Message:
+        """The two-level message with the shares of each host's ranks given to its leader."""
+        assert self.hosts is not None
+        leaders = self.leaders(message.owner).parts[0]
+        return replace(message, shares=shares_of_hosts(message.shares, self.hosts.parts, leaders))
+
     def multiple(self, message: Message) -> int:
         """The number of the message's values must be a multiple of this."""
+        if message.synchronizer is Synchronizer.DIRECT_EXCHANGE:
+            return 1
         among = self.leaders(message.owner) if self.two_level(message) else self.world
         return len(among.parts[0])
 
@@ -79,6 +89,7 @@ def sum_of(
     assert hosts is not None
     leaders = plan_groups.leaders(message.owner)
     roots = leaders.parts[0]
+    message = plan_groups.owned_by_leaders(message)
     inside = reduce(values, lanes, hosts, roots, first_lane)
     among = flat_exchange(message, values, lanes, leaders, feedback, first_lane + 1)
     after = among.steps()[-1][0] + 1

@@ -9,6 +9,7 @@ late step never blocks an earlier lane.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -142,6 +143,7 @@ class Lanes:
         self._threads: dict[int, ThreadPoolExecutor] = {}
         self._under_way: dict[int, deque[weakref.ref[Flight]]] = {}
         self._hosts: RankGroups | None = None
+        self._tags = itertools.count()
         self.limit: int | None = None
         """The most messages with a step under way on a lane (`Plan.limit`); set it between two
         steps.
@@ -152,6 +154,12 @@ class Lanes:
         With one at a time, nothing is sent while ranks and threads signal the end of a message.
         Lanes overlap anyway: a server sends one message back while the next one comes in. NCCL
         ignores the limit, since a communicator runs one collective at a time.
+        """
+        self.direct_limit: int | None = None
+        """The same for direct exchanges, which count pieces; None if the plan has none.
+
+        With a limit, lane 0 has a thread. Then all messages start on it, so that the order within
+        its groups stays that of the plan.
         """
         self.around: Around | None = None
         """Called around each step; messages under way keep the one that they started with."""
@@ -213,8 +221,22 @@ class Lanes:
             self._hosts = hosts_of(self.ranks)
         return self._hosts
 
-    def run(self, steps: Sequence[tuple[int, Step]], number: int = 0) -> Flight:
-        """Start message `number`; `steps` are (lane, step) by ascending lane.
+    @property
+    def queued(self) -> bool:
+        """Whether collectives are queued on the device, as over NCCL."""
+        return self._queued
+
+    def new_tag(self) -> int:
+        """A tag for sends from rank to rank that no other exchange has.
+
+        Call it only while a plan is loaded, in the same order on all ranks.
+        """
+        return next(self._tags)
+
+    def run(
+        self, steps: Sequence[tuple[int, Step]], number: int = 0, direct: bool = False
+    ) -> Flight:
+        """Start message `number`, or a piece of it; `steps` are (lane, step) by ascending lane.
 
         Every rank calls it in plan order, on one thread.
         """
@@ -225,14 +247,14 @@ class Lanes:
                 with self.device.side_stream(lane):
                     flight.advance(lane)
             return flight
-        first = 0
-        if self.limit is not None:
+        first, limit = 0, self.direct_limit if direct else self.limit
+        if self.limit is not None or self.direct_limit is not None:
             flight.begin()
         else:
             flight.advance(0)
             first = 1
         if flight.last_lane >= first:
-            flight.next_lane = self._submit(flight, first, self.limit)
+            flight.next_lane = self._submit(flight, first, limit)
         return flight
 
     def _submit(self, flight: Flight, lane: int, limit: int | None) -> Future[object]:

@@ -7,9 +7,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from autotune.strategy_space.compressors import CompressorDescription
+from autotune.strategy_space.compressors import INT8_BLOCK, CompressorDescription
 from autotune.strategy_space.plan import Message
-from autotune.strategy_space.strategy import ROOTED, Compressor
+from autotune.strategy_space.strategy import ROOTED, Compressor, Synchronizer
 from runtime_rewriter.compression import RowLayout, picked
 from runtime_rewriter.pytorch.exchange.quantise import QuantisedRows
 from runtime_rewriter.pytorch.exchange.residuals import drop_non_finite_
@@ -77,7 +77,14 @@ class EncodedRows:
 
 
 def padded_elements(message: Message, ranks: int) -> int:
-    """The length of a message's values for a sum over `ranks`: a multiple of these, whole rows."""
+    """The length of a message's values for a sum over `ranks`: a multiple of these, whole rows.
+
+    For a direct exchange: whole blocks, so that no owner's part needs more elements than it has.
+    """
+    if message.synchronizer is Synchronizer.DIRECT_EXCHANGE:
+        block = owned_block(message)
+        whole = message.elements > block and message.compressor.is_quantiser
+        return -(-message.elements // block) * block if whole else message.elements
     multiple = -(-message.elements // ranks) * ranks
     if not message.compressor.is_quantiser:
         return multiple
@@ -103,5 +110,24 @@ def whole_payload(message: Message, rows: int, values: Tensor) -> Payload:
     """GradientRows that encode the whole message each."""
     if message.compressor.is_quantiser:
         return sharded_payload(message, row_layout(message, 1).with_rows(rows), values)
+    return _picked_payload(message, rows, values, message.elements)
+
+
+def owned_block(message: Message) -> int:
+    """The elements of a message that one rank must own together: those with one scale."""
+    return INT8_BLOCK if message.compressor is Compressor.INT8 else 1
+
+
+def owned_payload(message: Message, rows: int, part: Tensor) -> Payload:
+    """GradientRows that encode one owner's part of the message each."""
+    elements = part.numel()
+    if message.compressor is Compressor.INT8:
+        return QuantisedRows(RowLayout.of(elements, 1).with_rows(rows), part.dtype, part.device)
+    if message.compressor.is_quantiser:
+        return sharded_payload(message, RowLayout(rows, 1, elements), part)
+    return _picked_payload(message, rows, part, elements)
+
+
+def _picked_payload(message: Message, rows: int, values: Tensor, elements: int) -> PickedRows:
     assert message.ratio is not None
-    return PickedRows(rows, picked(message.elements, message.ratio), values.dtype, values.device)
+    return PickedRows(rows, picked(elements, message.ratio), values.dtype, values.device)

@@ -2,8 +2,8 @@
 
 With `all_gather` every rank gets the rows of all ranks and adds them itself. With `gather_scatter`
 a parameter server gathers the rows, adds them and sends the union back (Parallax, EuroSys 2019,
-sec. 3). The row counts are sent first, since they differ between ranks and steps. Buffers have room
-for the largest count of any rank.
+sec. 3); `owned_rows` has the same by direct exchange. The row counts are sent first, since they
+differ between ranks and steps. Buffers have room for the largest count of any rank.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -17,9 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autotune.strategy_space.plan import Message
-from autotune.strategy_space.strategy import Synchronizer
-from runtime_rewriter.pytorch.exchange.hierarchical import PlanGroups
 from runtime_rewriter.pytorch.exchange.lanes import Lanes, Step
 from runtime_rewriter.pytorch.exchange.ranks import RankGroups
 from runtime_rewriter.pytorch.exchange.rows import GradientRows, RowBuffers, summed
@@ -187,28 +184,3 @@ class ScatterRows(SpreadRows):
     """Rows go from a parameter server to each rank by itself."""
 
     star = True
-
-
-def row_sum(
-    message: Message, source: Source, buffers: RowBuffers, lanes: Lanes, plan_groups: PlanGroups
-) -> tuple[list[tuple[int, Step]], Source]:
-    """Build the steps of a sparse message, and a function that returns the sum. Collective."""
-    two_level = plan_groups.two_level(message)
-    among = plan_groups.leaders(message.owner) if two_level else plan_groups.world
-    hosts, leaders = plan_groups.hosts, among.parts[0]
-    stages: list[tuple[type[RowStage], RankGroups, Sequence[int] | None]] = []
-    if message.synchronizer is Synchronizer.PARAMETER_SERVER:
-        assert message.owner is not None, "a parameter server has an owner"
-        stages += [(GatherRows, among, (message.owner,)), (ScatterRows, among, (message.owner,))]
-    else:
-        stages += [(GatherRows, among, None)]
-    if two_level:
-        assert hosts is not None
-        stages = [(GatherRows, hosts, leaders), *stages, (SpreadRows, hosts, leaders)]
-    steps: list[tuple[int, Step]] = []
-    result = source
-    for kind, groups, roots in stages:
-        stage = kind(result, buffers, lanes, groups, len(steps), roots)
-        steps.extend(stage.steps())
-        result = stage.result
-    return steps, result

@@ -4,23 +4,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from autotune.strategy_space.plan import Message
+from autotune.strategy_space.shares import owned_bounds
+from autotune.strategy_space.strategy import Synchronizer
 from runtime_rewriter.emulation import travelling
 from runtime_rewriter.pytorch.exchange.hierarchical import PlanGroups
-from runtime_rewriter.pytorch.exchange.lanes import Lanes
+from runtime_rewriter.pytorch.exchange.lanes import Lanes, Step
+from runtime_rewriter.pytorch.exchange.owned_rows import RowsFromOwners, RowsToOwners
+from runtime_rewriter.pytorch.exchange.ranks import RankGroups
 from runtime_rewriter.pytorch.exchange.residuals import Residuals
-from runtime_rewriter.pytorch.exchange.row_sums import row_sum
+from runtime_rewriter.pytorch.exchange.row_sums import (
+    GatherRows,
+    RowStage,
+    ScatterRows,
+    Source,
+    SpreadRows,
+)
 from runtime_rewriter.pytorch.exchange.rows import (
     Form,
     GradientRows,
     RowBuffers,
     gradient_of,
+    joined_rows,
     rows_of,
     values_of,
 )
@@ -53,9 +65,11 @@ class RowTransfer(Sending):
         self._local: GradientRows | None = None
         self._total: GradientRows | None = None
         buffers = RowBuffers.of(parameter, wire_dtype(message))
-        steps, self._result = row_sum(message, self._taken, buffers, lanes, plan_groups)
+        steps, self._result = row_sum(
+            message, self._bounds, self._taken, buffers, lanes, plan_groups
+        )
         steps.append((steps[-1][0] + 1, self._finish))
-        super().__init__(number, message, residuals, lanes, steps)
+        super().__init__(number, message, residuals, lanes, [steps])
 
     def take(self, rows: GradientRows) -> None:
         """`rows`: the local rows of the whole variable, scaled by 1/w."""
@@ -87,6 +101,48 @@ class RowTransfer(Sending):
         self._total = self._result()
 
 
+def row_sum(
+    message: Message,
+    rows: tuple[int, int],
+    source: Source,
+    buffers: RowBuffers,
+    lanes: Lanes,
+    plan_groups: PlanGroups,
+) -> tuple[list[tuple[int, Step]], Source]:
+    """Build the steps of a sparse message, and a function that returns the sum. Collective.
+
+    `rows`: the first row of the variable that the message may send, and the first behind them.
+    """
+    two_level = plan_groups.two_level(message)
+    among = plan_groups.leaders(message.owner) if two_level else plan_groups.world
+    hosts, leaders = plan_groups.hosts, among.parts[0]
+    stages: list[tuple[Callable[..., RowStage], RankGroups]] = []
+    if message.synchronizer is Synchronizer.PARAMETER_SERVER:
+        assert message.owner is not None, "a parameter server has an owner"
+        stages += [(partial(kind, roots=(message.owner,)), among) for kind in _SERVED]
+    elif message.synchronizer is Synchronizer.DIRECT_EXCHANGE:
+        owned = plan_groups.owned_by_leaders(message) if two_level else message
+        bounds = [rows[0] + cut for cut in owned_bounds(rows[1] - rows[0], owned.shares, leaders)]
+        stages += [(partial(kind, bounds=bounds), among) for kind in _OWNED]
+    else:
+        stages += [(GatherRows, among)]
+    if two_level:
+        assert hosts is not None
+        inside = (partial(kind, roots=leaders) for kind in (GatherRows, SpreadRows))
+        stages = [(next(inside), hosts), *stages, (next(inside), hosts)]
+    steps: list[tuple[int, Step]] = []
+    result = source
+    for build, groups in stages:
+        stage = build(result, buffers, lanes, groups, len(steps))
+        steps.extend(stage.steps())
+        result = stage.result
+    return steps, result
+
+
+_SERVED = (GatherRows, ScatterRows)
+_OWNED = (RowsToOwners, RowsFromOwners)
+
+
 def waiting_rows(parameter: Tensor, scale: float, residual: Tensor | None) -> GradientRows:
     """The rows of the gradient times `scale` plus its residual, which may have any row."""
     gradient = parameter.grad
@@ -105,11 +161,7 @@ def write_average(parameter: Tensor, transfers: Sequence[RowTransfer]) -> None:
     """
     ordered = sorted(transfers, key=lambda transfer: transfer.part.start)
     totals = [transfer.total for transfer in ordered]
-    rows = totals[0]
-    if len(totals) > 1:
-        indices = torch.cat([total.indices for total in totals])
-        values = torch.cat([total.values for total in totals])
-        rows = GradientRows(indices, values, max(total.form for total in totals))
+    rows = totals[0] if len(totals) == 1 else joined_rows(totals)
     gradient = parameter.grad
     if gradient is None:
         if rows.form is Form.COO:

@@ -111,6 +111,13 @@ def summed(parts: Sequence[GradientRows]) -> GradientRows:
     return GradientRows(union, total, max(part.form for part in parts))
 
 
+def joined_rows(parts: Sequence[GradientRows]) -> GradientRows:
+    """Rows of ascending ranges, one behind the other."""
+    indices = torch.cat([part.indices for part in parts])
+    values = torch.cat([part.values for part in parts])
+    return GradientRows(indices, values, max(part.form for part in parts))
+
+
 @dataclass(frozen=True)
 class RowBuffers:
     """The layout of one variable's rows in a buffer of bytes.

@@ -10,6 +10,7 @@ import torch
 from autotune.errors import SynchronizationError
 from autotune.strategy_space.enactable import describe
 from autotune.strategy_space.plan import Message
+from autotune.strategy_space.strategy import Synchronizer
 from runtime_rewriter.pytorch.exchange.lanes import Flight, Lanes, Step
 from runtime_rewriter.pytorch.exchange.residuals import Residuals
 
@@ -30,40 +31,42 @@ class Sending(ABC):
         message: Message,
         residuals: Residuals,
         lanes: Lanes,
-        steps: Sequence[tuple[int, Step]],
+        pieces: Sequence[Sequence[tuple[int, Step]]],
     ) -> None:
+        """`pieces`: the steps of each piece of the message; none if it has no elements."""
         self.number = number
         self.message = message
         self.pending = len(message.slices)
         self._residuals = residuals
         self._unused: set[str] = set()
         self._lanes = lanes
-        self._steps = steps
-        self._flight: Flight | None = None
+        self._pieces = pieces
+        self._direct = message.synchronizer is Synchronizer.DIRECT_EXCHANGE
+        self._flights: list[Flight] = []
 
     def issue(self) -> None:
         """Start the message. Every rank issues its messages in plan order."""
-        if not self._steps:
-            return
         try:
-            self._flight = self._lanes.run(self._steps, self.number)
+            for steps in self._pieces:
+                self._flights.append(self._lanes.run(steps, self.number, self._direct))
         except RuntimeError as error:
             raise self._failed(error) from error
 
     @property
     def arrived(self) -> bool:
         """Whether `wait` on the issued message would return, or raise, at once."""
-        return self._flight is None or self._flight.arrived
+        return all(flight.arrived for flight in self._flights)
 
     def wait(self) -> None:
         """Block until the sum has arrived. Raises `SynchronizationError` if a rank is gone."""
-        if self._flight is None:
+        if not self._flights:
             return
         try:
-            self._flight.wait()
+            for flight in self._flights:
+                flight.wait()
         except RuntimeError as error:
             raise self._failed(error) from error
-        self._flight = None
+        self._flights = []
         self._release_residuals()
         if self._unused and self._lanes.ranks.rank == 0:
             self._add_to_residuals(frozenset(self._unused))

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autotune.strategy_space.shares import Shares
 from autotune.strategy_space.strategy import Synchronizer
+from runtime_rewriter.pytorch.exchange.direct import DirectExchange, sum_in_order
 from runtime_rewriter.pytorch.exchange.lanes import Collective, Lanes, Step
 from runtime_rewriter.pytorch.exchange.ranks import RankGroups
 
@@ -81,15 +83,19 @@ def flat_sum(
     groups: RankGroups,
     owner: int | None = None,
     first_lane: int = 0,
+    shares: Shares | None = None,
 ) -> Exchange:
     """Build the sum by `synchronizer`. Collective.
 
-    `values` are real, and their number is a multiple of the ranks in a group. `owner`: the root.
+    `values` are real. For reduce-scatter their number is a multiple of the ranks in a group.
+    `owner`: the root. `shares`: those of a direct exchange.
     """
     if synchronizer is Synchronizer.ALL_REDUCE:
         return _all_reduce(values, lanes, groups, first_lane)
     if synchronizer is Synchronizer.REDUCE_SCATTER_ALL_GATHER:
         return _reduce_scatter_all_gather(values, lanes, groups, first_lane)
+    if synchronizer is Synchronizer.DIRECT_EXCHANGE:
+        return DirectExchange(values, lanes, groups, shares, first_lane)
     assert owner is not None, "a synchronizer with a root has an owner"
     if synchronizer is Synchronizer.PARAMETER_SERVER:
         return _parameter_server(values, lanes, groups, owner, first_lane)
@@ -144,21 +150,13 @@ def _parameter_server(
         return work
 
     def pull(group: dist.ProcessGroup) -> dist.Work | None:
-        copies = None if received is None else [_sum_parts(received, total)] * len(received)
+        copies = None if received is None else [sum_in_order(received, total)] * len(received)
         work: dist.Work | None = dist.scatter(
             values, copies, group=group, group_src=root, async_op=True
         )
         return work
 
     return Collectives(values, lanes, groups, first_lane, push, pull)
-
-
-def _sum_parts(parts: list[Tensor], total: Tensor | None) -> Tensor:
-    """Sum into the first part. `total`: float32 buffer in which 16-bit parts are summed first."""
-    into = parts[0] if total is None else total.copy_(parts[0])
-    for part in parts[1:]:
-        into.add_(part)
-    return into if total is None else parts[0].copy_(total)
 
 
 def reduce(

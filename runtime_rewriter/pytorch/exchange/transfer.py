@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from autotune.strategy_space.plan import Message, TensorSlice
+from autotune.strategy_space.shares import piece_bounds
 from runtime_rewriter.emulation import travelling
 from runtime_rewriter.pytorch.exchange.hierarchical import PlanGroups, sum_of
 from runtime_rewriter.pytorch.exchange.lanes import Lanes
@@ -29,7 +30,7 @@ would cost more than the copies."""
 
 
 class Transfer(Sending):
-    """One message: its wire buffer, a view of it per slice, and the collectives under way.
+    """One message: its wire buffer, a view of it per slice, and the pieces under way.
 
     `batched`: the slices that are packed together, by number. With a `byte_scale` of k only the
     first 1/k of the wire travels. The rest keeps this rank's own gradient / w.
@@ -60,10 +61,12 @@ class Transfer(Sending):
         real = torch.view_as_real(wire).flatten() if wire.is_complex() else wire
         real = real[: travelling(real.numel(), byte_scale, multiple)]
         self._feedback = Feedback(residuals, self.views)
-        steps = []
-        if message.elements:
-            steps = sum_of(message, real, lanes, plan_groups, self._feedback).steps()
-        super().__init__(number, message, residuals, lanes, steps)
+        pieces = [
+            sum_of(message, real[start:stop], lanes, plan_groups, self._feedback).steps()
+            for start, stop in piece_bounds(real.numel(), message.pieces)
+            if message.elements
+        ]
+        super().__init__(number, message, residuals, lanes, pieces)
 
     def pack(self, sources: Sequence[Tensor | None], scale: float) -> None:
         """Fill the batched slices in order, scaled and with their residuals; None: zeros."""
