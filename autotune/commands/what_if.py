@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -33,6 +34,8 @@ from runtime_rewriter.world.script_command import ScriptCommand
 JSON_OPS = 300_000
 """Above this number of ops in a step, a timeline is one for Perfetto: Chrome's would be large."""
 FORMATS = ("auto", "json", "perfetto")
+KINETO_LOG_LEVEL, QUIET = "KINETO_LOG_LEVEL", "99"
+"""Torch's profiler, which `--measure` uses for each operator, prints two lines at each start."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -136,6 +139,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     notes: tuple[str, ...] = ()
     if options.measure is not None:
         budget_s = parse_seconds(options.measure_time, "--measure-time")
+        os.environ.setdefault(KINETO_LOG_LEVEL, QUIET)
         with CountedProgress(Terminal(), "part", 1) as progress:
             notes = (
                 measure_operators(job, wanted.rank, options.measure, budget_s, progress.begin),

@@ -52,7 +52,7 @@ def working_operators(base: Base) -> dict[Operator, float]:
     if all(operator.inputs is None for operator in seconds):
         raise InvalidInput(
             "operators can be timed with the shapes of their inputs, which the trace does not "
-            "state; record with shapes (record_shapes=True)"
+            "state; record with shapes (autotune profile --shapes, or record_shapes=True)"
         )
     return dict(sorted(seconds.items(), key=lambda one: -one[1]))
 

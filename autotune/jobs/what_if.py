@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,10 +189,14 @@ def measure_operators(
         measured.append(one)
     rows = write_operator_times(path, measured)
     timed_s = sum(one.step_s for one in measured if one.seconds is not None)
-    return (
+    line = (
         f"{rows} operators were timed on this machine ({path}); they take "
         f"{100 * timed_s / sum(known.values()):.0f} % of the operators' time in the trace"
     )
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > cores:
+        line += f"; {load:.0f} processes shared its {cores} cores, so these times are too long"
+    return line
 
 
 def checked_workers(numbers: Sequence[int]) -> tuple[int, ...]:

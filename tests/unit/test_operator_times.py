@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import json_output
 from layered_training import MUL_KERNEL, Work, conv, layered
 
 import autotune.whatif.changes.all  # noqa: F401
@@ -26,8 +27,8 @@ from runtime_rewriter.probe.operators import Invocation, operator_times
 
 
 @pytest.fixture(scope="module")
-def cpu_base(tmp_path_factory: pytest.TempPathFactory) -> Base:
-    """A recorded step of a small convolutional model on the CPU."""
+def cpu_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Recorded steps of a small convolutional model on the CPU."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(144, 5)
@@ -42,7 +43,24 @@ def cpu_base(tmp_path_factory: pytest.TempPathFactory) -> Base:
             optimizer.step()
             profiler.step()
     profiler.export_chrome_trace(str(path))
-    return recorded_base(read_job(path), 0)
+    return path
+
+
+@pytest.fixture(scope="module")
+def cpu_base(cpu_trace: Path) -> Base:
+    return recorded_base(read_job(cpu_trace), 0)
+
+
+def test_the_command_measures_writes_and_predicts(
+    cpu_trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = tmp_path / "times.csv"
+    words = ("what-if", cpu_trace, "--only", "fused_adam_cpu", "--measure", times)
+    data = json_output(capsys, *words, "--measure-time", "30s")
+    (row,) = [row for row in data["what_ifs"] if row["what_if"] == f"kernel_times={times}"]
+    assert row["speedup"] > 0
+    assert times.read_text().startswith("operator,inputs,seconds\naten::")
+    assert any("operators were timed on this machine" in note for note in data["notes"])
 
 
 def test_operators_of_a_trace_are_timed_and_predict_its_step(
