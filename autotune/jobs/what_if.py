@@ -25,10 +25,11 @@ from autotune.whatif.answers.slow_rank import SlowRank, alone_s, slow_rank
 from autotune.whatif.answers.unrecorded import unrecorded
 from autotune.whatif.base import Base, bounds_s, steady
 from autotune.whatif.kernels.kernel_layers import with_kernel_layers
-from autotune.whatif.memory import replica_memory
-from autotune.whatif.question import Question
+from autotune.whatif.memory import ReplicaMemory, replica_memory
+from autotune.whatif.question import Gradient, Question
 from autotune.whatif.recording.gradients import gradients_of
 from autotune.whatif.recording.recorded import recorded_base
+from autotune.whatif.recording.traced_memory import traced_memory
 
 Progress = Callable[[str], None]
 MOST_NOTES = 8
@@ -66,7 +67,7 @@ def answered(job: TraceJob, wanted: Wanted, progress: Progress = lambda item: No
     start = unrecorded(recorded, by_recorder=job.details is not None, step_s=wanted.unrecorded_s)
     base = start.base
     slow, problem = _slow_rank(job, bases, wanted.rank)
-    question = _question(job, place, base, wanted)
+    question, lacks = _question(job, place, base, wanted)
     rows: list[Answer] = []
     progress(wanted.asked[0].text)
     all_rows = answers(base, wanted.asked, question, wanted.workers, start.others)
@@ -95,7 +96,7 @@ def answered(job: TraceJob, wanted: Wanted, progress: Progress = lambda item: No
         slow=slow,
         over_workers=tuple(over_workers),
         over_bandwidth=tuple(over_bandwidth),
-        notes=(start.note, *repairs, *notes, *problem),
+        notes=(start.note, *repairs, *notes, *problem, *lacks),
     )
 
 
@@ -164,13 +165,30 @@ def _slow_rank(
     return slow_rank(list(bases.values()), ranks, together), ()
 
 
-def _question(job: TraceJob, place: int, base: Base, wanted: Wanted) -> Question:
+def _question(
+    job: TraceJob, place: int, base: Base, wanted: Wanted
+) -> tuple[Question, tuple[str, ...]]:
+    """The question to all what-ifs, and notes on what it lacks."""
     workers = wanted.workers[0] if wanted.workers else None
     if workers is None and wanted.cluster is not None:
         workers = wanted.cluster.world_size
-    memory = replica_memory(job, place, wanted.memory)
     gradients = gradients_of(job, place, base, wanted.parameters)
-    return Question(cluster=wanted.cluster, workers=workers, gradients=gradients, memory=memory)
+    memory, notes = _memory(job, place, base, wanted, gradients)
+    question = Question(cluster=wanted.cluster, workers=workers, gradients=gradients, memory=memory)
+    return question, notes
+
+
+def _memory(
+    job: TraceJob, place: int, base: Base, wanted: Wanted, gradients: Sequence[Gradient] | None
+) -> tuple[ReplicaMemory | None, tuple[str, ...]]:
+    """The memory of our recording, or of the blocks in the trace; a note if these do not do."""
+    if wanted.memory is not None:
+        return replica_memory(job, place, wanted.memory.profile, wanted.memory.batch), ()
+    try:
+        traced = traced_memory(job.ranks[place], base, gradients)
+    except InvalidInput as error:
+        return None, (f"the memory is unknown: {error}",)
+    return (None if traced is None else replica_memory(job, place, traced)), ()
 
 
 def measure_operators(

@@ -22,12 +22,11 @@ from autotune.errors import InvalidInput
 from autotune.memory.segments import last_backward
 from autotune.profiling.formats.kineto import DEVICE_BYTES
 from autotune.profiling.traces.job import TraceJob
-from autotune.recordings.memory_file import RecordedMemory
 from autotune.recordings.memory_profile import Lifetime, MemoryProfile, TensorRole, touched
 
 NOT_RECORDED = (
     "the trace does not state which tensors are alive when, so peak memory is unknown; record with "
-    "autotune.Recorder, which writes memory.json"
+    "autotune.Recorder (memory.json), or with profile_memory=True and record_shapes=True"
 )
 
 
@@ -124,15 +123,8 @@ def outcome(before: ReplicaMemory, after: ReplicaMemory) -> MemoryOutcome:
 
 
 def replica_memory(
-    job: TraceJob, place: int, recorded: RecordedMemory | None
-) -> ReplicaMemory | None:
-    """The memory of rank `place`, from the `memory.json` next to its trace; None without one.
-
-    The device's memory is that of the smallest device in the trace.
-    """
-    if recorded is None:
-        return None
+    job: TraceJob, place: int, profile: MemoryProfile, batch: int | None = None
+) -> ReplicaMemory:
+    """The memory of rank `place`; the device's memory is that of the smallest one in the trace."""
     device_bytes = job.ranks[place].info.get(DEVICE_BYTES)
-    return ReplicaMemory(
-        recorded.profile, recorded.batch, None if device_bytes is None else int(device_bytes)
-    )
+    return ReplicaMemory(profile, batch, None if device_bytes is None else int(device_bytes))

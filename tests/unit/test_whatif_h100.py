@@ -79,7 +79,9 @@ def test_predictions_are_finite_and_plausible(model: str, tmp_path: Path) -> Non
     folder = TRACES / f"{model}.fp32"
     job = read_job(folder)
     base = recorded_base(job, 0)
-    memory = replica_memory(job, 0, RecordedMemory.read(folder))
+    recorded = RecordedMemory.read(folder)
+    assert recorded is not None
+    memory = replica_memory(job, 0, recorded.profile, recorded.batch)
     times = write_times(base, tmp_path / "times.csv")
     policy = write_policy(base, tmp_path / "policy.yaml")
     files = {"kernel_times": str(times), "metaflow": str(policy)}

@@ -10,7 +10,6 @@ from layered_training import IMAGE, MAP_BYTES, conv, conv_back, layered
 
 import autotune.whatif.changes.all  # noqa: F401
 from autotune.errors import InvalidInput
-from autotune.recordings.memory_file import RecordedMemory
 from autotune.recordings.memory_profile import Lifetime, MemoryProfile, Phase, Segment, TensorRole
 from autotune.whatif.answers.predict import predict
 from autotune.whatif.kernels.layer_roles import convolutions
@@ -125,10 +124,9 @@ def test_temporaries_of_a_segment_grow_with_the_batch() -> None:
 def test_memory_comes_from_the_recording_and_the_device_from_the_trace() -> None:
     devices = {"deviceProperties": [{"id": 0, "totalGlobalMem": 2**34}, {"totalGlobalMem": 2**33}]}
     job = layered(WORKS, info=devices)
-    found = replica_memory(job, 0, RecordedMemory(profile(), batch=8))
+    found = replica_memory(job, 0, profile(), batch=8)
     assert found is not None
     assert (found.batch, found.device_bytes) == (8, 2**33)
-    assert replica_memory(job, 0, None) is None
-    unknown = replica_memory(layered(WORKS), 0, RecordedMemory(profile()))
+    unknown = replica_memory(layered(WORKS), 0, profile())
     assert unknown is not None
     assert (unknown.batch, unknown.device_bytes) == (None, None)

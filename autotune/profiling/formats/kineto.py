@@ -39,6 +39,7 @@ from autotune.profiling.formats.rank_trace import (
     Category,
     Comm,
     Flow,
+    MemoryEvents,
     RankTrace,
     Repair,
     SyncWait,
@@ -61,6 +62,8 @@ _MARKS = re.compile(
 """Names of annotations that profilers until 2021 categorized as operators."""
 _OLD_PROCESSES = {"CPU functions": Category.HOST_OP, "CUDA functions": Category.KERNEL}
 """The legacy autograd profiler gives no categories, only these processes."""
+MEMORY = "[memory]"
+"""Name of the instants that state a block of an allocator."""
 _FLOWS = ("fwdbwd", "forward_backward")
 _ON_DEVICE = (
     Category.KERNEL,
@@ -103,6 +106,7 @@ class _KinetoReader:
         # by process and thread: spans that began and have not ended
         self.open: dict[tuple[str, str], list[dict[str, Any]]] = {}
         self.flow_ends: dict[str, dict[int, tuple[int, float]]] = {"s": {}, "f": {}}
+        self.memory_us, self.memory = array("d"), array("q")
         self.fields: dict[str, Any] = {}
         self.bad = 0
         self.first_bad = ""
@@ -170,9 +174,29 @@ class _KinetoReader:
             return self._begin_or_end(event, str(phase))
         if phase in ("s", "f") and (event.get("cat") in _FLOWS or event.get("name") in _FLOWS):
             self._flow(event, str(phase))
+        elif phase == "i" and event.get("name") == MEMORY and self._memory(event):
+            pass
         elif phase != "M":  # names of processes and threads
             self._drop(event)
         return ""
+
+    def _memory(self, event: dict[str, Any]) -> bool:
+        """Store a block that was allocated or freed; False if the event does not state it all."""
+        args = event.get("args")
+        args = args if isinstance(args, dict) else {}
+        at = _number(event.get("ts"))
+        address, size, total = (
+            _whole(args.get(key)) for key in ("Addr", "Bytes", "Total Allocated")
+        )
+        known = {"Addr", "Bytes", "Total Allocated", "Device Type"} <= args.keys()
+        if at is None or abs(at) > MAX_TIME_US or not known or total < 0:
+            return False
+        host = _whole(args["Device Type"]) == 0
+        self.memory_us.append(at)
+        device = MISSING if host else _whole(args.get("Device Id"))
+        for value in (address, size, total, device):
+            self.memory.append(value)
+        return True
 
     def _drop(self, event: dict[str, Any]) -> None:
         """Count an event that nothing here reads, by its category."""
@@ -308,9 +332,18 @@ class _KinetoReader:
             groups=groups,
             repairs=tuple(self._repairs()),
             dropped=dict(self.dropped.most_common()),
+            memory=self._memory_events(first_s),
             info=info | self._devices(),
         )
         return find_steps(replace(trace, repairs=(*trace.repairs, *flaws(trace))))
+
+    def _memory_events(self, first_s: float) -> MemoryEvents:
+        """The blocks in order of time, which counts from the first event."""
+        assert self.base_us is not None
+        at_s = (np.frombuffer(self.memory_us) - self.base_us) * US - first_s
+        rows = np.frombuffer(self.memory, dtype=np.int64).reshape(-1, 4)
+        order = np.argsort(at_s, kind="stable")
+        return MemoryEvents(at_s[order], *rows[order].T)
 
     def _devices(self) -> dict[str, str]:
         """The number of visible devices, the first one's name, the digest of all, and the smallest

@@ -177,6 +177,26 @@ class TracedStep:
 
 
 @dataclass(frozen=True, eq=False)
+class MemoryEvents:
+    """Blocks that an allocator handed out and took back, in order of time; shape (M,).
+
+    `size_bytes` is below 0 for a block that is given back. `total_bytes`: all blocks of the device
+    afterwards. `device`: number of the device, MISSING for the host's memory.
+    """
+
+    at_s: FloatArray
+    address: IntArray
+    size_bytes: IntArray
+    total_bytes: IntArray
+    device: IntArray
+
+    @staticmethod
+    def none() -> MemoryEvents:
+        nothing = np.zeros(0, dtype=np.int64)
+        return MemoryEvents(np.zeros(0), nothing, nothing, nothing, nothing)
+
+
+@dataclass(frozen=True, eq=False)
 class RankTrace:
     """The events of one rank. All arrays have shape (N,); MISSING means that an event has no value.
 
@@ -185,6 +205,7 @@ class RankTrace:
     - `inputs` numbers the `op_inputs` of a host op.
     - `host` is "" where the trace does not name it; `groups`: process group -> its ranks.
     - `dropped`: category -> how many events of it are not read.
+    - `memory`: empty without `profile_memory=True`, and without totals (before torch 1.10).
     """
 
     source: str
@@ -216,6 +237,7 @@ class RankTrace:
     steps: tuple[TracedStep, ...] = ()
     info: Mapping[str, str] = field(default_factory=dict)
     dropped: Mapping[str, int] = field(default_factory=dict)
+    memory: MemoryEvents = field(default_factory=MemoryEvents.none)
 
     @property
     def events(self) -> int:
