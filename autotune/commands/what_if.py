@@ -141,9 +141,10 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         budget_s = parse_seconds(options.measure_time, "--measure-time")
         os.environ.setdefault(KINETO_LOG_LEVEL, QUIET)
         with CountedProgress(Terminal(), "part", 1) as progress:
-            notes = (
-                measure_operators(job, wanted.rank, options.measure, budget_s, progress.begin),
+            asked, note = measure_operators(
+                job, wanted.rank, options.measure, budget_s, progress.begin
             )
+        notes, wanted = (note,), replace(wanted, asked=(*wanted.asked, *read_asked(asked)))
     with CountedProgress(Terminal(), "part", items(job, wanted)) as progress:
         found = answered(job, wanted, progress.begin)
     found = replace(found, notes=(*found.notes, *notes))
@@ -208,7 +209,6 @@ def _wanted(options: argparse.Namespace) -> Wanted:
         path = str(options.measure)
         if "," in path or "+" in path:
             raise InvalidInput(f"--measure needs a path without ',' and '+', but it is {path}")
-        asked += read_asked(f"kernel_times={path}")
     memory = RecordedMemory.read(Path(options.traces[0])) if len(options.traces) == 1 else None
     return Wanted(
         asked=asked,

@@ -11,6 +11,7 @@ import numpy as np
 
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
+from autotune.jobs.half_times import SUFFIX, half_times, write_half_times
 from autotune.jobs.operator_times import measured_operators, working_operators, write_operator_times
 from autotune.profiling.formats.rank_trace import listed_numbers, repair_lines
 from autotune.profiling.graph.global_graph import build_dfg
@@ -193,10 +194,12 @@ def _memory(
 
 def measure_operators(
     job: TraceJob, rank: int | None, path: Path, budget_s: float, progress: Progress
-) -> str:
-    """Time the operators of a rank (None: the first) on this machine, for `kernel_times=path`.
+) -> tuple[str, str]:
+    """Time the operators of a rank (None: the first) on this machine.
 
-    Returns a line for people. Raises `InvalidInput` if none can be timed.
+    Returns the what-ifs that use the times, and a line for people: `kernel_times=path`, and for a
+    CPU's trace `amp_cpu` with the times in both precisions, which take another `budget_s`. Raises
+    `InvalidInput` if none can be timed.
     """
     place = 0 if rank is None else job.rank_numbers.index(rank)
     base = recorded_base(job, place)
@@ -211,10 +214,18 @@ def measure_operators(
         f"{rows} operators were timed on this machine ({path}); they take "
         f"{100 * timed_s / sum(known.values()):.0f} % of the operators' time in the trace"
     )
+    asked = f"kernel_times={path}"
+    if not base.on_device.any() and (halves := list(half_times(base, budget_s))):
+        half_path = path.with_suffix(SUFFIX)
+        write_half_times(half_path, halves)
+        asked += f",amp_cpu={half_path}"
+        ratio = sum(one.step_s * one.half_s / one.single_s for one in halves)
+        ratio /= sum(one.step_s for one in halves)
+        line += f"; {len(halves)} matrix operators take {ratio:.2f} of their time in bfloat16"
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > cores:
         line += f"; {load:.0f} processes shared its {cores} cores, so these times are too long"
-    return line
+    return asked, line
 
 
 def checked_workers(numbers: Sequence[int]) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from layered_training import MUL_KERNEL, Work, conv, layered
 
 import autotune.whatif.changes.all  # noqa: F401
 from autotune.errors import InvalidInput
+from autotune.jobs.half_times import half_times, write_half_times
 from autotune.jobs.operator_times import (
     MeasuredOperator,
     measured_operators,
@@ -20,6 +22,7 @@ from autotune.jobs.operator_times import (
 from autotune.profiling.traces.job import read_job
 from autotune.whatif.answers.predict import predict
 from autotune.whatif.base import Base
+from autotune.whatif.changes.kernel_times import inputs_text
 from autotune.whatif.question import Question
 from autotune.whatif.recording.recorded import recorded_base
 from autotune.whatif.registry import combined
@@ -61,6 +64,9 @@ def test_the_command_measures_writes_and_predicts(
     assert row["speedup"] > 0
     assert times.read_text().startswith("operator,inputs,seconds\naten::")
     assert any("operators were timed on this machine" in note for note in data["notes"])
+    half = times.with_suffix(".bf16.csv")
+    (row,) = [row for row in data["what_ifs"] if row["what_if"] == f"amp_cpu={half}"]
+    assert row["speedup"] > 0
 
 
 def test_operators_of_a_trace_are_timed_and_predict_its_step(
@@ -148,3 +154,25 @@ def test_what_cannot_be_called_has_a_reason(invocation: Invocation, reason: str)
 def test_tensors_and_written_values_make_a_call(invocation: Invocation) -> None:
     (found,) = operator_times([invocation], "cpu", 10.0)
     assert found.seconds is not None, found.reason
+
+
+def test_bfloat16_takes_the_share_that_was_measured(cpu_base: Base, tmp_path: Path) -> None:
+    measured = list(half_times(cpu_base, budget_s=30.0))
+    names = {one.operator.name for one in measured}
+    assert {"aten::mkldnn_convolution", "aten::addmm"} <= names and "aten::clamp_min" not in names
+    path = tmp_path / "times.bf16.csv"
+    tenth = [replace(one, half_s=0.1 * one.single_s) for one in measured]
+    assert write_half_times(path, tenth) == len({inputs_text(one.operator) for one in tenth})
+    guessed, known = (
+        predict(cpu_base, combined("amp_cpu"), Question(files=files))
+        for files in ({}, {"amp_cpu": str(path)})
+    )
+    assert known.after_s < guessed.after_s
+    assert known.speedup_high - known.speedup_low <= guessed.speedup_high - guessed.speedup_low
+    assert any("measure it with --measure" in note for note in guessed.base.notes)
+    path.write_text("operator,inputs,factor\naten::addmm,x,-1\n")
+    with pytest.raises(InvalidInput, match="line 2: a factor must be 0 to 10000"):
+        predict(cpu_base, combined("amp_cpu"), Question(files={"amp_cpu": str(path)}))
+    path.write_text("operator,seconds\n")
+    with pytest.raises(InvalidInput, match="needs the columns operator, inputs and factor"):
+        predict(cpu_base, combined("amp_cpu"), Question(files={"amp_cpu": str(path)}))

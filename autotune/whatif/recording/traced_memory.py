@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.arrays import BoolArray
+from autotune.arrays import BoolArray, FloatArray, IntArray
 from autotune.errors import InvalidInput
 from autotune.profiling.formats.rank_trace import MISSING, MemoryEvents, RankTrace, TracedStep
 from autotune.recordings.memory_profile import (
@@ -104,15 +104,16 @@ def traced_memory(
 
 def _device_events(memory: MemoryEvents, *, on_device: bool) -> BoolArray:
     """The blocks of the device with the most of them, or of the host's memory."""
+    chosen: BoolArray = memory.device == MISSING
     if not on_device:
-        return memory.device == MISSING
+        return chosen
     devices, counts = np.unique(memory.device[memory.device != MISSING], return_counts=True)
     if not len(devices):
         raise InvalidInput(
             "the memory of a step needs the blocks of its device, but the trace has only those of "
             "the host; record with ProfilerActivity.CUDA and profile_memory=True"
         )
-    chosen: BoolArray = memory.device == devices[np.argmax(counts)]
+    chosen = memory.device == devices[np.argmax(counts)]
     return chosen
 
 
@@ -188,7 +189,7 @@ class _Ring:
 
     @property
     def seconds(self) -> list[float]:
-        return np.diff([self.step.start_s, *self.ends_s]).tolist()
+        return [float(one) for one in np.diff([self.step.start_s, *self.ends_s])]
 
     def place(self, at_s: float) -> int:
         """The segment of an instant."""
@@ -212,7 +213,7 @@ class _Ring:
         role = TensorRole.TEMPORARY if born == dies else TensorRole.ACTIVATION
         return Lifetime(block.size_bytes, role, born, dies)
 
-    def most_alive(self, at_s: np.ndarray, totals: np.ndarray, start_bytes: int) -> np.ndarray:
+    def most_alive(self, at_s: FloatArray, totals: IntArray, start_bytes: int) -> IntArray:
         """(S,) the most bytes alive at once in each segment."""
         most, alive = [], start_bytes
         begin_s = self.step.start_s

@@ -1,0 +1,83 @@
+"""Times a trace's matrix operators in both precisions on this machine, for what-if `amp_cpu`.
+
+Processors differ in this by more than an order of magnitude: some have instructions for bfloat16,
+others convert each element. So a factor from another machine says little.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from autotune.errors import InvalidInput
+from autotune.files import write_whole
+from autotune.jobs.operator_times import working_operators
+from autotune.whatif.base import Base, Operator
+from autotune.whatif.changes.kernel_times import inputs_text
+from autotune.whatif.changes.processor import MATRIX
+
+SINGLE, HALF = "float", "c10::BFloat16"
+SUFFIX = ".bf16.csv"
+
+
+@dataclass(frozen=True)
+class HalfTime:
+    """Median seconds of an operator's call in float32 and in bfloat16.
+
+    `step_s`: what its calls take in a step of the trace.
+    """
+
+    operator: Operator
+    single_s: float
+    half_s: float
+    step_s: float
+
+
+def half_times(base: Base, budget_s: float) -> Iterator[HalfTime]:
+    """Time each matrix operator of a CPU's trace in both precisions, the longest first.
+
+    Operators that cannot be called by themselves are left out. Needs torch.
+    """
+    from runtime_rewriter.probe.operators import Invocation, operator_times
+
+    chosen = [
+        (operator, step_s)
+        for operator, step_s in working_operators(base).items()
+        if operator.inputs is not None
+        and SINGLE in operator.inputs.types
+        and MATRIX.search(operator.name)
+    ]
+    calls: list[Invocation] = []
+    for operator, _ in chosen:
+        inputs = operator.inputs
+        assert inputs is not None
+        single = Invocation(operator.name, inputs.dims, inputs.types, inputs.values)
+        types = tuple(HALF if one == SINGLE else one for one in inputs.types)
+        calls += [single, replace(single, types=types)]
+    times = operator_times(calls, "cpu", budget_s)
+    for (operator, step_s), single_time, half_time in zip(chosen, times, times, strict=True):
+        if single_time.seconds and half_time.seconds:
+            yield HalfTime(operator, single_time.seconds, half_time.seconds, step_s)
+
+
+def write_half_times(path: Path, measured: Sequence[HalfTime]) -> int:
+    """Write the CSV file that `amp_cpu` reads; return its number of rows.
+
+    Raises `InvalidInput` if nothing was timed.
+    """
+    if not measured:
+        raise InvalidInput("no matrix operator of the trace could be timed in both precisions")
+    factors: dict[tuple[str, str], list[float]] = {}
+    for one in measured:
+        key = one.operator.name, inputs_text(one.operator)
+        factors.setdefault(key, []).append(one.half_s / one.single_s)
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["operator", "inputs", "factor"])
+    for (name, inputs), of_call in factors.items():
+        writer.writerow([name, inputs, f"{sum(of_call) / len(of_call):.6g}"])
+    write_whole(path, text.getvalue(), "the factors of bfloat16")
+    return len(factors)
