@@ -16,17 +16,19 @@ HEAD = """## What tuning is worth against every rival
 transfers. Accelerators are emulated: timed waits, of assumed times for the generated models and of
 measured times for the examples, scaled to the stated ratio of computation to communication (one
 replica's computation / a ring of all gradients by the cluster file's rates). Ratios of times are
-time(rival) / time(ours): above 1 ours is faster. Intervals are 95 % over the rounds. Every rival
-was tuned with as many trials as our search. DDP is the better of torch's default and the best of
-its sweep, with the options of the sweep. The best rival is the best by all rounds, with the lowest
-of all lower limits. Ours is what the tuner would compare with the current setup, exported or not.
-Bound: max(T_comp, T_comm) by the links' rates. Reachable: the same, but no gradient is sent before
-it is ready, and nothing is computed with a variable before its average has arrived (Jackson's
-preemptive schedule). The best known plan is the fastest side of all, lossless ones only where ours
-is: rivals, searches with other seeds, and a longer search where there was one. With compressors,
-sides count only if a test of this repository shows that short training with their settings ends
-near the uncompressed loss (`tests/integration/test_compressed_training.py`).
+time(rival) / time(ours): above 1 ours is faster. Intervals are 95 % over the rounds. {tuned} DDP is
+the better of torch's default and the best of its sweep, with the options of the sweep. The best
+rival is the best by all rounds, with the lowest of all lower limits. Ours is what the tuner would
+compare with the current setup, exported or not. Bound: max(T_comp, T_comm) by the links' rates.
+Reachable: the same, but no gradient is sent before it is ready, and nothing is computed with a
+variable before its average has arrived (Jackson's preemptive schedule). The best known plan is the
+fastest side of all, lossless ones only where ours is: rivals, searches with other seeds, and a
+longer search where there was one. With compressors, sides count only if a test of this repository
+shows that short training with their settings ends near the uncompressed loss
+(`tests/integration/test_compressed_training.py`).
 """
+TUNED = "Every rival was tuned with as many trials as our search."
+ONE_SETTING = "Some folders are older: their rivals other than DDP had one setting each."
 
 
 def section(rows: Sequence[DomainFigures], command: str, date: str) -> str:
@@ -38,6 +40,7 @@ def section(rows: Sequence[DomainFigures], command: str, date: str) -> str:
             cores=environment.cores,
             machine=environment.machine,
             commits=", ".join(summary["commits"]),
+            tuned=TUNED if all(row.frozen.swept_s for row in rows) else ONE_SETTING,
         )
     ]
     parts.append(_overview(rows))

@@ -84,4 +84,4 @@ def test_the_time_that_is_left_follows_the_pace_of_this_run():
     assert lines == []
     now_s[0] = LINE_EVERY_S
     progress.count("second")
-    assert lines == ["second | 7.50 s a trial with all around it, about 4 left: 30 s"]
+    assert lines == ["second | 7.50 s a trial with all around it, about 4 left (ETA 0:00:30)"]

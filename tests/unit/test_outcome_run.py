@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -45,6 +46,7 @@ from autotune.strategy_space.plan import Plan
 from autotune.tuning.events import Profiled
 from autotune.tuning.tuner import contender
 from autotune.workload import Variable, Workload
+from benchmarks.outcome.__main__ import main
 from benchmarks.outcome.figures import whole_rounds
 from benchmarks.outcome.freeze import measured_again
 from benchmarks.outcome.kept import (
@@ -294,6 +296,21 @@ def test_the_row_has_ratios_bound_and_marks(whole):
     assert line["seeds"] == {"made.up": [last.today.value, row.seeds[0].value]}
     assert row.lossless.best_known_s <= min(compared.middle_s for compared in row.compared)
     assert row_of(whole.dataset / "elsewhere") is None
+
+
+def test_evaluation_takes_every_domain_in_the_folder_and_ends_with_the_keys(
+    whole, monkeypatch, capsys
+):
+    command = ["outcome", "--only-evaluate", "--folder", str(whole.dataset)]
+    monkeypatch.setattr(sys, "argv", command)
+    assert main() == 0
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert line["domains_in_the_mean"] == 1 and line["ratio_clipped_geomean"] is None
+    assert {"ratio_min_any", "reachable_gap_mean", "ablation", "commits"} <= line.keys()
+    monkeypatch.setattr(sys, "argv", [*command, "--domain", "vgg.nowhere"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--domain must be some of made.up, but has 'vgg.nowhere'" in capsys.readouterr().err
 
 
 def test_marks_are_ordered_by_number_and_not_as_text(whole, tmp_path):

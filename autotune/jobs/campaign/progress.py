@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-
-from autotune.units import format_seconds
+from datetime import timedelta
 
 LINE_EVERY_S = 15.0
 
@@ -43,5 +42,5 @@ class Progress:
         left = max(self.wanted - self.there - self.taken, 0)
         return (
             f"{pace_s:.2f} s a {self.what} with all around it, "
-            f"about {left} left: {format_seconds(left * pace_s)}"
+            f"about {left} left (ETA {timedelta(seconds=round(left * pace_s))})"
         )
