@@ -25,6 +25,8 @@ AutoSync's code uses a one-hot of 600 merge groups and one of 16 server devices.
 | `issue` | place of the message over the number of messages | - |
 | `log_transfer` | z of the message (`sync_cost`) | ln(1 + us) |
 | `log_overhead_count`, `kernel_count`, `is_parameter_server` | z of the message | ln, -, - |
+| `largest_share` | of a direct exchange: what the rank that owns most owns; 0 for others | - |
+| `log_pieces` | ln of the pieces of a direct exchange | ln |
 | `channel_share` | ln(1 + time on the channel over the step's computation time) | - |
 """
 
@@ -37,7 +39,7 @@ from autotune.cluster import Cluster
 from autotune.costs.sync_cost import MessageCosts
 from autotune.costs.timing import ready_times_s
 from autotune.features.flat import FlatPlan
-from autotune.strategy_space.plan import Plan
+from autotune.strategy_space.plan import Message, Plan
 from autotune.strategy_space.strategy import Compressor, SparseHandling, Synchronizer
 from autotune.workload import DTYPE_BYTES, Workload
 
@@ -63,6 +65,8 @@ _SCALARS = (
     "kernel_count",
     "is_parameter_server",
     "channel_share",
+    "largest_share",
+    "log_pieces",
 )
 
 RAW_FEATURES = (
@@ -115,7 +119,7 @@ def _message_one_hots(plan: Plan, costs: MessageCosts) -> FloatArray:
 def _scalars(
     flat: FlatPlan, costs: MessageCosts, plan: Plan, workload: Workload, cluster: Cluster
 ) -> FloatArray:
-    """The columns `_SCALARS`, shape (S, 15)."""
+    """The columns `_SCALARS`, shape (S, 17)."""
     message_wire = costs.wire_bytes
     message_elements = np.maximum(np.add.reduceat(flat.elements, flat.first), 1)
     share_of_message = flat.elements / message_elements[flat.message]
@@ -139,6 +143,8 @@ def _scalars(
             costs.kernel_count,
             costs.is_parameter_server,
             np.log1p(costs.channel_s / max(workload.compute_s, 1e-6)),  # 1 us: no division by 0
+            [_largest_share(message, plan.world_size) for message in plan.messages],
+            np.log([message.pieces for message in plan.messages]),
         ]
     )[flat.message]
     ready = np.zeros(len(grad))
@@ -147,6 +153,12 @@ def _scalars(
     per_shard = np.column_stack([grad / total, wire / total, np.log1p(wire)])
     columns = [per_shard, per_message[:, :5], ready[:, None], per_message[:, 5:]]
     return np.concatenate(columns, axis=1)
+
+
+def _largest_share(message: Message, ranks: int) -> float:
+    if message.synchronizer is not Synchronizer.DIRECT_EXCHANGE:
+        return 0.0
+    return 1 / ranks if message.shares is None else max(message.shares)
 
 
 def _one_hot(index: IntArray, size: int) -> FloatArray:

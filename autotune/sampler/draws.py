@@ -18,7 +18,9 @@ from autotune.arrays import BoolArray, FloatArray, IntArray
 from autotune.cluster import Cluster
 from autotune.strategy_space.builders.partitions import even_partition
 from autotune.strategy_space.constraints import balance_load, merge_adjacent, servers_of
+from autotune.strategy_space.moves.owners import drawn_owners
 from autotune.strategy_space.moves.ring import random_ring
+from autotune.strategy_space.shares import MOST_PIECES, Shares
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import (
     ROOTED,
@@ -26,6 +28,7 @@ from autotune.strategy_space.strategy import (
     Compressor,
     Partition,
     SparseHandling,
+    Synchronizer,
 )
 from autotune.workload import Workload
 
@@ -36,6 +39,9 @@ WHOLE = 0.5  # share of strategies without partitions; in the others their proba
 REORDERED = 0.2  # share of strategies with random priorities instead of gradient-ready order
 CROSS_STEP = 0.35  # share of strategies that synchronize across steps
 PLANNED = 0.8  # share of those with a planned order: in gradient-ready order they gain little
+PIECE_BYTES = (2**16, 2**23)
+"""Bounds of the pieces of direct exchanges, log-uniform: below, sends cost more than they hide."""
+IN_ONE_PIECE = 0.2  # share of strategies whose direct exchanges are not cut
 RING = 0.25  # share of strategies with a ring order of their own, where one can matter
 
 
@@ -75,7 +81,8 @@ class Drawn:
     variable.
 
     `synchronizer` and `compressor` index the space's; `parameter` indexes the compressor's
-    settings. `sparse` has one entry per variable.
+    settings. `sparse` has one entry per variable. `pieces` (1 except for direct exchanges) and
+    `shares`, which they all have.
     """
 
     partitions: tuple[Partition | None, ...]
@@ -93,6 +100,8 @@ class Drawn:
     in_flight: int
 
     priority: IntArray
+    pieces: IntArray
+    shares: Shares | None
 
     @property
     def identity(self) -> Hashable:
@@ -104,10 +113,11 @@ class Drawn:
             self.cross_step,
             self.ring_order,
             self.in_flight,
+            self.shares,
         )
 
     def table(self) -> IntArray:
-        """The columns that distinguish shards, shape (S, 7)."""
+        """The columns that distinguish shards, shape (S, 8)."""
         columns = (
             self.synchronizer,
             self.compressor,
@@ -116,6 +126,7 @@ class Drawn:
             self.group,
             self.priority,
             self.hierarchical,
+            self.pieces,
         )
         return np.stack(columns, axis=1)
 
@@ -143,6 +154,18 @@ def draw(context: Context, rng: np.random.Generator) -> Drawn:
         hierarchical[:] = _draw_choices(2, owner, rng) * dense
     ring = collective and space.ring_orders_for(context.cluster) and rng.random() < RING
     crossing = space.cross_step and bool(rng.random() < CROSS_STEP)
+    ring_order = random_ring(context.cluster, rng) if ring else None
+    direct = synchronizer == direct_index(space)
+    in_flight = 1
+    if crossing or direct.any():
+        in_flight = int(rng.integers(1, space.in_flight_bound(crossing, bool(direct.any())) + 1))
+    pieces, shares = np.ones(owner.size, dtype=np.int64), None
+    if direct.any():
+        shares = drawn_owners(context.cluster, rng)
+        if rng.random() >= IN_ONE_PIECE:
+            piece_bytes = float(np.exp(rng.uniform(*np.log(PIECE_BYTES))))
+            cut = direct & dense & ~_fed_back(space)[compressor]
+            pieces = pieces_of(shard_bytes, group, cut, piece_bytes)
     return Drawn(
         partitions,
         sparse,
@@ -155,10 +178,33 @@ def draw(context: Context, rng: np.random.Generator) -> Drawn:
         group,
         hierarchical,
         crossing,
-        random_ring(context.cluster, rng) if ring else None,
-        int(rng.integers(1, space.most_in_flight + 1)) if crossing else 1,
+        ring_order,
+        in_flight,
         np.zeros(owner.size, dtype=np.int64),
+        pieces,
+        shares,
     )
+
+
+def direct_index(space: SearchSpace) -> int:
+    """The number of the direct exchange among the space's synchronizers; -1 if it has none."""
+    kinds = space.synchronizers
+    return kinds.index(Synchronizer.DIRECT_EXCHANGE) if space.direct else -1
+
+
+def _fed_back(space: SearchSpace) -> BoolArray:
+    """The compressors that need whole messages, shape (compressors,)."""
+    return np.array([kind.error_feedback for kind in space.compressors])
+
+
+def pieces_of(
+    shard_bytes: IntArray, group: IntArray, cut: BoolArray, piece_bytes: float
+) -> IntArray:
+    """Pieces of each shard's message of about `piece_bytes`, shape (S,); 1 unless it is `cut`."""
+    message = np.where(group >= 0, group, group.max(initial=-1) + 1 + np.arange(group.size))
+    message_bytes = np.bincount(message, weights=shard_bytes)[message]
+    pieces = np.clip(np.ceil(message_bytes / piece_bytes), 1, MOST_PIECES).astype(np.int64)
+    return np.where(cut, pieces, 1)
 
 
 def draw_priorities(drawn: Drawn, rng: np.random.Generator) -> IntArray:

@@ -5,8 +5,8 @@ search space. A strategy has a choice per shard, thousands, from which a Gaussia
 nothing. So a point chooses once for all large variables and once for all small ones. AutoSync's
 constraints (c_lb, c_am) decide the rest, as for random strategies. Points reach every synchronizer,
 compressor and setting, sparse handling, number of parts and of merge groups, hierarchy, the planned
-order, synchronization across steps and rings of hosts. They do not reach mixtures of more than two
-kinds.
+order, synchronization across steps and rings of hosts. Direct exchanges have equal owners, those by
+bandwidth, or one. Points do not reach mixtures of more than two kinds.
 """
 
 from __future__ import annotations
@@ -20,12 +20,21 @@ import numpy as np
 from autotune.arrays import BoolArray, IntArray
 from autotune.cluster import Cluster
 from autotune.rng import generator
-from autotune.sampler.draws import Context, Drawn, merge_groups, placements, shard_bytes_of
+from autotune.sampler.draws import (
+    Context,
+    Drawn,
+    direct_index,
+    merge_groups,
+    pieces_of,
+    placements,
+    shard_bytes_of,
+)
 from autotune.sampler.order import PlannedOrder
 from autotune.sampler.writer import Writer
 from autotune.strategy_space.builders.collectives import MIB, horovod_like
 from autotune.strategy_space.builders.partitions import even_partition
 from autotune.strategy_space.builders.rows import with_rows
+from autotune.strategy_space.moves.owners import by_bandwidth, one_owner
 from autotune.strategy_space.moves.ring import random_ring
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import (
@@ -43,6 +52,9 @@ CYCLE_TIME_S = (1e-3, 100e-3)
 """Horovod, docs/autotune.rst: fusion threshold 0 to 64 MB, cycle time 1 to 100 ms."""
 RINGS = 8
 """Random orders of the hosts that a point can choose from, besides their own."""
+
+PIECE_BYTES = (None, 2**20, 2**18, 2**16)
+"""Sizes of the pieces of direct exchanges; None: one piece."""
 
 Point = Sequence[Any]
 """A value for each dimension."""
@@ -102,6 +114,9 @@ class SpaceChoices:
         rng = generator(seed, "rings of bayes")
         count = RINGS if space.ring_orders_for(cluster) else 0
         orders = [random_ring(cluster, rng) for _ in range(count)]
+        first = int(self._context.ranks[int(self._context.shares.argmax())])
+        owners = [None, by_bandwidth(cluster), one_owner(cluster, first)] if space.direct else []
+        self._owners = list(dict.fromkeys(owners))
         self._rings = list(dict.fromkeys([None, *orders]))
         self._options = self._choices(workload, cluster, space)
 
@@ -117,7 +132,9 @@ class SpaceChoices:
             "sparse": len(space.sparse) if sparse else 1,
             "hierarchical": 1 + space.hierarchy_for(cluster),
             "cross_step": 1 + space.cross_step,
-            "in flight": space.most_in_flight if space.cross_step else 1,
+            "in flight": space.in_flight_bound(space.cross_step, space.direct),
+            "owners": len(self._owners),
+            "pieces": len(PIECE_BYTES) if space.direct else 1,
             "planned order": 2,
             "ring": len(self._rings),
         }
@@ -163,6 +180,11 @@ class SpaceChoices:
         )
         rooted = np.array([kind in ROOTED for kind in space.synchronizers])[synchronizer]
         wanted = min(round(space.max_groups**groups), int((~rooted).sum()))
+        group = merge_groups(shard_bytes, ~rooted, wanted)
+        crossing, direct = bool(chosen.get("cross_step", 0)), synchronizer == direct_index(space)
+        piece_bytes = PIECE_BYTES[chosen.get("pieces", 0)]
+        whole = np.array([kind.error_feedback for kind in space.compressors])[compressor]
+        most = space.in_flight_bound(crossing, bool(direct.any()))
         drawn = Drawn(
             partitions,
             sparse,
@@ -172,12 +194,14 @@ class SpaceChoices:
             compressor,
             parameter,
             placements(context, shard_bytes, rooted, generator(self._seed, "servers of bayes")),
-            merge_groups(shard_bytes, ~rooted, wanted),
+            group,
             np.full(owner.size, chosen.get("hierarchical", 0), dtype=np.int64) * dense,
-            bool(chosen.get("cross_step", 0)),
+            crossing,
             None if rooted.all() else self._rings[chosen.get("ring", 0)],
-            1 + chosen.get("in flight", 0) if chosen.get("cross_step", 0) else 1,
+            min(1 + chosen.get("in flight", 0), most),
             np.zeros(owner.size, dtype=np.int64),
+            pieces_of(shard_bytes, group, direct & dense & ~whole, piece_bytes or np.inf),
+            self._owners[chosen.get("owners", 0)] if direct.any() else None,
         )
         if not chosen["planned order"]:
             return drawn

@@ -19,7 +19,7 @@ from autotune.costs.issue_order import planned_order
 from autotune.costs.row_traffic import ROW_NUMBER_BYTES, collective_share
 from autotune.costs.sync_cost import MessageKind, Rates
 from autotune.costs.timing import needed_times_s, ready_times_s
-from autotune.sampler.draws import Context, Drawn
+from autotune.sampler.draws import Context, Drawn, direct_index
 from autotune.strategy_space.compressors import INT8_BLOCK
 from autotune.strategy_space.space import CompressorSetting
 from autotune.strategy_space.strategy import Compressor, SparseHandling
@@ -50,13 +50,19 @@ class PlannedOrder:
         ready_s, needed_s = np.zeros(count), np.full(count, np.inf)
         np.maximum.at(ready_s, message, self.ready_s[owner])
         np.minimum.at(needed_s, message, self.needed_s[owner])
-        columns = (drawn.synchronizer, drawn.placement, drawn.hierarchical, owner)
+        columns = (drawn.synchronizer, drawn.placement, drawn.hierarchical, owner, drawn.pieces)
         rows = np.column_stack([column[first] for column in columns]).tolist()
-        synchronizers = self.space.synchronizers
+        synchronizers, direct = self.space.synchronizers, direct_index(self.space)
         kinds = [
-            MessageKind(synchronizers[kind], None if rank < 0 else rank, bool(two_level), sparse)
-            for kind, rank, two_level, variable in rows
-            for sparse in (drawn.sparse[variable],)
+            MessageKind(
+                synchronizers[kind],
+                None if rank < 0 else rank,
+                bool(two_level),
+                drawn.sparse[variable],
+                shares=drawn.shares if kind == direct else None,
+                pieces=pieces,
+            )
+            for kind, rank, two_level, variable, pieces in rows
         ]
         wire_bytes = np.zeros(count)
         np.add.at(wire_bytes, message, self._wire_bytes(drawn))
@@ -72,7 +78,7 @@ class PlannedOrder:
         code = drawn.group.copy()
         compressed = (drawn.compressor, drawn.parameter)
         dtype = self.dtype[drawn.owner]
-        for column in (drawn.synchronizer, *compressed, drawn.hierarchical, dtype):
+        for column in (drawn.synchronizer, *compressed, drawn.hierarchical, drawn.pieces, dtype):
             code = code * (int(column.max()) + 1) + column
         alone = (drawn.group < 0) | ~dense
         code[alone] = -1 - np.arange(int(alone.sum()))

@@ -8,7 +8,8 @@ import numpy as np
 
 from autotune.arrays import IntArray
 from autotune.sampler.draws import Context, Drawn
-from autotune.strategy_space.strategy import Shard, Strategy, VariableStrategy
+from autotune.strategy_space.shares import Shares
+from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer, VariableStrategy
 
 KEPT_SHARDS = 100_000  # distinct ones in the cache
 
@@ -22,6 +23,7 @@ class Writer:
         self.by_name = sorted(range(len(names)), key=names.__getitem__)
         self.settings = [context.space.settings_of(kind) for kind in context.space.compressors]
         self._shards: dict[bytes, Shard] = {}
+        self._owners: dict[Shares | None, int] = {}
 
     def written(self, drawn: Drawn) -> Strategy:
         variables, partitions, sparse = (
@@ -29,7 +31,9 @@ class Writer:
             drawn.partitions,
             drawn.sparse,
         )
-        shards = self._shards_of(drawn.table())
+        number = self._owners.setdefault(drawn.shares, len(self._owners))
+        table = drawn.table()
+        shards = self._shards_of(np.column_stack([table, np.full(len(table), number)]))
         ends = np.searchsorted(drawn.owner, np.arange(-1, len(partitions)), side="right").tolist()
         choices = [
             VariableStrategy(
@@ -44,16 +48,19 @@ class Writer:
         """One shard per row; equal rows share an object."""
         if len(self._shards) > KEPT_SHARDS:
             self._shards.clear()
+        shares = list(self._owners)
         known = self._shards
         text, width = table.tobytes(), table.itemsize * table.shape[1]
         keys = [text[start : start + width] for start in range(0, len(text), width)]
         for number, key in enumerate(keys):
             if key not in known:
-                known[key] = self._shard(*table[number].tolist())
+                *columns, owners = table[number].tolist()
+                known[key] = self._shard(shares[owners], *columns)
         return tuple([known[key] for key in keys])
 
     def _shard(
         self,
+        shares: Shares | None,
         synchronizer: int,
         compressor: int,
         parameter: int,
@@ -61,10 +68,12 @@ class Writer:
         group: int,
         priority: int,
         hierarchical: int,
+        pieces: int,
     ) -> Shard:
         setting = self.settings[compressor][parameter]
+        kind = self.context.space.synchronizers[synchronizer]
         return Shard(
-            self.context.space.synchronizers[synchronizer],
+            kind,
             setting.compressor,
             None if placement < 0 else placement,
             None if group < 0 else group,
@@ -72,4 +81,6 @@ class Writer:
             bool(hierarchical),
             setting.ratio,
             setting.rank,
+            shares=shares if kind is Synchronizer.DIRECT_EXCHANGE else None,
+            pieces=pieces,
         )

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
 from autotune.strategy_space.strategy import (
+    MOST_DIRECT_IN_FLIGHT,
     MOST_IN_FLIGHT,
     SPARSE_SYNCHRONIZERS,
     Compressor,
@@ -59,9 +60,10 @@ class SearchSpace:
     strategy may have more, as DDP's buckets of a large model do. `top_k_ratios` (shares of the
     elements) and `power_sgd_ranks` (PowerSGD, NeurIPS 2019, sec. 5) are compressor parameters. By
     default they are those whose convergence a test shows.
-    `most_in_flight` bounds `Strategy.in_flight`. `cross_step_refused`: why the script cannot
-    synchronize across steps. `op_fusions`: sets of ops of which a strategy may have one choice.
-    `dense_rows`: whether sparse gradients may be sent dense. If not, all synchronizers carry rows.
+    `most_in_flight` bounds `Strategy.in_flight` without direct exchanges. `cross_step_refused`: why
+    the script cannot synchronize across steps. `op_fusions`: sets of ops of which a strategy may
+    have one choice. `dense_rows`: whether sparse gradients may be sent dense. If not, all
+    synchronizers carry rows.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -181,6 +183,17 @@ class SearchSpace:
         unequal = len(links) > 1 or bool(cluster.pair_links)
         return self.ring_orders and len(cluster.hosts) > 3 and unequal
 
+    def in_flight_bound(self, cross_step: bool, direct: bool) -> int:
+        """Return the most messages in flight, or pieces of direct exchanges if there are any."""
+        if direct:
+            return MOST_DIRECT_IN_FLIGHT
+        return self.most_in_flight if cross_step else 1
+
+    @property
+    def direct(self) -> bool:
+        """Whether a strategy may exchange directly."""
+        return Synchronizer.DIRECT_EXCHANGE in self.synchronizers
+
     def handlings_for(self, synchronizers: Iterable[Synchronizer]) -> tuple[SparseHandling, ...]:
         """Ways to send a sparse gradient whose shards all use `synchronizers`."""
         used = set(synchronizers)
@@ -209,9 +222,10 @@ class SearchSpace:
                 self.cross_step_refused
                 or "the space has no synchronization across steps, but the strategy uses it"
             )
-        if strategy.in_flight > self.most_in_flight:
+        most = self.in_flight_bound(strategy.cross_step, strategy.direct)
+        if strategy.in_flight > most:
             return (
-                f"the space has at most {self.most_in_flight} messages in flight, "
+                f"the space has at most {most} messages in flight, "
                 f"but the strategy {strategy.in_flight}"
             )
         if strategy.ring_order is not None and not self.ring_orders:

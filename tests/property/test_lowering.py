@@ -111,7 +111,9 @@ def workloads(draw: st.DrawFn) -> Workload:
     return Workload("m", tuple(variables), (), *step, threads=threads)
 
 
-ALL = replace(SearchSpace.default(lossy=True), min_partition_bytes=0)
+ALL = replace(
+    SearchSpace.default(lossy=True), min_partition_bytes=0, synchronizers=tuple(Synchronizer)
+)
 ONE_STEP = SearchSpace(
     (Synchronizer.ALL_REDUCE,), min_partition_bytes=0, cross_step=True, most_in_flight=1
 )

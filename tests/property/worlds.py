@@ -18,6 +18,7 @@ from autotune.strategy_space.strategy import (
     SPARSE_SYNCHRONIZERS,
     Compressor,
     SparseHandling,
+    Synchronizer,
 )
 from autotune.workload import DTYPE_BYTES, Variable, Workload
 
@@ -50,13 +51,7 @@ def clusters(draw):
 @st.composite
 def spaces(draw):
     return SearchSpace(
-        tuple(
-            draw(
-                st.lists(
-                    st.sampled_from(SearchSpace.default().synchronizers), min_size=1, unique=True
-                )
-            )
-        ),
+        tuple(draw(st.lists(st.sampled_from(list(Synchronizer)), min_size=1, unique=True))),
         (Compressor.NONE, *draw(st.lists(st.sampled_from(list(Compressor)[1:]), unique=True))),
         min_partition_bytes=draw(st.sampled_from([0, 50, 100_000])),
         max_shards=draw(st.integers(1, 6)),

@@ -15,9 +15,12 @@ import numpy as np
 
 from autotune.cluster import Cluster
 from autotune.costs.issue_order import MessageTimes
+from autotune.strategy_space.builders.direct import PIECE_BYTES
 from autotune.strategy_space.builders.servers import least_loaded
 from autotune.strategy_space.constraints import servers_of
+from autotune.strategy_space.moves.owners import by_bandwidth
 from autotune.strategy_space.plan import Plan, cut, message_of, plan
+from autotune.strategy_space.shares import MOST_PIECES
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import (
     ROOTED,
@@ -27,7 +30,6 @@ from autotune.strategy_space.strategy import (
     Strategy,
     Synchronizer,
     VariableStrategy,
-    in_flight_error,
 )
 from autotune.workload import Workload
 
@@ -116,14 +118,12 @@ class Draft:
             in_order = tuple(shards[position, number] for number in range(self.shards_of(position)))
             partition, sparse = self.partitions[position], self.sparse[position]
             choices.append(VariableStrategy(variable.name, in_order, partition, sparse))
-        direct = any(m.shard.synchronizer is Synchronizer.DIRECT_EXCHANGE for m in self.messages)
-        too_many = in_flight_error(self.in_flight, self.cross_step, direct)
-        in_flight = 1 if too_many else self.in_flight
+        most = self.space.in_flight_bound(self.cross_step, bool(self.direct()))
         return Strategy(
             tuple(choices),
             self.cross_step,
             self.ring_order,
-            in_flight=in_flight,
+            in_flight=min(self.in_flight, most),
             op_fusion=self.op_fusion,
         )
 
@@ -169,10 +169,22 @@ class Draft:
             placed = self.with_synchronizer(shard, synchronizer, members)
             self.insert(DraftMessage(members, placed, holder.dtype))
 
+    def direct(self) -> list[DraftMessage]:
+        """The messages that are exchanged directly."""
+        return [m for m in self.messages if m.shard.synchronizer is Synchronizer.DIRECT_EXCHANGE]
+
+    def has_pieces(self, shard: Shard, members: list[Member]) -> bool:
+        """Whether a message may be cut into pieces: some compressors and rows need all of it."""
+        dense = all(self.sparse[position] is SparseHandling.DENSE for position, _ in members)
+        return dense and not shard.compressor.error_feedback
+
     def with_synchronizer(
         self, shard: Shard, synchronizer: Synchronizer, members: list[Member]
     ) -> Shard:
-        """`shard` with another synchronizer; a rooted one serves where it would finish first."""
+        """`shard` with another synchronizer; a rooted one serves where it would finish first.
+
+        A new direct exchange has owners by bandwidth, and pieces by its size.
+        """
         placement = None
         if synchronizer in ROOTED:
             taken = set(members)
@@ -184,13 +196,16 @@ class Draft:
             size = sum(self.shard_bytes(member) for member in members)
             server = least_loaded(list(loads.values()), self.servers.shares, size)
             placement = self.servers.ranks[server]
-        direct = synchronizer is Synchronizer.DIRECT_EXCHANGE
+        shares, pieces = None, 1
+        if synchronizer is Synchronizer.DIRECT_EXCHANGE is shard.synchronizer:
+            shares, pieces = shard.shares, shard.pieces
+        elif synchronizer is Synchronizer.DIRECT_EXCHANGE:
+            shares = by_bandwidth(self.cluster, shard.hierarchical)
+            if self.has_pieces(shard, members):
+                size = sum(self.shard_bytes(member) for member in members)
+                pieces = min(max(size // PIECE_BYTES, 1), MOST_PIECES)
         return replace(
-            shard,
-            synchronizer=synchronizer,
-            placement=placement,
-            shares=shard.shares if direct else None,
-            pieces=shard.pieces if direct else 1,
+            shard, synchronizer=synchronizer, placement=placement, shares=shares, pieces=pieces
         )
 
     def make_dense(self, members: list[Member]) -> None:

@@ -13,7 +13,9 @@ import numpy as np
 from autotune.cluster import Cluster
 from autotune.strategy_space.builders.partitions import even_partition
 from autotune.strategy_space.moves.draft import Draft, DraftMessage, Member
+from autotune.strategy_space.moves.owners import changed_owners
 from autotune.strategy_space.moves.ring import random_ring, swapped_ring
+from autotune.strategy_space.shares import MOST_PIECES
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import (
     ROOTED,
@@ -254,16 +256,47 @@ def _switch_cross_step(draft: Draft) -> bool:
 
 
 def _switch_in_flight(draft: Draft) -> bool:
-    """Change the messages in flight across steps.
+    """Change the messages in flight across steps, or the pieces of direct exchanges.
 
     More hide each other's latency, and fewer keep to the order.
     """
-    if not draft.cross_step or draft.space.most_in_flight < 2:
+    most = draft.space.in_flight_bound(draft.cross_step, bool(draft.direct()))
+    others = [count for count in range(1, most + 1) if count != draft.in_flight]
+    if not others:
         return False
-    counts = range(1, draft.space.most_in_flight + 1)
-    others = [count for count in counts if count != draft.in_flight]
     draft.in_flight = others[draft.pick(len(others))]
     return True
+
+
+def _switch_owners(draft: Draft) -> bool:
+    """Change the owners of all direct exchanges that have the same ones."""
+    direct = draft.direct()
+    if not direct:
+        return False
+    picked = direct[draft.pick(len(direct))].shard
+    shares = changed_owners(draft.cluster, picked.shares, picked.hierarchical, draft.rng)
+    if shares == picked.shares:
+        return False
+    for message in direct:
+        if message.shard.shares == picked.shares:
+            message.shard = replace(message.shard, shares=shares)
+    return True
+
+
+def _switch_pieces(draft: Draft) -> bool:
+    """Cut a direct exchange, or all of them, into twice or half as many pieces."""
+    direct = [m for m in draft.direct() if draft.has_pieces(m.shard, m.members)]
+    if not direct:
+        return False
+    chosen = direct if draft.pick(2) == 1 else [direct[draft.pick(len(direct))]]
+    finer = draft.pick(2) == 1
+    changed = False
+    for message in chosen:
+        pieces = message.shard.pieces
+        other = min(2 * pieces, MOST_PIECES) if finer else max(pieces // 2, 1)
+        message.shard = replace(message.shard, pieces=other)
+        changed |= other != pieces
+    return changed
 
 
 def _switch_op_fusion(draft: Draft) -> bool:
@@ -298,6 +331,8 @@ MOVES: tuple[Callable[[Draft], bool], ...] = (
     _switch_ring,
     _switch_cross_step,
     _switch_in_flight,
+    _switch_owners,
+    _switch_pieces,
     _plan_order,
 )
 """Each changes the draft and returns True, or leaves it unchanged and returns False."""
