@@ -50,6 +50,8 @@ class _Steering:
     def change(self, tensorflow: ModuleType, undo: ExitStack) -> None:
         """Let the strategy's class find our workers."""
         from tensorflow.python.distribute import collective_all_reduce_strategy as strategies
+        from tensorflow.python.distribute import parameter_server_strategy as v1_servers
+        from tensorflow.python.distribute import parameter_server_strategy_v2 as v2_servers
         from tensorflow.python.eager import context
 
         from runtime_rewriter.tensorflow.servers import RankPlace
@@ -96,7 +98,17 @@ class _Steering:
             own_service(here, service_type, *values, **settings)
 
         replace_attribute(extended, "__init__", start, undo)
+        for servers in (v1_servers.ParameterServerStrategyV1, v2_servers.ParameterServerStrategyV2):
+            replace_attribute(servers, "__init__", _refuse_servers, undo)
         replace_attribute(context.Context, "configure_coordination_service", patient_service, undo)
+
+
+def _refuse_servers(*arguments: Any, **keywords: Any) -> None:
+    raise InvalidInput(
+        "replicas must train in step, but the servers of tf.distribute.ParameterServerStrategy "
+        "take each worker's gradients as they come; train by MultiWorkerMirroredStrategy, or as on "
+        "one device by `train_step = autotune.distribute(train_step)`"
+    )
 
 
 def _set_config(addresses: Sequence[str], rank: int) -> None:

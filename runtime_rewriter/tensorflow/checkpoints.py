@@ -6,7 +6,7 @@ The files are TensorFlow's checkpoints as `tf.compat.v1.train.Saver` writes and 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,10 @@ import tensorflow as tf
 
 from autotune.errors import InvalidInput
 from runtime_rewriter.tensorflow.distributed_graph import DistributedGraph, PlacedVariable
-from runtime_rewriter.tensorflow.kept_state import KeptState
+from runtime_rewriter.tensorflow.kept_state import KeptState, KeptTensor
+
+MOST_BYTES = 2**28
+"""Of one run: a session copies what it moves several times, and a message ends at 2 GiB."""
 
 
 def scatter(session: Any, graph: DistributedGraph, values: Mapping[str, np.ndarray]) -> None:
@@ -26,21 +29,18 @@ def scatter(session: Any, graph: DistributedGraph, values: Mapping[str, np.ndarr
     missing = sorted({one.variable for one in graph.variables} - set(values))
     if missing:
         raise InvalidInput(f"a checkpoint needs every variable, but lacks {missing[0]!r}")
-    fed = {one.placeholder: one.part_of(values[one.variable]) for one in graph.variables}
-    fed |= {one.placeholder: one.initial for one in graph.kept}
-    assigns = [one.assign for one in graph.variables] + [one.assign for one in graph.kept]
-    session.run(assigns, fed)
+    given = [(one, one.part_of(values[one.variable])) for one in graph.variables]
+    _assign(session, [*given, *((one, one.initial) for one in graph.kept)])
 
 
 def scatter_kept(session: Any, graph: DistributedGraph, state: KeptState) -> None:
     """Let compressors continue with the state of an earlier graph."""
-    fed = {one.placeholder: state.given(one) for one in graph.kept}
-    session.run([one.assign for one in graph.kept], fed)
+    _assign(session, [(one, state.given(one)) for one in graph.kept])
 
 
 def gather_kept(session: Any, graph: DistributedGraph, state: KeptState) -> None:
     """Read the state of compressors into `state`."""
-    state.take(graph.kept, session.run([one.value for one in graph.kept]))
+    state.take(graph.kept, _fetched(session, [one.value for one in graph.kept]))
 
 
 def gather(session: Any, graph: DistributedGraph) -> dict[str, np.ndarray]:
@@ -50,9 +50,36 @@ def gather(session: Any, graph: DistributedGraph) -> dict[str, np.ndarray]:
     """
     held = [one for one in graph.variables if one.authoritative]
     parts: dict[str, list[tuple[PlacedVariable, np.ndarray]]] = defaultdict(list)
-    for one, value in zip(held, session.run([one.value for one in held]), strict=True):
+    for one, value in zip(held, _fetched(session, [one.value for one in held]), strict=True):
         parts[one.variable].append((one, value))
     return {name: _joined(found) for name, found in parts.items()}
+
+
+def _assign(session: Any, given: Sequence[tuple[PlacedVariable | KeptTensor, np.ndarray]]) -> None:
+    for first, end in _chunks([value.nbytes for _, value in given]):
+        some = given[first:end]
+        session.run([one.assign for one, _ in some], {one.placeholder: v for one, v in some})
+
+
+def _fetched(session: Any, tensors: Sequence[str]) -> list[np.ndarray]:
+    values: list[np.ndarray] = []
+    found = [session.graph.get_tensor_by_name(name) for name in tensors]
+    sizes_bytes = [(one.shape.num_elements() or 0) * one.dtype.size for one in found]
+    for first, end in _chunks(sizes_bytes):
+        values += session.run(tensors[first:end])
+    return values
+
+
+def _chunks(sizes_bytes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ranges (first, end) of at most `MOST_BYTES` each, or of one."""
+    first = total = 0
+    for place, size_bytes in enumerate(sizes_bytes):
+        if place > first and total + size_bytes > MOST_BYTES:
+            yield first, place
+            first, total = place, 0
+        total += size_bytes
+    if sizes_bytes:
+        yield first, len(sizes_bytes)
 
 
 def _joined(parts: list[tuple[PlacedVariable, np.ndarray]]) -> np.ndarray:

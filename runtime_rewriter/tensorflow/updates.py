@@ -102,7 +102,8 @@ class Updates:
         """Return `writers` and the nodes whose data only they use."""
         view = self.training.view
         ends = {fetch.node for fetch in self.training.fetches.values()}
-        nodes = view.upstream(writers, control=False) - self._before_gradients - ends
+        before = self._before_gradients
+        nodes = view.upstream(writers, control=False, stop=before) - before - ends
         nodes = {
             name for name in nodes if view.nodes[name].op not in ("VarHandleOp", "Placeholder")
         }

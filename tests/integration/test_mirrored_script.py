@@ -170,3 +170,4 @@ def test_steps_that_are_no_single_call_are_refused_with_what_to_write(pair) -> N
         assert "it sums gradients several times" in noted["twice"]
         assert "summed in a loop or branch" in noted["loop"]
         assert "decorate the function with @tf.function" in noted["eager"]
+        assert "train in step, but the servers of tf.distribute.P" in noted["servers"]

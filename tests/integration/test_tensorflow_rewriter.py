@@ -24,6 +24,7 @@ from tensorflow_programs import (
     gradientless_step,
     python_step,
     rewritten_steps,
+    session,
     small_resnet,
     small_transformer,
     table_step,
@@ -41,6 +42,7 @@ from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
 from autotune.zoo.architectures import workload as zoo
+from runtime_rewriter.tensorflow import checkpoints
 from runtime_rewriter.tensorflow.between_graph import graph_of_rank
 from runtime_rewriter.tensorflow.capture import capture_function
 from runtime_rewriter.tensorflow.distribute import distribute
@@ -162,6 +164,29 @@ def test_a_checkpoint_moves_between_plans_and_the_program():
     continued = averaged_steps(program, trained.batches, REPLICAS)
     expected = averaged_steps(trained.program, trained.batches, REPLICAS)
     assert_close(dict(zip(names, continued.values(), strict=True)), expected, TOLERANCE)
+
+
+def test_a_run_moves_a_limited_number_of_bytes(monkeypatch):
+    monkeypatch.setattr(checkpoints, "MOST_BYTES", 300)
+    program = two_layers(Adam(1e-2))
+    training, start = program.capture(), {n: v.numpy() for n, v in program.variables.items()}
+    planned = _planned("uneven_partitioned_ps", workload_of(training, "model"))
+    graph = distribute(training, planned, DEVICES[:2])
+    moved = []
+    with session(graph) as running:
+        run = running.run
+
+        def counted(fetches, fed=None):
+            result = run(fetches, fed)
+            moved.append(sum(value.nbytes for value in (fed.values() if fed else result)))
+            return result
+
+        running.run = counted
+        checkpoints.scatter(running, graph, start)
+        found = checkpoints.gather(running, graph)
+    assert max(moved) <= max(300, *(value.nbytes for value in start.values()))
+    assert sum(moved) > 600 and found.keys() == start.keys()
+    assert_close(found, start, 0.0)
 
 
 def test_replicas_read_dense_variables_at_their_servers():

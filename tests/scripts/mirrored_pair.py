@@ -151,6 +151,7 @@ def refused_steps() -> dict[str, str]:
         "twice": refusal(tf.function(lambda: strategy.run(replica_step, args=(2,)))),
         "loop": refusal(tf.function(epoch)),
         "eager": refusal(lambda: strategy.run(replica_step, args=(1,))),
+        "servers": refusal(lambda: tf.distribute.ParameterServerStrategy(None)),
     }
 
 
