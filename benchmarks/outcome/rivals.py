@@ -1,8 +1,9 @@
 """The rivals, each a family of settings; all run as strategies of our runtime but torch's own DDP.
 
 Every family is tuned with as many trials as our own search gets (`benchmarks.outcome.sweeps`). Our
-one-shot builder is a family of one: the planned order across the step, without a search. Sparse
-gradients travel as rows, as torch's DDP sends them. Dense gradients would slow every rival.
+one-shot builder is a family of one: the planned order across the step, without a search. Servers
+and ZeRO's reduce-scatters exchange directly, which is faster than gloo's stars and collectives.
+Sparse gradients travel as rows, as torch's DDP sends them. Dense gradients would slow every rival.
 """
 
 from __future__ import annotations
@@ -15,10 +16,16 @@ from autotune.cluster import Cluster
 from autotune.strategy_space.builders import collectives, servers
 from autotune.strategy_space.builders.collectives import MIB
 from autotune.strategy_space.builders.cross_step import cross_step_all_reduce
+from autotune.strategy_space.builders.direct import directly
 from autotune.strategy_space.builders.priority import byte_scheduler_like
 from autotune.strategy_space.builders.rows import with_rows
 from autotune.strategy_space.plan import plan
-from autotune.strategy_space.strategy import MOST_IN_FLIGHT, Strategy, VariableStrategy
+from autotune.strategy_space.strategy import (
+    MOST_DIRECT_IN_FLIGHT,
+    MOST_IN_FLIGHT,
+    Strategy,
+    VariableStrategy,
+)
 from autotune.workload import Workload
 
 BUCKET_CAPS_MIB = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0)
@@ -31,6 +38,8 @@ PIECES_MIB = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 BUCKETS_MIB = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 50.0)
 CREDITS = tuple(range(1, MOST_IN_FLIGHT + 1))
 """Messages in flight."""
+DIRECT_CREDITS = (2, 4, MOST_DIRECT_IN_FLIGHT)
+"""Pieces of direct exchanges in flight."""
 DDP, DDP_DEFAULT = "DDP", "DDP, default"
 DDP_SWEPT = "default"
 BYTE_SCHEDULER, BYTEPS = "ByteScheduler-like", "BytePS-like"
@@ -55,10 +64,7 @@ def families(
         BYTE_SCHEDULER: _byte_scheduler(workload, cluster),
         BYTEPS: _byteps(workload, cluster),
         HIERARCHICAL: _hierarchical(workload, cluster),
-        ZERO2: {
-            f"{cap:g} MiB": collectives.reduce_scatter_all_gather(workload, *_both(cap))
-            for cap in sorted(BUCKETS_MIB, reverse=True)
-        },
+        ZERO2: _zero2(workload, cluster),
         SERVERS: _servers(workload, cluster),
         ONE_SHOT: {"planned order": cross_step_all_reduce(workload, cluster)},
     }
@@ -121,17 +127,28 @@ def _byte_scheduler(workload: Workload, cluster: Cluster) -> Settings:
 
 def _byteps(workload: Workload, cluster: Cluster) -> Settings:
     """Piece size and credit, within the step (its optimizer) and across it (CrossBarrier)."""
+    default = servers.byteps_like(workload, cluster)
+    across = servers.byteps_across_steps(workload, cluster)
+    unlimited = DIRECT_CREDITS[-1]  # its credit is off by default
     settings = {
-        "its default": servers.byteps_like(workload, cluster),
-        f"its default, {ACROSS}": servers.byteps_across_steps(workload, cluster),
+        "its default": directly(default, workload, cluster, unlimited),
+        f"its default, {ACROSS}": directly(across, workload, cluster, unlimited),
     }
-    for mib in PIECES_MIB:
-        within = servers.byteps_like(workload, cluster, int(mib * MIB))
-        settings[f"{mib:g} MiB"] = within
-        for credit in CREDITS:
-            settings[f"{mib:g} MiB, {ACROSS}, {credit} in flight"] = replace(
-                within, cross_step=True, in_flight=credit
-            )
+    for mib, credit in product(PIECES_MIB, DIRECT_CREDITS):
+        served = servers.byteps_like(workload, cluster, int(mib * MIB))
+        within = directly(served, workload, cluster, credit)
+        settings[f"{mib:g} MiB, {credit} in flight"] = within
+        settings[f"{mib:g} MiB, {ACROSS}, {credit} in flight"] = replace(within, cross_step=True)
+    return settings
+
+
+def _zero2(workload: Workload, cluster: Cluster) -> Settings:
+    settings = {}
+    for cap in sorted(BUCKETS_MIB, reverse=True):
+        scattered = collectives.reduce_scatter_all_gather(workload, *_both(cap))
+        for credit in DIRECT_CREDITS:
+            name = f"{cap:g} MiB, {credit} in flight"
+            settings[name] = directly(scattered, workload, cluster, credit)
     return settings
 
 
@@ -162,4 +179,7 @@ def _servers(workload: Workload, cluster: Cluster) -> Settings:
         size = int(mib * MIB)
         settings[f"pieces of {mib:g} MiB"] = servers.served_in_pieces(workload, cluster, size)
         settings[f"buckets of {mib:g} MiB"] = servers.served_in_buckets(workload, cluster, size)
-    return settings
+    return {
+        f"{name}, {credit} in flight": directly(served, workload, cluster, credit)
+        for (name, served), credit in product(settings.items(), DIRECT_CREDITS)
+    }

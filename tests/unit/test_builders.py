@@ -319,6 +319,10 @@ def test_seeds_exchange_directly_where_the_space_can():
     direct = {Synchronizer.DIRECT_EXCHANGE}
     for name in ("parameter_server", "byteps_like", "reduce_scatter_all_gather_25mib"):
         assert synchronizers(seeds[name]) == direct, name
+    table = model((300, 200), Variable("t", (9000, 64), sparse=True, touched_rows=90))
+    rows = dict(registry.seed_strategies(table, FOUR, space))["parameter_server, rows"]
+    assert rows.by_name["t"].sparse is SparseHandling.GATHER_SCATTER
+    assert [shard.pieces for shard in rows.by_name["t"].shards] == [1]
     star = replace(space, synchronizers=(REDUCE, Synchronizer.PARAMETER_SERVER))
     stars = dict(registry.seed_strategies(KB, FOUR, star))
     assert synchronizers(stars["byteps_like"]) == {Synchronizer.PARAMETER_SERVER}

@@ -143,8 +143,8 @@ def test_the_sweep_has_the_buckets_of_torch_for_each_bucket_cap(model: str):
 def test_schedulers_send_four_megabyte_pieces_and_earlier_layers_overtake():
     workload, cluster = on("vgg")
     rivals = families(workload, cluster)
-    servers, all_reduce = Synchronizer.PARAMETER_SERVER, Synchronizer.ALL_REDUCE
-    for name, synchronizer in ((BYTEPS, servers), (BYTE_SCHEDULER, all_reduce)):
+    direct, all_reduce = Synchronizer.DIRECT_EXCHANGE, Synchronizer.ALL_REDUCE
+    for name, synchronizer in ((BYTEPS, direct), (BYTE_SCHEDULER, all_reduce)):
         messages = plan(rivals[name]["its default"], workload, 4).messages
         assert {message.synchronizer for message in messages} == {synchronizer}
         assert max(message.grad_bytes for message in messages) <= 4 * 2**20
@@ -155,15 +155,16 @@ def test_schedulers_send_four_megabyte_pieces_and_earlier_layers_overtake():
 
 def test_servers_in_turn_hold_as_many_variables_each():
     workload, cluster = on("vgg")
-    messages = plan(families(workload, cluster)[SERVERS]["in turn"], workload, 4).messages
-    owners = {message.slices[0].variable: message.owner for message in messages}
+    settings = families(workload, cluster)[SERVERS]
+    messages = plan(settings["in turn, 4 in flight"], workload, 4).messages
+    owners = {message.slices[0].variable: message.shares.index(1.0) for message in messages}
     backwards = [owners[variable.name] for variable in reversed(workload.variables)]
     assert backwards == [turn % 4 for turn in range(32)]
 
 
 def test_sparse_gradients_travel_as_rows_by_the_way_that_fits_the_synchronizer():
     rivals = families(*on("embedding"))
-    bucket, server = rivals[DDP][DDP_SWEPT], rivals[SERVERS]["balanced"]
+    bucket, server = rivals[DDP][DDP_SWEPT], rivals[SERVERS]["balanced, 2 in flight"]
     assert bucket.by_name["table.weight"].sparse is SparseHandling.ALL_GATHER
     assert server.by_name["table.weight"].sparse is SparseHandling.GATHER_SCATTER
 

@@ -29,5 +29,6 @@ def _as_rows(choice: VariableStrategy) -> VariableStrategy:
     used = {shard.synchronizer for shard in choice.shards}
     for handling in (SparseHandling.ALL_GATHER, SparseHandling.GATHER_SCATTER):
         if used <= set(SPARSE_SYNCHRONIZERS[handling]):
-            return replace(choice, sparse=handling)
+            shards = tuple(replace(shard, pieces=1) for shard in choice.shards)
+            return replace(choice, shards=shards, sparse=handling)
     return choice
