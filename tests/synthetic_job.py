@@ -59,10 +59,10 @@ QUALITY = (
 
 
 def job_spec(**settings: object) -> JobSpec:
-    """A small job; `settings` override its fields."""
+    """A small job, without a descent at its end; `settings` override its fields."""
     values: dict[str, object] = {"command": COMMAND, "workers": 2, "max_trials": 12, "top_k": 4}
     values |= {"reference_every": 4, "ab_pairs": 6, "finalists": 2}
-    values |= {"timed_steps": 4, "most_steps": 12}
+    values |= {"timed_steps": 4, "most_steps": 12, "descent": 0.0}
     return JobSpec.from_data(values | settings | {"cluster": Cluster.local(2).to_data()})
 
 
@@ -111,16 +111,25 @@ class SyntheticWorld:
             software = {"torch": "2.13.0", "python": "3.11"}
             return Profiled(WORKLOAD, spec.cluster, now + 1.0, software)
         if isinstance(instruction, Propose):
-            first = len(history.proposals)
-            numbers = range(first, min(first + instruction.count, self.available))
+            numbers = self._proposed(history, instruction)
             strategies = [strategy(number) for number in numbers]
             proposals = tuple(Proposal(s, "sampled", self._true_s(s.id)) for s in strategies)
-            quality = QUALITY if first else ()
+            quality = QUALITY if history.proposals else ()
             reason = "most accurate on held-out trials"
-            values = (proposals, "linear", reason, 300, quality, now + 0.5)
+            values = (proposals, "linear", reason, 300, quality, now + 0.5, instruction.incumbent)
             return Proposed(instruction.round, *values)
         assert isinstance(instruction, RunTrial)
         return self._run(history, instruction.request)
+
+    def _proposed(self, history: History, instruction: Propose) -> list[int]:
+        """The next numbers; of an incumbent, untried numbers that differ in one bit."""
+        first = len(history.proposals)
+        if not instruction.incumbent:
+            return list(range(first, min(first + instruction.count, self.available)))
+        tried = {trial.request.strategy_id for trial in history.candidates}
+        around = [self.by_id[instruction.incumbent] ^ (1 << bit) for bit in range(5)]
+        untried = [number for number in around if strategy(number).id not in tried]
+        return untried[: instruction.count]
 
     def _run(self, history: History, request: TrialRequest) -> TrialFinished:
         center_s = self._true_s(request.strategy_id) * self.factor(request.number)

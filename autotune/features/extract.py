@@ -23,6 +23,7 @@ from autotune.costs.sync_cost import Rates, message_costs
 from autotune.features.compute_cost import message_cpu_s, overlap_step_s, paper_step_s, taken_share
 from autotune.features.flat import flatten
 from autotune.features.raw import RAW_FEATURES, shard_rows
+from autotune.features.timeline import TimelineFeatures, timeline_features
 from autotune.records import Accelerators
 from autotune.strategy_space.op_fusion import OpFusionChoice
 from autotune.strategy_space.plan import Plan, PlannedStrategy
@@ -42,7 +43,8 @@ class StrategyFeatures:
     `edges` (E, 2): pairs of backward positions, the workload's or the chain of backward neighbours.
     `global_features` (12,).
     `analytic_step_s`: the overlap estimate. `paper_step_s`: the paper's Eq. 1. `replayed_step_s`:
-    the replay of the lowered plan, or None. For times, lower is better.
+    the replay of the lowered plan, or None. `timeline`: its features, or None. For times, lower is
+    better.
     """
 
     strategy: Strategy
@@ -54,6 +56,7 @@ class StrategyFeatures:
     analytic_step_s: float
     paper_step_s: float
     replayed_step_s: float | None = None
+    timeline: TimelineFeatures | None = None
 
     @property
     def strategy_id(self) -> str:
@@ -154,6 +157,13 @@ class Extractor:
     def replayed(self, features: StrategyFeatures, plan: Plan) -> StrategyFeatures:
         """Return the features with `replayed_step_s`."""
         return replace(features, replayed_step_s=self.steps.step_s(plan))
+
+    def described(self, features: StrategyFeatures, plan: Plan) -> StrategyFeatures:
+        """Return the features with `replayed_step_s` and `timeline`."""
+        replayed = self.steps.describe(plan)
+        workload = self.fused.get(plan.op_fusion, self.workload)
+        timeline = timeline_features(replayed, plan, features.analytic_step_s, workload.compute_s)
+        return replace(features, replayed_step_s=replayed.step_s, timeline=timeline)
 
 
 def job_extractor(

@@ -163,7 +163,9 @@ def _execute(
             profile.mirrored,
         )
     if isinstance(instruction, Propose):
-        return proposer.propose(history, instruction.round, instruction.count)
+        return proposer.propose(
+            history, instruction.round, instruction.count, instruction.incumbent
+        )
     request = instruction.request
     planned = history.planned(request.strategy_id)
     plan = planned.plan if planned else None

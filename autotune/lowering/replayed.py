@@ -17,7 +17,7 @@ from autotune.dfg.graph import NONE, Dfg, Kind
 from autotune.dfg.replay import Timeline, replay
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.lower import Lowering
-from autotune.lowering.network import MessageOps
+from autotune.lowering.network import CORES, MessageOps
 from autotune.lowering.plan_memory import PlanMemory
 from autotune.lowering.steady import SteadySteps, steady_steps
 from autotune.strategy_space.plan import Message, Plan
@@ -39,6 +39,20 @@ class Observed:
     start_s: FloatArray
     end_s: FloatArray
     critical: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class ReplayedPlan:
+    """One replayed step and how it used the cluster.
+
+    `start_s`, `end_s` (M,): spans of the messages, from the start of the backward pass.
+    `cores_busy`: share of the step in which the busiest cores work; 0 if none are in the graph.
+    """
+
+    step_s: float
+    start_s: FloatArray
+    end_s: FloatArray
+    cores_busy: float
 
 
 class LoweredSteps:
@@ -86,19 +100,26 @@ class LoweredSteps:
         return self._replay(self._lowering_of(plan).period(plan, self._symmetric))
 
     def observe(self, plan: Plan) -> Observed:
-        lowering = self._lowering_of(plan)
-        dfg, message_ops = lowering.period_with_messages(plan, self._symmetric)
+        timeline, message_ops = self._replayed(plan)
+        message = message_of_op(timeline.dfg, message_ops)
+        start_s, end_s = message_spans(timeline, message, message_ops)
+        on_path = message[critical_ops(timeline)]
+        critical = tuple(dict.fromkeys(on_path[on_path != NONE].tolist()))
+        return Observed(timeline.makespan_s, start_s, end_s, critical)
+
+    def describe(self, plan: Plan) -> ReplayedPlan:
+        """Replay a plan for its features."""
+        timeline, message_ops = self._replayed(plan)
+        message = message_of_op(timeline.dfg, message_ops)
+        start_s, end_s = message_spans(timeline, message, message_ops)
+        return ReplayedPlan(timeline.makespan_s, start_s, end_s, cores_busy(timeline))
+
+    def _replayed(self, plan: Plan) -> tuple[Timeline, MessageOps]:
+        dfg, message_ops = self._lowering_of(plan).period_with_messages(plan, self._symmetric)
         timeline = self._replay(dfg)
         self.replayed += 1
         self._remember(plan, timeline)
-        message = message_of_op(dfg, message_ops)
-        sends = (message != NONE) & (dfg.kind != Kind.VIRTUAL)
-        start_s = np.full(len(plan.messages), np.inf)
-        np.minimum.at(start_s, message[sends], timeline.start_s[sends])
-        end_s = timeline.end_s[message_ops.ends]
-        on_path = message[critical_ops(timeline)]
-        critical = tuple(dict.fromkeys(on_path[on_path != NONE].tolist()))
-        return Observed(timeline.makespan_s, np.minimum(start_s, end_s), end_s, critical)
+        return timeline, message_ops
 
     def sync_s(self, messages: Sequence[Message], limit: int | None, in_flight: int = 1) -> float:
         """Partial replay: these messages alone, all issued at once; bounds as in `Plan`."""
@@ -128,6 +149,30 @@ class LoweredSteps:
 def _key(plan: Plan) -> object:
     """The parts of a plan that decide its step; hashing its id would take longer than a replay."""
     return plan.messages, plan.limit, plan.in_flight, plan.ring_order, plan.op_fusion
+
+
+def message_spans(
+    timeline: Timeline, message: IntArray, message_ops: MessageOps
+) -> tuple[FloatArray, FloatArray]:
+    """(start, end) of each message, shape (M,); `message` (N,) as `message_of_op` returns it."""
+    sends = (message != NONE) & (timeline.dfg.kind != Kind.VIRTUAL)
+    start_s = np.full(len(message_ops.ends), np.inf)
+    np.minimum.at(start_s, message[sends], timeline.start_s[sends])
+    end_s = timeline.end_s[message_ops.ends]
+    return np.minimum(start_s, end_s), end_s
+
+
+def cores_busy(timeline: Timeline) -> float:
+    """Share of the makespan in which the busiest queue of cores works; 0 without such a queue."""
+    dfg = timeline.dfg
+    cores = [number for number, name in enumerate(dfg.names.queues) if name.endswith(CORES)]
+    if not cores or timeline.makespan_s <= 0:
+        return 0.0
+    busy_s = np.zeros(dfg.queues)
+    for column in (dfg.queue, dfg.channel):
+        used = column != NONE
+        np.add.at(busy_s, column[used], timeline.duration_s[used])
+    return float(busy_s[cores].max()) / timeline.makespan_s
 
 
 def message_of_op(dfg: Dfg, message_ops: MessageOps) -> IntArray:

@@ -14,6 +14,7 @@ from autotune.optimizer.coarsen import block_pattern
 from autotune.optimizer.state import Problem, State, planned
 from autotune.rng import generator
 from autotune.strategy_space.builders.partitions import even_partition
+from autotune.strategy_space.moves.choices import Drawn
 from autotune.strategy_space.moves.draft import Draft, DraftMessage, Member
 from autotune.strategy_space.plan import Message, message_of, slices_of
 from autotune.strategy_space.strategy import (
@@ -35,7 +36,7 @@ def draft_of(state: State, problem: Problem) -> Draft:
             problem.workload,
             problem.cluster,
             problem.space,
-            generator(0, "unused"),
+            Drawn(generator(0, "unused")),
             planned(state, problem),
         )
         known.drafted_for = problem

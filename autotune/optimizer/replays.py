@@ -42,6 +42,10 @@ class Replays:
     def plan_of(self, state: State) -> Plan:
         return planned(state, self.problem)
 
+    def workload_of(self, state: State) -> Workload:
+        """The workload with the times of the state's kernels, kept with its lowering."""
+        return self._lowered(state)[0]
+
     def step_s(self, state: State, plan: Plan | None = None) -> float:
         self.whole += 1
         _, steps = self._lowered(state)

@@ -226,18 +226,22 @@ class Search:
                 stale = 0
 
     def _neighbour(self, state: State, rng: np.random.Generator) -> State:
-        strategy, problem = state.strategy, self.problem
+        problem = self.problem
         for _ in range(int(rng.integers(1, 4))):
             problem.deadline.check()
-            strategy = mutate(strategy, problem.workload, problem.cluster, problem.space, rng)
-        return state.with_strategy(strategy)
+            known = self.replays.plan_of(state)
+            strategy = mutate(
+                state.strategy, problem.workload, problem.cluster, problem.space, rng, known
+            )
+            state = state.with_strategy(strategy)
+        return state
 
     def _hidden(self) -> bool:
         """Whether the best step has almost only computation left."""
         best = self.result.best
         if best is None:
             return False
-        compute_s = self.problem.workload_of(best).compute_s
+        compute_s = self.replays.workload_of(best).compute_s
         return self.result.step_s <= compute_s * (1 + HIDDEN)
 
     def _keep(self, state: State, step_s: float, by: str) -> None:

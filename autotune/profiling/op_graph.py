@@ -131,7 +131,7 @@ class OpGraph:
         return Workload(
             self.model,
             variables,
-            edges=self._variable_edges(variables),
+            edges=self._variable_edges,
             forward_s=forward_s,
             backward_s=now_s,
             update_s=self.update_s,
@@ -146,9 +146,14 @@ class OpGraph:
             now_s += fused_s(self.ops[first:after], False)
         return needed_s, now_s
 
-    def _variable_edges(self, variables: tuple[Variable, ...]) -> tuple[tuple[int, int], ...]:
-        """Pairs of variables whose ops are neighbours, not counting ops without variables."""
-        position = {variable.name: at for at, variable in enumerate(variables)}
+    @cached_property
+    def _variable_edges(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of variables whose ops are neighbours, not counting ops without variables.
+
+        Variables are numbered in the order of the backward pass.
+        """
+        in_order = [v.name for op in reversed(self.ops) for v in reversed(op.variables)]
+        position = {name: at for at, name in enumerate(in_order)}
         # per op: the ops with variables that reach it without passing another such op
         nearest: list[frozenset[int]] = []
         pairs: set[tuple[int, int]] = set()

@@ -7,6 +7,7 @@ never proposes it again.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,7 @@ from autotune.simulators.interface import Simulator
 from autotune.strategy_space.builders.registry import seed_strategies
 from autotune.strategy_space.enactable import refusal_reason, scaled_refusal_reason, scaled_space
 from autotune.strategy_space.mirrored import mirrored_space
-from autotune.strategy_space.moves.neighbours import mutate
+from autotune.strategy_space.moves.neighbours import mutate, neighbourhood
 from autotune.strategy_space.plan import Plan, PlannedStrategy
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import OpFusionSets, Strategy
@@ -66,6 +67,13 @@ LATER_LEADERS = 0.5
 With compressors, 0.75 includes all six in a round of eight. Their predicted times differ less than
 the replay's error: with half of them omitted, the best lossless one was never tried.
 """
+PASSED_OVER = 12
+"""Most of the optimizer's strategies that a round keeps for later ones."""
+NEIGHBOURS = 600
+"""Most neighbours of an incumbent that are scored, all by replay."""
+NEAR = 0.05
+"""Neighbours are proposed up to this predicted distance from the incumbent, about the error of the
+replay."""
 BAYESIAN = {Search.BAYES: "the search space", Search.FUSION: "fusion threshold and cycle time"}
 BAYES_ASKS = 20
 """Consecutive known plans of a baseline, each with its known time, before the search ends."""
@@ -106,12 +114,17 @@ class Proposer:
         self._bayes: BayesianSearch | None = None
         self._scorer = Scorer(spec, simulators)
 
-    def propose(self, history: History, round_: int, count: int) -> Proposed:
-        """At most `count` strategies with untried plans; none if the space has nothing new."""
+    def propose(self, history: History, round_: int, count: int, incumbent: str = "") -> Proposed:
+        """At most `count` strategies with untried plans; none if the space has nothing new.
+
+        With the id of an `incumbent`, they are neighbours of this measured strategy.
+        """
         if self._spec.search in BAYESIAN:
             return self._propose_bayes(history, round_)
         left_s = max(0.0, self._spec.max_seconds - history.elapsed_s)
         deadline = Deadline.after(ROUND * left_s, self._clock)
+        if incumbent:
+            return self._propose_neighbours(history, round_, count, incumbent, deadline)
         untried = self._pool(history, round_, deadline)
         pool = untried.candidates
         if not pool:
@@ -132,9 +145,58 @@ class Proposer:
             chosen = self._choose(others, scores.of(rest), left, round_)
             leading += [rest[i] for i in chosen]
         leading += range(scored, len(pool))[: count - len(leading)]
-        proposals = tuple(_proposal(pool[i], history, scores.of_one(i)) for i in leading)
+        proposals = tuple(_scored(pool, scores, i, history) for i in leading)
         reason, quality = _full_reason(scores.reason, untried), scores.quality
-        return Proposed(round_, proposals, scores.ranker, reason, len(pool), quality, 0.0)
+        optimized = [i for i in scores.ranked.tolist() if pool[i].optimized and i not in leading]
+        passed_over = tuple(_scored(pool, scores, i, history) for i in optimized[:PASSED_OVER])
+        return Proposed(
+            round_,
+            proposals,
+            scores.ranker,
+            reason,
+            len(pool),
+            quality,
+            0.0,
+            passed_over=passed_over,
+        )
+
+    def _propose_neighbours(
+        self, history: History, round_: int, count: int, incumbent: str, deadline: Deadline
+    ) -> Proposed:
+        """Propose the neighbours, and strategies passed over, that are predicted to be fastest.
+
+        Those that are predicted to be slower than the incumbent by more than `NEAR` are left out.
+        """
+        assert history.profiled is not None
+        workload, cluster = history.profiled.workload, history.profiled.cluster
+        start = history.planned(incumbent)
+        assert start is not None, "the current setup is no incumbent"
+        pool = _Pool({trial.plan_id for trial in history.trials if trial.plan_id is not None})
+        with collection_paused():
+            self._add(pool, _passed_over(history), history, NO_DEADLINE, optimized=True)
+            around = neighbourhood(start.strategy, workload, cluster, self._space(history))
+            around = islice(around, NEIGHBOURS)
+            found = (("neighbour", strategy) for strategy in around)
+            self._add(pool, found, history, deadline.share(0.5))
+        what = f"neighbours of {incumbent}, each to be compared with it"
+        if not pool.candidates:
+            reason = _full_reason(f"{what}: all were tried", pool)
+            return Proposed(round_, (), "none", reason, 0, (), 0.0, incumbent)
+        # The incumbent is scored with its neighbours, so that predictions compare.
+        candidates = [Candidate(start, "incumbent", optimized=True), *pool.candidates]
+        scores = self._scorer.score(
+            history, candidates, deadline.share(SCORING), replayed=NEIGHBOURS
+        )
+        pool.cut_short |= len(scores.ranked) < len(candidates)
+        assert scores.predicted_s is not None, "only a guided search descends"
+        most_s = (1 + NEAR) * float(scores.predicted_s[0])
+        chosen = [i for i in scores.ranked.tolist() if i and scores.predicted_s[i] <= most_s]
+        proposals = tuple(_scored(candidates, scores, i, history) for i in chosen[:count])
+        reason = _full_reason(f"{what}; {scores.reason}", pool)
+        considered, quality = len(pool.candidates), scores.quality
+        return Proposed(
+            round_, proposals, scores.ranker, reason, considered, quality, 0.0, incumbent
+        )
 
     def _pool(self, history: History, round_: int, deadline: Deadline) -> _Pool:
         """Collect distinct untried plans that can be enacted.
@@ -155,6 +217,7 @@ class Proposer:
                 seconds = deadline.share(0.5).left_s
                 found, pool.cut_short = self._searched(history, space, parents, round_, seconds)
                 self._add(pool, found, history, NO_DEADLINE, optimized=True)
+                self._add(pool, _passed_over(history), history, NO_DEADLINE, optimized=True)
             sampling = deadline.share(0.5)
             if self._spec.search is not Search.RANDOM:
                 seeds = seed_strategies(workload, cluster, space)
@@ -387,10 +450,33 @@ def _other_fusions(
                 yield f"{origin}, {name}", replace(strategy, op_fusion=sets)
 
 
-def _proposal(candidate: Candidate, history: History, predicted_s: float | None = None) -> Proposal:
+def _passed_over(history: History) -> Iterator[tuple[str, Strategy]]:
+    """What the optimizer found in earlier rounds and no round proposed, by its first prediction."""
+    known: dict[str, Proposal] = {}
+    for proposed in history.rounds:
+        for proposal in proposed.passed_over:
+            known.setdefault(proposal.strategy.id, proposal)
+    for proposal in sorted(known.values(), key=lambda one: one.predicted_s or math.inf):
+        yield proposal.origin, proposal.strategy
+
+
+def _proposal(
+    candidate: Candidate,
+    history: History,
+    predicted_s: float | None = None,
+    predicted_sd: float | None = None,
+) -> Proposal:
     """The proposal as it is stored; the history keeps its plan."""
     history.keep_plan(candidate.planned)
-    return Proposal(candidate.planned.strategy, candidate.origin, predicted_s)
+    return Proposal(candidate.planned.strategy, candidate.origin, predicted_s, predicted_sd)
+
+
+def _scored(
+    candidates: Sequence[Candidate], scores: Scores, number: int, history: History
+) -> Proposal:
+    """The proposal of a candidate with its prediction."""
+    predicted_s, predicted_sd = scores.of_one(number), scores.sd_of_one(number)
+    return _proposal(candidates[number], history, predicted_s, predicted_sd)
 
 
 def _full_reason(reason: str, pool: _Pool) -> str:

@@ -7,7 +7,7 @@ candidates that have no score by then are left out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from autotune.features.extract import Extractor, StrategyFeatures, job_extractor
 from autotune.optimizer.budget import NO_DEADLINE, Deadline
 from autotune.records import RankingQuality
 from autotune.rng import generator
+from autotune.sampler.correction import corrected_times
 from autotune.simulators.evaluation import REPLAY, UNLEARNED, choose_ranker, evaluate, k_fold
 from autotune.simulators.interface import Example, Simulator
 from autotune.strategy_space.plan import PlannedStrategy
@@ -51,10 +52,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Scores:
-    """`predicted_s` (n,) seconds, or None. `ranked` (n,): candidates, the most promising first.
+    """`predicted_s` (n,) seconds to choose by, or None. `ranked` (n,): the most promising first.
 
-    `hidden` (n, H): hidden states of unit norm, if a simulator ranked. n: the first candidates,
-    all that were scored before the deadline.
+    `hidden` (n, H): hidden states of unit norm, if a simulator ranked. `shown_s` (n,): seconds to
+    show, None if they are those to choose by; `sd` (n,): relative standard deviations, NaN where
+    unknown, or None. n: the first candidates, all that were scored before the deadline.
     """
 
     ranker: str
@@ -63,12 +65,21 @@ class Scores:
     ranked: IntArray
     hidden: FloatArray | None
     quality: tuple[RankingQuality, ...]
+    shown_s: FloatArray | None = None
+    sd: FloatArray | None = None
 
     def of_one(self, number: int) -> float | None:
         """Predicted seconds of this candidate; None without a prediction."""
-        if self.predicted_s is None or number >= len(self.ranked):
+        seconds = self.predicted_s if self.shown_s is None else self.shown_s
+        if seconds is None or number >= len(self.ranked):
             return None
-        return float(self.predicted_s[number])
+        return float(seconds[number])
+
+    def sd_of_one(self, number: int) -> float | None:
+        """Relative standard deviation of this prediction; None if it is unknown."""
+        if self.sd is None or number >= len(self.ranked) or np.isnan(self.sd[number]):
+            return None
+        return float(self.sd[number])
 
     def of(self, numbers: Sequence[int]) -> Scores:
         """The scores of these candidates."""
@@ -78,7 +89,8 @@ class Scores:
         ranked = place[self.ranked]
         predicted_s = self.predicted_s[chosen] if self.predicted_s is not None else None
         hidden = self.hidden[chosen] if self.hidden is not None else None
-        return replace(self, predicted_s=predicted_s, ranked=ranked[ranked >= 0], hidden=hidden)
+        ranked = ranked[ranked >= 0]
+        return Scores(self.ranker, self.reason, predicted_s, ranked, hidden, self.quality)
 
 
 class Scorer:
@@ -102,9 +114,16 @@ class Scorer:
         self._measured: dict[str, StrategyFeatures] = {}
 
     def score(
-        self, history: History, pool: Sequence[Candidate], deadline: Deadline = NO_DEADLINE
+        self,
+        history: History,
+        pool: Sequence[Candidate],
+        deadline: Deadline = NO_DEADLINE,
+        replayed: int = REPLAYED,
     ) -> Scores:
-        """Score the candidates, at least one, after learning from the measurements so far."""
+        """Score the candidates, at least one, after learning from the measurements so far.
+
+        At most `replayed` candidates are replayed.
+        """
         if self._spec.search is Search.NO_SIMULATOR:
             reason = "AutoSync without a simulator: only the constraints and diversity choose"
             return Scores("none", reason, None, np.arange(len(pool)), None, ())
@@ -115,12 +134,14 @@ class Scorer:
         if len(examples) < SMALLEST_TRAINING:
             count = len(examples)
             reason = f"{count} measured strategies are too few to train on, so the replay ranks"
-            return _ranked(REPLAY, reason, pool, extractor, None, 1.0, (), deadline)
+            return _ranked(REPLAY, reason, pool, extractor, None, examples, (), deadline, replayed)
         quality, left_out = self._train(examples, history, learning)
         choice = choose_ranker(quality)
         simulator = None if choice.ranker in UNLEARNED else self._trained[choice.ranker]
-        reason, scale = "; ".join([choice.reason, *left_out]), self._scale(examples)
-        return _ranked(choice.ranker, reason, pool, extractor, simulator, scale, quality, deadline)
+        reason = "; ".join([choice.reason, *left_out])
+        return _ranked(
+            choice.ranker, reason, pool, extractor, simulator, examples, quality, deadline, replayed
+        )
 
     def finish(self, history: History) -> dict[str, Simulator]:
         """Fit each simulator on all measurements, to keep for later jobs; may return none.
@@ -181,15 +202,6 @@ class Scorer:
             self._training_s[name] = self._training_s.get(name, 0.0) + took_s
         return tuple(quality), _too_large(too_large, self._trained_shards)
 
-    @staticmethod
-    def _scale(examples: Sequence[Example]) -> float:
-        """Factor by which the median measured time exceeds the replayed one."""
-        ratios = [
-            example.step_s / (example.features.replayed_step_s or example.features.analytic_step_s)
-            for example in examples
-        ]
-        return float(np.median(ratios))
-
     def extractor(self, history: History) -> Extractor:
         """One for the whole job and the optimizer's replays, so that nothing is replayed twice."""
         profiled = history.profiled
@@ -240,7 +252,7 @@ class Scorer:
         if features is None:
             extractor = self.extractor(history)
             features = extractor.features(planned, with_shards)
-            features = extractor.replayed(features, planned.plan)
+            features = extractor.described(features, planned.plan)
         elif not with_shards:
             features = features.without_shards()
         self._measured[strategy_id] = features
@@ -253,31 +265,38 @@ def _ranked(
     pool: Sequence[Candidate],
     extractor: Extractor,
     simulator: Simulator | None,
-    scale: float,
+    examples: Sequence[Example],
     quality: tuple[RankingQuality, ...],
     deadline: Deadline,
+    replayed: int,
 ) -> Scores:
     """Rank candidates without a replay, then replay the optimizer's and the best and rank these
     anew.
 
-    The others follow them. `scale`: factor on the times of rankers that are not learned. The first
-    half of the time is for the first ranking.
+    The others follow them. Without a simulator, `examples` correct the replay. The first half of
+    the time is for the first ranking.
     """
     guessed = list(_guesses(pool, extractor, simulator, deadline.share(0.5)))
     predicted_s = np.concatenate([guess.step_s for guess in guessed])
     others = np.array([not candidate.optimized for candidate in pool[: len(predicted_s)]])
     first = np.lexsort((predicted_s, others))
-    replayed_s = []
+    described = []
     replaying = deadline if simulator is None else deadline.share(0.5)
-    for index in first[:REPLAYED].tolist():
-        replayed_s.append(extractor.steps.step_s(pool[index].planned.plan))
+    for index in first[:replayed].tolist():
+        planned = pool[index].planned
+        features = extractor.features(planned, with_shards=False)
+        described.append(extractor.described(features, planned.plan))
         if replaying.passed():
             break
-    shortlist, rest = first[: len(replayed_s)], first[len(replayed_s) :]
-    hidden = None
+    shortlist, rest = first[: len(described)], first[len(described) :]
+    hidden = shown_s = sd = None
     if simulator is None:
-        predicted_s *= scale * float(np.median(replayed_s / predicted_s[shortlist]))
-        predicted_s[shortlist] = scale * np.array(replayed_s)
+        corrected = corrected_times(examples, described)
+        shown_s = predicted_s * float(np.median(corrected.shown_s / predicted_s[shortlist]))
+        predicted_s *= float(np.median(corrected.ranking_s / predicted_s[shortlist]))
+        sd = np.full(len(predicted_s), np.nan)
+        predicted_s[shortlist], shown_s[shortlist] = corrected.ranking_s, corrected.shown_s
+        sd[shortlist] = corrected.sd
     else:
         short = [pool[index] for index in shortlist]
         again = list(_guesses(short, extractor, simulator, NO_DEADLINE, replayed=True))
@@ -286,7 +305,7 @@ def _ranked(
         hidden[shortlist] = np.concatenate([guess.hidden for guess in again])
     shortlist = shortlist[np.argsort(predicted_s[shortlist], kind="stable")]
     order = np.concatenate([shortlist, rest])
-    return Scores(ranker, reason, predicted_s, order, hidden, quality)
+    return Scores(ranker, reason, predicted_s, order, hidden, quality, shown_s, sd)
 
 
 @dataclass(frozen=True)

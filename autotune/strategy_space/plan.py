@@ -83,6 +83,17 @@ class Message:
         if self.ratio is not None and not 0 < self.ratio <= 1:
             raise InvalidInput(f"the ratio of a message must lie in (0, 1], but is {self.ratio}")
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
+
+    @cached_property
+    def _hash(self) -> int:
+        """Computed once, since a search looks every plan up several times; never pickled."""
+        return hash((self.slices, self.synchronizer, self.owner, self.group))
+
     @cached_property
     def elements(self) -> int:
         return sum(part.elements for part in self.slices)
@@ -193,11 +204,13 @@ def plan(strategy: Strategy, workload: Workload, world_size: int) -> Plan:
         )
     issued: list[tuple[int, int, int, int, Message]] = []  # each with its sort key
     groups = _Groups(world_size)
+    known, known_for = groups.known("", SparseHandling.DENSE), ("", SparseHandling.DENSE)
     for position, (variable, choice) in enumerate(zip(workload.variables, choices, strict=True)):
         dtype, sparse = variable.dtype, choice.sparse
         if sparse is not SparseHandling.DENSE:
             check_sparse(variable, choice)
-        known = groups.known(dtype, sparse)
+        if (dtype, sparse) != known_for:
+            known, known_for = groups.known(dtype, sparse), (dtype, sparse)
         for shard, part in zip(choice.shards, slices_of(variable, choice), strict=True):
             if id(shard) not in known:
                 known[id(shard)] = groups.members(shard, variable, sparse)

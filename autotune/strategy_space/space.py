@@ -235,11 +235,19 @@ class SearchSpace:
                 f"the space has {len(self.op_fusions)} choices of op_fusion, but the strategy "
                 f"fuses other sets, such as {', '.join(strategy.op_fusion[0][:3])}"
             )
+        variables, index = workload.variables, workload.index
+        inside: set[tuple[int, str]] = set()  # whole dense variables of a dtype with a shard by id
         for choice in strategy.variables:
-            variable = workload.variables[workload.index[choice.variable]]
+            variable = variables[index[choice.variable]]
+            whole = choice.partition is None and choice.sparse is SparseHandling.DENSE
+            key = (id(choice.shards[0]), variable.dtype)
+            if whole and key in inside:
+                continue
             problem = self._choice_violation(choice, variable, cluster)
             if problem is not None:
                 return f"{choice.variable!r}: {problem}"
+            if whole:
+                inside.add(key)
         return None
 
     def _choice_violation(

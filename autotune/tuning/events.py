@@ -36,13 +36,17 @@ from autotune.workload import Workload
 
 @dataclass(frozen=True)
 class Proposal:
-    """A strategy worth a trial. `origin` is a builder's name, "sampled", "mutated", ..."""
+    """A strategy worth a trial. `origin` is a builder's name, "sampled", "mutated", ...
+
+    `predicted_sd`: relative standard deviation of the prediction, where it is known.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
     strategy: Strategy
     origin: str
     predicted_s: float | None = None
+    predicted_sd: float | None = field(default=None, metadata=LATER)
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,11 @@ class Profiled:
 
 @dataclass(frozen=True)
 class Proposed:
-    """A round of proposals. `ranker` scored `considered` strategies; `reason`: why this ranker."""
+    """A round of proposals. `ranker` scored `considered` strategies; `reason`: why this ranker.
+
+    `incumbent`: the strategy whose neighbours a round of the descent proposes, else "".
+    `passed_over`: found by the optimizer and not proposed; later rounds may propose them.
+    """
 
     __pydantic_config__ = {"extra": "forbid"}
 
@@ -101,6 +109,8 @@ class Proposed:
     considered: int
     quality: tuple[RankingQuality, ...]
     elapsed_s: float
+    incumbent: str = field(default="", metadata=LATER)
+    passed_over: tuple[Proposal, ...] = field(default=(), metadata=LATER)
 
 
 @dataclass(frozen=True)

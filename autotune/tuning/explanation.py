@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from statistics import median
+from statistics import NormalDist, median
 
 import numpy as np
 
@@ -27,6 +27,8 @@ from autotune.units import format_seconds
 
 NOISE_FACTOR = 2.0
 """Standard deviations of a trial's median within which a prediction is right: 95 % of a normal."""
+INTERVAL = 0.95
+"""Confidence of the interval of a prediction."""
 SMALLEST_SHARE = 0.1
 """A smaller part of a difference is not worth a line."""
 CONFIDENCE = 0.05
@@ -50,13 +52,17 @@ KINDS: tuple[PlanKind, ...] = (
 
 @dataclass(frozen=True)
 class Explanation:
-    """One strategy. `steps`: one replayed step of it. `reasons` are for people."""
+    """One strategy. `steps`: one replayed step of it. `reasons` are for people.
+
+    `predicted_sd`: relative standard deviation of the prediction, where it is known.
+    """
 
     strategy_id: str
     predicted_s: float
     measured_s: float
     steps: SteadySteps
     reasons: tuple[str, ...]
+    predicted_sd: float | None = None
 
     @property
     def miss(self) -> float:
@@ -70,9 +76,18 @@ class Explanation:
     @property
     def line(self) -> str:
         return (
-            f"predicted {format_seconds(self.predicted_s)}, measured "
+            f"predicted {format_seconds(self.predicted_s)}{self._interval}, measured "
             f"{format_seconds(self.measured_s)} ({self.miss:+.1%}: {self.reason})"
         )
+
+    @property
+    def _interval(self) -> str:
+        """The interval of the prediction in words, "" where it is unknown."""
+        if self.predicted_sd is None:
+            return ""
+        wide = NormalDist().inv_cdf((1 + INTERVAL) / 2) * self.predicted_sd
+        low, high = (self.predicted_s * math.exp(side * wide) for side in (-1, 1))
+        return f" ({INTERVAL:.0%} interval {format_seconds(low)} to {format_seconds(high)})"
 
 
 class Explainer:
@@ -99,7 +114,9 @@ class Explainer:
             return None
         steps, predicted_s = self.replays.steady(planned.plan, 1), proposal.predicted_s
         reasons = self._reasons(strategy_id, planned.plan, predicted_s, measured_s, steps.step_s)
-        return Explanation(strategy_id, predicted_s, measured_s, steps, reasons)
+        return Explanation(
+            strategy_id, predicted_s, measured_s, steps, reasons, proposal.predicted_sd
+        )
 
     def missed(self, most: int) -> tuple[list[Explanation], int]:
         """The strategies that missed their prediction most, and how many missed it."""

@@ -138,6 +138,14 @@ class JobSpec:
     )
     samples_per_round: int = setting(300, "search", "strategies scored per round", at_least=1)
     top_k: int = setting(6, "search", "trials per round", at_least=1)
+    descent: float = setting(
+        0.3,
+        "search",
+        "share of the search's trials and time that compares neighbours of the fastest strategy "
+        "with it, in pairs",
+        at_least=0,
+        below=1,
+    )
     warmup_steps: int = setting(
         2, "trials", "untimed steps of a trial", at_least=1, remark="the numerics gate runs in it"
     )

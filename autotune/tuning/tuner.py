@@ -12,9 +12,10 @@ from itertools import pairwise
 from statistics import median
 
 from autotune.records import CURRENT_SETUP, Decision, Failed, Measured, Role, TrialRequest
+from autotune.tuning.descent import Descent, descent
 from autotune.tuning.events import Profiled, TrialFinished
 from autotune.tuning.history import History
-from autotune.tuning.job import JobSpec
+from autotune.tuning.job import JobSpec, Search
 from autotune.tuning.prospects import nothing_to_prove, nothing_to_win
 from autotune.tuning.statistics import Ended, PairRule, compare, enough_pairs, fewest_values
 
@@ -26,10 +27,14 @@ class ProfileWorkload:
 
 @dataclass(frozen=True)
 class Propose:
-    """Retrain on the measured trials and propose at most `count` strategies for `round`."""
+    """Retrain on the measured trials and propose at most `count` strategies for `round`.
+
+    `incumbent`: the strategy whose neighbours are proposed, "" for a search of the whole space.
+    """
 
     round: int
     count: int
+    incumbent: str = ""
 
 
 @dataclass(frozen=True)
@@ -111,10 +116,12 @@ def _explore(spec: JobSpec, history: History) -> Instruction | None:
     """The next trial or round, or the end; None if the space has nothing new."""
     if _candidates_since_reference(history) >= _candidates_per_reference(spec, history):
         return _reference(spec, history)
-    pending = _pending(spec, history)
+    descending = descent(history)
+    pending = _descend(spec, history, descending) if descending else _pending(spec, history)
     if pending is not None:
         return pending
-    if history.rounds and not _last_round_is_new(history):
+    exhausted = bool(history.rounds) and not _last_round_is_new(history)
+    if exhausted and (descending or not _may_descend(spec, history)):
         return None
     if history.rounds and _round_unbracketed(spec, history):
         return _reference(spec, history)
@@ -123,7 +130,40 @@ def _explore(spec: JobSpec, history: History) -> Instruction | None:
         return Finish(Decision(CURRENT_SETUP, reason, None, contender(history)))
     if rounds and nothing_to_prove(spec, history, left):
         return None
-    return Propose(rounds, min(spec.top_k, left))
+    if descending:
+        return Propose(rounds, _neighbours(spec, left), descending.winner or descending.incumbent)
+    if not _may_descend(spec, history):
+        return Propose(rounds, min(spec.top_k, left))
+    wide = left - round(spec.descent * spec.max_trials)  # trials of the search before the descent
+    if exhausted or 2 * wide < min(spec.top_k, left) or _late(spec, history):
+        return Propose(rounds, _neighbours(spec, left), _first(history, history.ranking(), 1)[0])
+    return Propose(rounds, min(spec.top_k, wide))
+
+
+def _may_descend(spec: JobSpec, history: History) -> bool:
+    """Whether the search ends with a descent, and there is a strategy to descend from."""
+    guided = spec.search is Search.AUTOSYNC and spec.descent > 0
+    return guided and bool(history.rounds) and bool(history.ranking())
+
+
+def _late(spec: JobSpec, history: History) -> bool:
+    """Whether the time of the search has come to the share that is left for the descent."""
+    search_s = spec.max_seconds - _closing_s(spec, history)
+    return search_s - history.elapsed_s <= spec.descent * search_s
+
+
+def _neighbours(spec: JobSpec, left: int) -> int:
+    """Neighbours of a round: up to two for each trial of the incumbent."""
+    return max(1, min(spec.top_k, 2 * left // 3))
+
+
+def _descend(spec: JobSpec, history: History, descending: Descent) -> RunTrial | None:
+    """The next trial of the descent; None if it needs proposals."""
+    strategy_id = None if descending.winner else descending.next_trial
+    if strategy_id is None:
+        return None
+    round_, predicted_s = len(history.rounds) - 1, history.proposals[strategy_id].predicted_s
+    return _candidate(spec, history, strategy_id, round_, 0, predicted_s)
 
 
 def _pending(spec: JobSpec, history: History) -> RunTrial | None:
@@ -181,13 +221,17 @@ def _budget_spent(spec: JobSpec, history: History) -> bool:
     """Whether the closing comparison must begin, or has begun with its finalists."""
     if history.ab_trials or _second_looks(history) or _trials_spent(history) >= spec.max_trials:
         return True
+    return history.elapsed_s + _closing_s(spec, history) >= spec.max_seconds
+
+
+def _closing_s(spec: JobSpec, history: History) -> float:
+    """The time that is reserved for the finalists and the closing comparison."""
     assert history.reference_s is not None
     block_s = _block_s(spec, history)
     look_s = block_s + (_longest(spec, history) - spec.timed_steps) * history.reference_s
     looks_s = spec.finalists * look_s
     closing_s = min(2 * spec.ab_pairs * block_s + looks_s, CLOSING_SHARE * spec.max_seconds)
-    least_s = 2 * fewest_values(spec.confidence) * block_s
-    return history.elapsed_s + max(closing_s, least_s) >= spec.max_seconds
+    return max(closing_s, 2 * fewest_values(spec.confidence) * block_s)
 
 
 def least_budget_s(spec: JobSpec, history: History) -> float:

@@ -30,6 +30,13 @@ from autotune.arrays import FloatArray
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.features.extract import StrategyFeatures
 from autotune.simulators.interface import Example, FitReport
+from benchmarks.ranking.corrections import judged
+from benchmarks.ranking.decision_report import (
+    decision_keys,
+    decision_page,
+    recovery_keys,
+    recovery_page,
+)
 from benchmarks.ranking.report import FIGURES, curve_plot, curves, means, overview, report, write
 from benchmarks.ranking.runs import TIE_BAND, Maker, Study, Trainer, run
 from benchmarks.ranking.tasks import HeldOut
@@ -42,12 +49,14 @@ from benchmarks.ranking.trials import (
     plans_by_domain,
     points_of,
 )
+from benchmarks.ranking.wrong_replays import recoveries
 from benchmarks.repository import option_parser
 
 SMALLEST_DOMAIN = 20
 """A domain with fewer plans is not tested: its test part would be smaller than ten."""
 SIZES = (25, 50, 100, 200, 400)
 RANKERS = ("linear", "rnn", "gat")
+PARTS = ("orders", "decisions", "wrong-replays")
 
 
 class TrainingProgress:
@@ -256,6 +265,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--domains", "tested ones (default: all that are large enough)", nargs="*", default=[])
     smallest = "plans that a tested domain has (default 20)"
     add("--smallest", smallest, type=three, default=SMALLEST_DOMAIN)
+    parts = "of the benchmark: how rankers order all plans, how they decide, wrong replays"
+    some("--parts", parts, PARTS)
     some("--rankers", "learned ones (default: all)", RANKERS)
     paper = "sizes and epochs of the paper instead of the tuner's (many times longer)"
     add("--paper", paper, action="store_true")
@@ -300,16 +311,47 @@ def study_of(options: argparse.Namespace) -> Study:
 
 
 def evaluated(options: argparse.Namespace) -> dict[str, Any]:
-    """Write the report, print its first table unless `--json`, and return the last line."""
+    """Write the report, print its first tables unless `--json`, and return the last line."""
     began_s = time.monotonic()
     show: Callable[[str], None] = say if options.json else print
     campaigns = _campaigns(options)
-    points = limited(
-        points_of(campaigns, ReplayedTimes(options.output / "replayed-times.jsonl")),
-        options.max_plans,
-    )
+    replayed = ReplayedTimes(options.output / "replayed-times.jsonl")
+    points = limited(points_of(campaigns, replayed), options.max_plans)
     domains = usable(points, options.smallest, options.domains, show)
-    study, learned = study_of(options), makers(options.rankers, options.paper, options.epochs)
+    learned = makers(options.rankers, options.paper, options.epochs)
+    parts: dict[str, Any] = {}
+    if "orders" in options.parts:
+        parts |= _orders(options, campaigns, points, domains, learned, show)
+    if "decisions" in options.parts:
+        trainer = Trainer(points, learned, lambda name, count: say(f"{name} on {count} trials"))
+        judgements = judged(points, domains, options.seeds, trainer, options.source_plans)
+        _write(options.output / "decisions.md", decision_page(*judgements), show)
+        parts |= decision_keys(*judgements)
+    if "wrong-replays" in options.parts:
+        rows = recoveries(
+            campaigns, points, domains, options.seeds, lambda each: points_of(each, replayed), say
+        )
+        _write(options.output / "wrong-replays.md", recovery_page(rows), show)
+        parts |= recovery_keys(rows)
+    plans = plans_by_domain(points)
+    return {
+        "domains": len(domains),
+        "plans": sum(len(plans[name]) for name in domains),
+        **parts,
+        "seconds": round(time.monotonic() - began_s, 1),
+    }
+
+
+def _orders(
+    options: argparse.Namespace,
+    campaigns: Sequence[Campaign],
+    points: Sequence[Point],
+    domains: Sequence[str],
+    learned: Mapping[str, Maker],
+    show: Callable[[str], None],
+) -> dict[str, Any]:
+    """Judge how the rankers order all tested plans; return the keys."""
+    study = study_of(options)
     progress = TrainingProgress(planned(points, domains, study, learned))
     rows = run(points, domains, study, Trainer(points, learned, progress.began))
     data = f"{_hardware()}; {study.seeds} seeds; pairs at least {TIE_BAND:.0%} apart.\n\n"
@@ -319,26 +361,21 @@ def evaluated(options: argparse.Namespace) -> dict[str, Any]:
     write(options.output, rows, page, curve_plot(rows, study.sizes, tuned_from))
     show(overview(rows))
     show(f"report: {options.output / 'ranking.md'}")
+    trainings = {
+        (r.domain, r.seed, r.ranker, r.learned, r.held_out, r.plans): r.train_cpu_s for r in rows
+    }
     return {
-        "domains": len(domains),
-        "plans": sum(
-            len(plans) for name, plans in plans_by_domain(points).items() if name in domains
-        ),
         **{figure: means(rows, figure) for figure in FIGURES},
         "learning_curve": {
             line.name: dict(line.points) for line in curves(rows, study.sizes, tuned_from)
         },
-        "train_cpu_s": round(
-            sum(
-                {
-                    (r.domain, r.seed, r.ranker, r.learned, r.held_out, r.plans): r.train_cpu_s
-                    for r in rows
-                }.values()
-            ),
-            1,
-        ),
-        "seconds": round(time.monotonic() - began_s, 1),
+        "train_cpu_s": round(sum(trainings.values()), 1),
     }
+
+
+def _write(path: Path, page: str, show: Callable[[str], None]) -> None:
+    path.write_text(page, encoding="utf-8")
+    show(page)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +19,10 @@ from pathlib import Path
 import autotune
 from autotune.canonical import canonical_json
 from autotune.dataset.folder import read_dataset
+from autotune.dataset.noise import reference_noise, repeat_noise
 from autotune.dataset.trials import Domain
-from autotune.features.extract import Extractor
+from autotune.features.extract import Extractor, StrategyFeatures
+from autotune.features.timeline import TIMELINE_FEATURES, TimelineFeatures
 from autotune.jobs.campaign.domain_features import domain_extractor
 from autotune.jobs.workspace import Workspace
 from autotune.rng import generator
@@ -27,9 +30,12 @@ from autotune.simulators.interface import Example
 from autotune.storage.store import PastTrial, Store
 from autotune.strategy_space.plan import Plan, PlannedStrategy, plan
 from autotune.strategy_space.strategy import Strategy
+from autotune.tuning.statistics import MEDIAN_ERROR
 
 _REPLAYED_BY = ("lowering", "dfg", "features", "strategy_space")
 """Folders of the package whose code determines a replayed time."""
+_OPTIMIZED = ":optimizer"
+"""Part of the source of a trial that the tuner's optimizer proposed."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,8 @@ class Campaign:
     """Trials under one profile and one probe, which `extractor` uses for the features.
 
     `measured`: strategy, plan and step time in seconds of every undisturbed trial that did not
-    fail, in order of time; `left_out`: the number of others with reasons, or "".
+    fail, in order of time; `left_out`: the number of others with reasons, or "". `noise`: relative
+    standard deviation of a trial's median. `searched`: plans that the tuner's optimizer proposed.
     """
 
     domain: str
@@ -46,13 +53,16 @@ class Campaign:
     extractor: Extractor
     measured: tuple[tuple[Strategy, Plan, float], ...]
     left_out: str = ""
+    noise: float = 0.0
+    searched: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class Point:
     """One plan in one campaign, whose name is `example.domain`; its time is the median there.
 
-    `model_id` depends on names and shapes, since two names may mean one model.
+    `model_id` depends on names and shapes, since two names may mean one model. `noise`: relative
+    standard deviation of the median. `searched`: the tuner's optimizer proposed the plan.
     """
 
     example: Example
@@ -61,20 +71,22 @@ class Point:
     model_id: str
     cluster: str
     plan_id: str
+    noise: float = 0.0
+    searched: bool = False
 
 
 class ReplayedTimes:
-    """A cache of replayed times in JSON lines, by plan, workload, cluster, costs and code."""
+    """A cache of replayed steps in JSON lines, by plan, workload, cluster, costs and code."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        self._known_s = dict(entry for line in lines if (entry := _entry(line)) is not None)
+        self._known = dict(entry for line in lines if (entry := _entry(line)) is not None)
         self._code = _digest(_sources())
 
-    def of(self, campaign: Campaign) -> Callable[[Plan], float]:
-        """Return the replayed time of a plan under the campaign's profile and probe."""
+    def of(self, campaign: Campaign) -> Callable[[StrategyFeatures, Plan], StrategyFeatures]:
+        """Return what adds the replay under the campaign's profile and probe to features."""
         extractor = campaign.extractor
         given = _digest(
             [
@@ -86,15 +98,19 @@ class ReplayedTimes:
             ]
         )
 
-        def step_s(wanted: Plan) -> float:
+        def described(features: StrategyFeatures, wanted: Plan) -> StrategyFeatures:
             key = _digest([given, wanted.id])
-            if key not in self._known_s:
-                self._known_s[key] = campaign.extractor.steps.step_s(wanted)
+            if key not in self._known:
+                found = extractor.described(features, wanted)
+                assert found.timeline is not None and found.replayed_step_s is not None
+                row = (found.replayed_step_s, *found.timeline.row.tolist())
+                self._known[key] = row
                 with self._path.open("a", encoding="utf-8") as lines:
-                    lines.write(json.dumps([key, self._known_s[key]]) + "\n")
-            return self._known_s[key]
+                    lines.write(json.dumps([key, row]) + "\n")
+            step_s, *timeline = self._known[key]
+            return replace(features, replayed_step_s=step_s, timeline=TimelineFeatures(*timeline))
 
-        return step_s
+        return described
 
 
 def of_datasets(folders: Sequence[Path]) -> list[Campaign]:
@@ -121,6 +137,12 @@ def of_domain(domain: Domain) -> Campaign:
         domain_extractor(domain),
         tuple(measured),
         left_out,
+        repeat_noise(domain) or reference_noise(domain) or 0.0,
+        frozenset(
+            trial.plan.id
+            for trial in domain.candidates
+            if trial.plan is not None and _OPTIMIZED in trial.source
+        ),
     )
 
 
@@ -186,7 +208,7 @@ def plans_by_domain(points: Iterable[Point]) -> dict[str, list[str]]:
 
 
 def _points(campaign: Campaign, name: str, replayed: ReplayedTimes) -> list[Point]:
-    step_s, workload = replayed.of(campaign), campaign.extractor.workload
+    described, workload = replayed.of(campaign), campaign.extractor.workload
     first: dict[str, tuple[Strategy, Plan]] = {}
     times_s: dict[str, list[float]] = {}
     for strategy, enacted, measured_s in campaign.measured:
@@ -194,10 +216,8 @@ def _points(campaign: Campaign, name: str, replayed: ReplayedTimes) -> list[Poin
         times_s.setdefault(enacted.id, []).append(measured_s)
     points = []
     for plan_id, (strategy, enacted) in first.items():
-        features = replace(
-            campaign.extractor.features(PlannedStrategy(strategy, enacted)),
-            replayed_step_s=step_s(enacted),
-        )
+        features = campaign.extractor.features(PlannedStrategy(strategy, enacted))
+        features = described(features, enacted)
         example = Example(features, statistics.median(times_s[plan_id]), name, group=plan_id)
         points.append(
             Point(
@@ -207,18 +227,26 @@ def _points(campaign: Campaign, name: str, replayed: ReplayedTimes) -> list[Poin
                 workload.id,
                 campaign.cluster_name,
                 plan_id,
+                _median_noise(campaign.noise, len(times_s[plan_id])),
+                plan_id in campaign.searched,
             )
         )
     return points
 
 
-def _entry(line: str) -> tuple[str, float] | None:
+def _median_noise(noise: float, trials: int) -> float:
+    """Return the relative standard deviation of the median of this many trials."""
+    return noise if trials < 3 else noise * MEDIAN_ERROR / math.sqrt(trials)
+
+
+def _entry(line: str) -> tuple[str, tuple[float, ...]] | None:
     """Return a line's entry, or None if a run was stopped while it wrote the line."""
     try:
-        key, time_s = json.loads(line)
-        return str(key), float(time_s)
+        key, row = json.loads(line)
+        numbers = tuple(float(value) for value in row)
     except (ValueError, TypeError):
         return None
+    return (str(key), numbers) if len(numbers) == 1 + len(TIMELINE_FEATURES) else None
 
 
 def _sources() -> list[str]:

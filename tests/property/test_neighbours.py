@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +21,7 @@ from autotune.strategy_space.builders.collectives import (
     per_variable,
 )
 from autotune.strategy_space.builders.servers import ps_load_balanced
-from autotune.strategy_space.moves.neighbours import mutate
+from autotune.strategy_space.moves.neighbours import mutate, neighbourhood
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Compressor, Shard, SparseHandling, Synchronizer
@@ -176,3 +177,35 @@ def test_only_a_swap_gives_up_gradient_ready_order():
     for strategy in neighbours(start, 400):
         if is_reordered(strategy):
             assert set(messages_of(strategy)) == set(messages_of(start))
+
+
+@settings(deadline=None, max_examples=20)
+@given(workloads(), clusters(), spaces(), st.integers(0, 2**32))
+def test_the_neighbourhood_is_inside_the_space_and_names_each_neighbour_once(
+    workload, on, space, seed
+):
+    start = sample(workload, on, space, generator(seed))
+    found = list(islice(neighbourhood(start, workload, on, space), 60))
+    assert start not in found and len(set(found)) == len(found)
+    for neighbour in found:
+        assert_inside(space, neighbour, workload, on)
+
+
+def test_every_random_move_leads_into_the_neighbourhood():
+    """Variables of two rows are cut in two or not at all, so shares of shards are no samples."""
+    table = Variable("table", (2, 100), sparse=True)
+    workload = model(*(Variable(f"v{9 - i}", (2, 100)) for i in range(5)), table, forward_s=0.1)
+    on = cluster(1e9, 2e8, 1e8)
+    start = sample(workload, on, LOSSY, generator(4))
+    found = set(neighbourhood(start, workload, on, LOSSY))
+    rings = {neighbour.ring_order for neighbour in found}
+    for neighbour in neighbours(start, 1500, LOSSY, workload, on):
+        assert neighbour in found or neighbour.ring_order not in rings
+
+
+def test_the_first_neighbours_are_of_all_kinds():
+    start = all_reduce_chunks(MODEL, 5)
+    first = list(islice(neighbourhood(start, MODEL, FOUR, LOSSY), 12))
+    assert any(neighbour.cross_step for neighbour in first)
+    assert any(map(is_cut, first)) and any(map(is_reordered, first))
+    assert {len(messages_of(neighbour)) for neighbour in first} >= {1, 3}

@@ -17,6 +17,7 @@ from autotune.rng import generator
 from autotune.sampler.encodings import SpaceChoices
 from autotune.sampler.random import sample_many
 from autotune.strategy_space.builders.collectives import per_variable
+from autotune.strategy_space.moves.choices import Drawn
 from autotune.strategy_space.moves.neighbours import mutate
 from autotune.strategy_space.moves.owners import (
     by_bandwidth,
@@ -92,7 +93,7 @@ def test_drawn_and_changed_owners_are_shares_in_which_ranks_of_a_host_are_equal_
             assert len(shares) == on.world_size and sum(shares) == pytest.approx(1)
             by_host = np.array(shares).reshape(-1, devices)
             assert max(shares) == 1 or (by_host == by_host[:, :1]).all()
-        shares = changed_owners(on, shares, False, rng)
+        shares = changed_owners(on, shares, False, Drawn(rng).pick)
 
 
 def test_a_part_of_one_hosts_share_goes_to_another_host() -> None:

@@ -12,6 +12,7 @@ from autotune.strategy_space.plan import plan
 from autotune.tuning.events import Event, Profiled, Proposed, TrialFinished
 from autotune.tuning.explanation import NOT_EXPLAINED, Explainer, explained
 from autotune.tuning.history import History
+from autotune.units import format_seconds
 
 SPEC = job_spec(max_trials=4)
 REAL = Conditions()
@@ -145,3 +146,18 @@ def test_the_decision_states_prediction_measurement_and_exposed_time() -> None:
     assert kept.explanation.startswith(f"{best}: predicted ")
     nothing = Decision(CURRENT_SETUP, "nothing tried", None, None)
     assert explained(nothing, explainer) == nothing
+
+
+def test_a_prediction_of_known_uncertainty_is_shown_with_its_interval() -> None:
+    history = job(measured=2.0)
+    events = tuple(
+        replace(event, proposals=tuple(replace(one, predicted_sd=0.05) for one in event.proposals))
+        if isinstance(event, Proposed)
+        else event
+        for event in history.events
+    )
+    explanation = Explainer(History(events, SPEC.deviation), REAL).explain(strategy(0).id)
+    assert explanation is not None
+    low, high = explanation.predicted_s * 0.9067, explanation.predicted_s * 1.103
+    interval = f"(95% interval {format_seconds(low)} to {format_seconds(high)})"
+    assert interval in explanation.line

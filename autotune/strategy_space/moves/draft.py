@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
-
-import numpy as np
 
 from autotune.cluster import Cluster
 from autotune.costs.issue_order import MessageTimes
 from autotune.strategy_space.builders.direct import PIECE_BYTES
 from autotune.strategy_space.builders.servers import least_loaded
 from autotune.strategy_space.constraints import servers_of
+from autotune.strategy_space.moves.choices import Choices
 from autotune.strategy_space.moves.owners import by_bandwidth
 from autotune.strategy_space.plan import Plan, cut, message_of, plan
 from autotune.strategy_space.shares import MOST_PIECES
@@ -38,6 +38,11 @@ Member = tuple[int, int]
 
 ORDER_NODES = 20
 """Orders that one change of the issue order tries."""
+
+
+@lru_cache(maxsize=1 << 14)  # a message's shard is the same in most drafts of a search
+def _placed(shard: Shard, group: int | None, priority: int) -> Shard:
+    return replace(shard, group=group, priority=priority)
 
 
 @dataclass
@@ -63,20 +68,21 @@ class Draft:
         workload: Workload,
         cluster: Cluster,
         space: SearchSpace,
-        rng: np.random.Generator,
+        choices: Choices,
         known: Plan | None = None,
     ) -> None:
         """`known`: the strategy's plan, if it exists already."""
-        self.workload, self.cluster, self.space, self.rng = workload, cluster, space, rng
+        self.workload, self.cluster, self.space = workload, cluster, space
+        self.choices = choices
         self.hierarchy = space.hierarchy_for(cluster)
         self.servers = servers_of(cluster)
         self.cross_step = strategy.cross_step
         self.in_flight = strategy.in_flight
         self.op_fusion = strategy.op_fusion
         self.ring_order = strategy.ring_order
-        choices = [strategy.by_name[variable.name] for variable in workload.variables]
-        self.partitions: list[Partition | None] = [choice.partition for choice in choices]
-        self.sparse: list[SparseHandling] = [choice.sparse for choice in choices]
+        of_variables = [strategy.by_name[variable.name] for variable in workload.variables]
+        self.partitions: list[Partition | None] = [choice.partition for choice in of_variables]
+        self.sparse: list[SparseHandling] = [choice.sparse for choice in of_variables]
         member_of = {
             (variable.name, part.start): (position, number)
             for position, variable in enumerate(workload.variables)
@@ -86,16 +92,17 @@ class Draft:
         for message in (known or plan(strategy, workload, cluster.world_size)).messages:
             members = sorted(member_of[part.variable, part.start] for part in message.slices)
             position, number = members[0]
-            shard = replace(choices[position].shards[number], group=None, priority=0)
+            shard = _placed(of_variables[position].shards[number], None, 0)
             self.messages.append(DraftMessage(members, shard, message.dtype))
         self.in_ready_order = self.messages == self._naturally_ordered()
 
     def copy(self) -> Draft:
-        """An independent draft that draws from the same generator."""
+        """An independent draft that asks the same choices."""
         other = copy(self)
         other.partitions, other.sparse = list(self.partitions), list(self.sparse)
         other.messages = [
-            replace(message, members=list(message.members)) for message in self.messages
+            DraftMessage(list(message.members), message.shard, message.dtype)
+            for message in self.messages
         ]
         return other
 
@@ -111,12 +118,13 @@ class Draft:
         shards: dict[Member, Shard] = {}
         for number, message in enumerate(self.messages):
             group = number if len(message.members) > 1 else None
-            shard = replace(message.shard, group=group, priority=number if reordered else 0)
+            shard = _placed(message.shard, group, number if reordered else 0)
             shards.update(dict.fromkeys(message.members, shard))
         choices: list[VariableStrategy] = []
         for position, variable in enumerate(self.workload.variables):
-            in_order = tuple(shards[position, number] for number in range(self.shards_of(position)))
             partition, sparse = self.partitions[position], self.sparse[position]
+            count = 1 if partition is None else len(partition.sizes)
+            in_order = tuple([shards[position, number] for number in range(count)])
             choices.append(VariableStrategy(variable.name, in_order, partition, sparse))
         most = self.space.in_flight_bound(self.cross_step, bool(self.direct()))
         return Strategy(
@@ -128,7 +136,7 @@ class Draft:
         )
 
     def pick(self, count: int) -> int:
-        return int(self.rng.integers(count))
+        return self.choices.pick(count)
 
     def shards_of(self, position: int) -> int:
         partition = self.partitions[position]

@@ -1,20 +1,22 @@
-"""Small moves from a strategy to a neighbour, for local search around the best strategies.
+"""Small moves from a strategy to its neighbours, for local search around the best strategies.
 
 A move changes one or two messages, or the order of all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
 
 from autotune.cluster import Cluster
 from autotune.strategy_space.builders.partitions import even_partition
+from autotune.strategy_space.moves.choices import Drawn, InTurn
 from autotune.strategy_space.moves.draft import Draft, DraftMessage, Member
 from autotune.strategy_space.moves.owners import changed_owners
-from autotune.strategy_space.moves.ring import random_ring, swapped_ring
+from autotune.strategy_space.moves.ring import swapped_ring
+from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.shares import MOST_PIECES
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import (
@@ -27,6 +29,9 @@ from autotune.strategy_space.strategy import (
 )
 from autotune.workload import Workload
 
+Move = Callable[[Draft], bool]
+"""Changes a draft and returns True, or leaves it unchanged and returns False."""
+
 
 def mutate(
     strategy: Strategy,
@@ -34,22 +39,62 @@ def mutate(
     cluster: Cluster,
     space: SearchSpace,
     rng: np.random.Generator,
+    known: Plan | None = None,
 ) -> Strategy:
-    """A random neighbour of `strategy`; both lie inside `space`.
+    """A random neighbour of `strategy`; both lie inside `space`. `known`: its plan, if it exists.
 
     The kind of move is uniformly random. An impossible move is replaced by another; if none is
     possible (such as with one variable and one synchronizer) `strategy` itself is returned. Raises
     `InvalidStrategy` if it cannot be planned.
     """
-    draft = Draft(strategy, workload, cluster, space, rng)
-    moves = (*MOVES, _switch_op_fusion) if space.op_fusions else MOVES
+    drawn = Drawn(rng)
+    draft = Draft(strategy, workload, cluster, space, drawn, known)
+    moves = _moves(space)
     for kind in rng.permutation(len(moves)):
         if moves[kind](draft):
             neighbour = draft.written()
             if neighbour != strategy:
                 return neighbour
-            draft = Draft(strategy, workload, cluster, space, rng)
+            draft = Draft(strategy, workload, cluster, space, drawn, known)
     return strategy
+
+
+def neighbourhood(
+    strategy: Strategy, workload: Workload, cluster: Cluster, space: SearchSpace
+) -> Iterator[Strategy]:
+    """Every strategy that `mutate` can reach in one move, each once; see `choices.InTurn`.
+
+    The kinds of moves take turns, so that the first neighbours are of all kinds.
+    """
+    known = plan(strategy, workload, cluster.world_size)
+    met = {strategy}
+    runs = [_results(move, strategy, workload, cluster, space, known) for move in _moves(space)]
+    while runs:
+        for run in list(runs):
+            neighbour = next(run, None)
+            if neighbour is None:
+                runs.remove(run)
+            elif neighbour not in met:
+                met.add(neighbour)
+                yield neighbour
+
+
+def _results(
+    move: Move,
+    strategy: Strategy,
+    workload: Workload,
+    cluster: Cluster,
+    space: SearchSpace,
+    known: Plan,
+) -> Iterator[Strategy]:
+    for choices in InTurn():
+        draft = Draft(strategy, workload, cluster, space, choices, known)
+        if move(draft):
+            yield draft.written()
+
+
+def _moves(space: SearchSpace) -> tuple[Move, ...]:
+    return (*MOVES, _switch_op_fusion) if space.op_fusions else MOVES
 
 
 def _move_boundary(draft: Draft) -> bool:
@@ -145,7 +190,7 @@ def _repartition(draft: Draft) -> bool:
     axis = axes[position][draft.pick(len(axes[position]))]
     most = min(variable.shape[axis], draft.space.max_shards)
     # log-uniform, because each shard may cost a message
-    count = round(2 * (most / 2) ** draft.rng.random())
+    count = round(2 * (most / 2) ** draft.choices.pick_share())
     draft.partitions[position] = even_partition(variable, axis, count)
     members = [(position, number) for number in range(count)]
     if holder.shard.synchronizer in ROOTED:
@@ -189,7 +234,7 @@ def _swap_order(draft: Draft) -> bool:
     """Swap two messages in the issue order."""
     if len(draft.messages) < 2:
         return False
-    one, other = draft.rng.choice(len(draft.messages), size=2, replace=False).tolist()
+    one, other = draft.choices.pick_two(len(draft.messages))
     draft.messages[one], draft.messages[other] = draft.messages[other], draft.messages[one]
     draft.in_ready_order = False
     return True
@@ -241,9 +286,10 @@ def _switch_ring(draft: Draft) -> bool:
     if rooted or not draft.space.ring_orders_for(draft.cluster):
         return False
     if draft.pick(2) == 1:
-        draft.ring_order = swapped_ring(draft.cluster, draft.ring_order, draft.rng)
+        places = draft.choices.pick_two(len(draft.cluster.hosts))
+        draft.ring_order = swapped_ring(draft.cluster, draft.ring_order, *places)
     else:
-        draft.ring_order = random_ring(draft.cluster, draft.rng)
+        draft.ring_order = draft.choices.pick_ring(draft.cluster)
     return True
 
 
@@ -274,7 +320,7 @@ def _switch_owners(draft: Draft) -> bool:
     if not direct:
         return False
     picked = direct[draft.pick(len(direct))].shard
-    shares = changed_owners(draft.cluster, picked.shares, picked.hierarchical, draft.rng)
+    shares = changed_owners(draft.cluster, picked.shares, picked.hierarchical, draft.pick)
     if shares == picked.shares:
         return False
     for message in direct:
@@ -317,7 +363,7 @@ def _plan_order(draft: Draft) -> bool:
     return True
 
 
-MOVES: tuple[Callable[[Draft], bool], ...] = (
+MOVES: tuple[Move, ...] = (
     _move_boundary,
     _merge,
     _split,
@@ -335,4 +381,4 @@ MOVES: tuple[Callable[[Draft], bool], ...] = (
     _switch_pieces,
     _plan_order,
 )
-"""Each changes the draft and returns True, or leaves it unchanged and returns False."""
+"""All but the move between choices of op fusion."""

@@ -5,6 +5,7 @@ The ranks of a host own equal parts, since they share its link.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -42,24 +43,24 @@ def drawn_owners(cluster: Cluster, rng: np.random.Generator) -> Shares | None:
 
 
 def changed_owners(
-    cluster: Cluster, shares: Shares | None, hierarchical: bool, rng: np.random.Generator
+    cluster: Cluster, shares: Shares | None, hierarchical: bool, pick: Callable[[int], int]
 ) -> Shares | None:
     """Other shares: equal, by bandwidth, one owner, or a part of one host's given to another.
 
-    They may be the same ones, for example on one host.
+    They may be the same ones, for example on one host. `pick` chooses one of so many.
     """
-    kind = int(rng.integers(6))
+    kind = pick(6)
     if kind == 0:
         return None
     if kind == 1:
         return by_bandwidth(cluster, hierarchical)
     if kind == 2:
-        return one_owner(cluster, int(rng.integers(cluster.world_size)))
+        return one_owner(cluster, pick(cluster.world_size))
     owned = host_parts(cluster, shares)
     owners = np.flatnonzero(owned > 0)
-    giver = int(owners[rng.integers(len(owners))])
-    taker = int(rng.integers(len(owned)))
-    return moved(cluster, shares, giver, taker, MOVED[int(rng.integers(len(MOVED)))])
+    giver = int(owners[pick(len(owners))])
+    taker = pick(len(owned))
+    return moved(cluster, shares, giver, taker, MOVED[pick(len(MOVED))])
 
 
 def moved(

@@ -7,7 +7,7 @@ host, followed by the lower one of its two neighbours. None is the order of the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -23,23 +23,27 @@ def random_ring(cluster: Cluster, rng: np.random.Generator) -> tuple[int, ...] |
     count = len(cluster.hosts)
     if rng.random() >= GREEDY:
         return ring_of_hosts(cluster, rng.permutation(count).tolist())
-    order = [int(rng.integers(count))]
-    left = np.ones(count, dtype=np.bool_)
-    left[order[0]] = False
+    return greedy_ring(cluster, int(rng.integers(count)), lambda widest: int(rng.integers(widest)))
+
+
+def greedy_ring(cluster: Cluster, first: int, pick: Callable[[int], int]) -> tuple[int, ...] | None:
+    """Follow the widest link to an unvisited host; `pick` chooses among so many of equal width."""
+    order = [first]
+    left = np.ones(len(cluster.hosts), dtype=np.bool_)
+    left[first] = False
     while left.any():
         widths = np.where(left, host_bandwidths(cluster, order[-1]), -1.0)
         widest = np.flatnonzero(widths == widths.max())
-        order.append(int(widest[rng.integers(len(widest))]))
+        order.append(int(widest[pick(len(widest))]))
         left[order[-1]] = False
     return ring_of_hosts(cluster, order)
 
 
 def swapped_ring(
-    cluster: Cluster, ring_order: tuple[int, ...] | None, rng: np.random.Generator
+    cluster: Cluster, ring_order: tuple[int, ...] | None, one: int, other: int
 ) -> tuple[int, ...] | None:
-    """Swap two hosts."""
+    """Swap the hosts at two places of the ring."""
     order = hosts_along(cluster, ring_order)
-    one, other = rng.choice(len(order), size=2, replace=False).tolist()
     order[one], order[other] = order[other], order[one]
     return ring_of_hosts(cluster, order)
 

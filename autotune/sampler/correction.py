@@ -1,0 +1,75 @@
+"""Correct the replayed times of candidates by the trials of the job so far.
+
+The Gaussian process of `autotune.simulators.gaussian_process` with fixed constants, which
+`benchmarks.ranking` learned from other domains. Times and intervals that are shown have the whole
+correction. The ranking has it at the strength that other domains support. A candidate whose time
+is uncertain ranks as if it were a little faster, so that trials also go where the replay is least
+known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autotune.arrays import FloatArray
+from autotune.features.extract import StrategyFeatures
+from autotune.simulators.gaussian_process import Correction, Experience, Kernel, Residuals
+from autotune.simulators.interface import Example
+
+KERNEL = Kernel(
+    offset_sd=0.02,
+    shared_sd=0.13,
+    own_sd=0.077,
+    noise_sd=0.029,
+    lengths=(0.19, 1.6, 2.8, 0.25, 0.55),
+)
+"""Learned from `datasets/outcome` by `benchmarks.ranking` (docs/results/ranking.md)."""
+STRENGTH = 0.25
+"""Strength in the ranking that these domains support, by the same command."""
+OPTIMISM = 0.5
+"""Standard deviations by which an uncertain candidate ranks as if it were faster."""
+
+
+@dataclass(frozen=True, eq=False)
+class CorrectedTimes:
+    """Seconds of candidates, shape (m,). `shown_s` with relative deviations `sd`; `ranking_s`."""
+
+    shown_s: FloatArray
+    sd: FloatArray
+    ranking_s: FloatArray
+
+
+def corrected_times(
+    examples: Sequence[Example], candidates: Sequence[StrategyFeatures]
+) -> CorrectedTimes:
+    """Correct candidates, at least one, by this job's examples; all are replayed with timelines."""
+    replayed_s = _replayed_s(candidates)
+    correction = _correction(examples, candidates)
+    # The offset of the whole job leaves the order alone, and so does a common uncertainty.
+    favoured = STRENGTH * (correction.mean - OPTIMISM * correction.sd)
+    return CorrectedTimes(
+        replayed_s * np.exp(correction.mean), correction.sd, replayed_s * np.exp(favoured)
+    )
+
+
+def _correction(examples: Sequence[Example], candidates: Sequence[StrategyFeatures]) -> Correction:
+    own_x = _rows([example.features for example in examples])
+    x = _rows(candidates)
+    measured_s = np.array([example.step_s for example in examples])
+    own_r = np.log(measured_s / _replayed_s([example.features for example in examples]))
+    nobody = Residuals(np.zeros((0, x.shape[1])), np.zeros(0), np.zeros(0, dtype=np.int64))
+    return Experience(KERNEL, nobody).correct(x, own_x, own_r)
+
+
+def _rows(features: Sequence[StrategyFeatures]) -> FloatArray:
+    """Features of the replayed steps, shape (n, F)."""
+    rows = [one.timeline.row for one in features if one.timeline is not None]
+    assert len(rows) == len(features), "candidates and examples are replayed with their timeline"
+    return np.array(rows).reshape(len(rows), len(KERNEL.lengths))
+
+
+def _replayed_s(features: Sequence[StrategyFeatures]) -> FloatArray:
+    return np.array([one.replayed_step_s for one in features], dtype=np.float64)

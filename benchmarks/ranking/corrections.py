@@ -1,0 +1,205 @@
+"""Correct the replay by a Gaussian process, and judge it where the tuner decides.
+
+Each domain is held out in turn. The process learns from the other domains and from the first own
+plans of a part that is not tested (`tasks`). It ranks at full strength, and at the strength that
+the other domains support: the one with the best order in the fastest quarter of each of them, by a
+process that has seen neither that domain nor the tested one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from autotune.arrays import FloatArray, IntArray
+from autotune.features.timeline import TIMELINE_FEATURES
+from autotune.rng import generator
+from autotune.simulators.evaluation import REPLAY
+from autotune.simulators.gaussian_process import (
+    Correction,
+    Experience,
+    Kernel,
+    Residuals,
+    learned_kernel,
+)
+from benchmarks.ranking.decisions import DecisionRow, TestedPlans, ceilings, decision_figures
+from benchmarks.ranking.runs import Trainer
+from benchmarks.ranking.tasks import HeldOut, Parts, assert_no_leak, parts_of, sources_for
+from benchmarks.ranking.trials import Point
+
+FULL = "process"
+SUPPORTED = "process, supported strength"
+STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+OWN = (0, 5, 25, 50)
+"""Own trials after which rankers are judged."""
+JUDGED = 25
+"""Own trials after which strengths are compared, and to which the aims apply."""
+STRENGTH_SEEDS = 3
+"""Test parts of each other domain on which strengths are compared."""
+TEST_SHARE = 0.6
+"""Share of a domain's plans that is tested: 50 of 150 plans are left to learn from."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A held-out domain: its parts, its sources and what the process learned from them."""
+
+    parts: Parts
+    sources: IntArray
+    experience: Experience
+
+
+def features_of(points: Sequence[Point], indices: IntArray) -> FloatArray:
+    """Return the features of the replayed steps, shape (n, F)."""
+    rows = [_row(points[index]) for index in indices]
+    return np.array(rows).reshape(len(rows), len(TIMELINE_FEATURES))
+
+
+def replayed_of(points: Sequence[Point], indices: IntArray) -> FloatArray:
+    return np.array([points[index].example.features.replayed_step_s for index in indices])
+
+
+def residuals_of(points: Sequence[Point], indices: IntArray) -> Residuals:
+    """Return the residuals of these points; campaigns are domains of their own."""
+    names = [points[index].example.domain for index in indices]
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    measured_s = np.array([points[index].example.step_s for index in indices])
+    return Residuals(
+        features_of(points, indices),
+        np.log(measured_s / replayed_of(points, indices)),
+        np.array([numbers[name] for name in names], dtype=np.int64),
+    )
+
+
+def tested_of(points: Sequence[Point], indices: IntArray) -> TestedPlans:
+    chosen = [points[index] for index in indices]
+    return TestedPlans(
+        np.array([point.example.step_s for point in chosen]),
+        np.array([point.noise for point in chosen]),
+        np.array([point.example.features.strategy.lossless for point in chosen]),
+        np.array([point.searched for point in chosen]),
+    )
+
+
+def kernel_for(points: Sequence[Point], domain: str) -> Kernel:
+    """Learn the kernel from domains of other models, so no test part is among its trials."""
+    nothing = np.zeros(0, dtype=np.int64)
+    sources = sources_for(points, domain, HeldOut.MODEL, None, nothing)
+    return learned_kernel(residuals_of(points, sources), generator(0, "kernel", domain))
+
+
+def held_out(
+    points: Sequence[Point], domain: str, seed: int, kernel: Kernel, also: str = ""
+) -> Held:
+    """Hold out a domain, and also a second one; tested plans are in no source."""
+    parts = parts_of(points, domain, seed, OWN[1:], TEST_SHARE)
+    sources = sources_for(points, domain, HeldOut.DOMAIN, None, parts.test)
+    kept = np.array([points[index].domain != also for index in sources], dtype=bool)
+    sources = sources[kept]
+    return Held(parts, sources, Experience(kernel, residuals_of(points, sources)))
+
+
+def corrected(points: Sequence[Point], held: Held, own: int) -> tuple[Correction, IntArray]:
+    """Return the correction of the test part after the first `own` plans, and these."""
+    training = own_part(held.parts, own)
+    assert_no_leak(points, held.sources, training, held.parts.test, HeldOut.DOMAIN)
+    known = residuals_of(points, training)
+    x = features_of(points, held.parts.test)
+    return held.experience.correct(x, known.x, known.r), training
+
+
+def own_part(parts: Parts, own: int) -> IntArray:
+    """Return the first `own` plans of the training part; all of them if there are fewer."""
+    if own == 0:
+        return np.zeros(0, dtype=np.int64)
+    return parts.own[own] if own in parts.own else parts.own[max(parts.own)]
+
+
+def supported_strength(points: Sequence[Point], domain: str, kernel: Kernel) -> float:
+    """Return the strength that orders the fastest quarters of the other domains best."""
+    totals = np.zeros(len(STRENGTHS))
+    others = sorted({point.domain for point in points} - {domain})
+    for other, seed in product(others, range(STRENGTH_SEEDS)):
+        held = held_out(points, other, seed, kernel, also=domain)
+        correction, _ = corrected(points, held, JUDGED)
+        tested = tested_of(points, held.parts.test)
+        replayed_s = replayed_of(points, held.parts.test)
+        figures = [
+            decision_figures(replayed_s * np.exp(strength * correction.mean), tested)
+            for strength in STRENGTHS
+        ]
+        totals += np.nan_to_num([row["fastest_quarter"] for row in figures])
+    return STRENGTHS[int(np.argmax(totals))]
+
+
+def judged(
+    points: Sequence[Point], domains: Sequence[str], seeds: int, trainer: Trainer, source_plans: int
+) -> tuple[list[DecisionRow], dict[str, float]]:
+    """Return a row per domain, seed, ranker and number of own trials, and the strengths used.
+
+    `trainer` makes the simulators, which learn from `source_plans` plans of each other domain.
+    """
+    rows: list[DecisionRow] = []
+    strengths = {}
+    for domain in domains:
+        kernel = kernel_for(points, domain)
+        strengths[domain] = supported_strength(points, domain, kernel)
+        for seed in range(seeds):
+            held = held_out(points, domain, seed, kernel)
+            tested = tested_of(points, held.parts.test)
+            most = ceilings(tested, generator(seed, "ceiling", domain))
+            replayed_s = replayed_of(points, held.parts.test)
+            guesses: list[tuple[str, int, FloatArray]] = []
+            for own in OWN:
+                correction, training = corrected(points, held, own)
+                scaled_s = _scale(points, training) * replayed_s
+                guesses += [
+                    (REPLAY, own, scaled_s),
+                    (FULL, own, replayed_s * np.exp(correction.mean)),
+                    (SUPPORTED, own, scaled_s * np.exp(strengths[domain] * correction.mean)),
+                ]
+            guesses += _simulated(points, held, trainer, source_plans)
+            for ranker, own, predicted_s in guesses:
+                figures, bias = decision_figures(predicted_s, tested), _bias(predicted_s, tested)
+                rows.append(DecisionRow(domain, seed, ranker, own, figures, most, bias))
+    return rows, strengths
+
+
+def _simulated(
+    points: Sequence[Point], held: Held, trainer: Trainer, source_plans: int
+) -> Iterator[tuple[str, int, FloatArray]]:
+    """Yield what each simulator predicts after other domains, and then after own trials."""
+    parts = held.parts
+    for name in trainer.makers:
+        few = sources_for(points, parts.domain, HeldOut.DOMAIN, source_plans, parts.test)
+        start, _, _ = trainer.fit((name, True), few, parts.seed)
+        for own in (0, *OWN[1:]):
+            simulator, training = start, own_part(parts, own)
+            assert_no_leak(points, few, training, parts.test, HeldOut.DOMAIN)
+            if own:
+                simulator, _, _ = trainer.fit((name, True), training, parts.seed, start)
+            yield name, own, simulator.predict_step_s(trainer.features(parts.test))
+
+
+def _scale(points: Sequence[Point], training: IntArray) -> float:
+    """Return the median of measured over replayed, by which the tuner scales its predictions."""
+    if not len(training):
+        return 1.0
+    return float(np.exp(np.median(residuals_of(points, training).r)))
+
+
+def _bias(shown_s: FloatArray, tested: TestedPlans) -> float:
+    if not tested.searched.any():
+        return math.nan
+    ratios = tested.measured_s[tested.searched] / shown_s[tested.searched]
+    return float(np.mean(np.log(ratios)))
+
+
+def _row(point: Point) -> FloatArray:
+    timeline = point.example.features.timeline
+    assert timeline is not None, "points are replayed with their timeline"
+    return timeline.row
