@@ -137,7 +137,9 @@ class Workload:
     of the module's buffers before a forward pass; `buffers`: number of these tensors. Both are
     empty if `forward_s` includes the broadcasts. `source`: "measured" or "assumed", which the
     report repeats. `library`: the script's own, which enacts the plans that it can express.
-    `device_name`: the accelerator's, "" if unknown.
+    `device_name`: the accelerator's, "" if unknown. `reads_norms`: between the backward pass and
+    `step()`, the script reads the norms of gradients and scales them, as clipping by the global
+    norm does.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -156,6 +158,7 @@ class Workload:
     schema: int = field(default=1)
     library: Library = field(default=Library.DDP, metadata=LATER)
     device_name: str = field(default="", metadata=LATER)
+    reads_norms: bool = field(default=False, metadata=LATER)
 
     def __post_init__(self) -> None:
         if not self.variables:

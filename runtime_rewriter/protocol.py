@@ -122,6 +122,7 @@ class ProfileAnswer(_Message):
     across steps; empty if it can. `current_buckets`: variables of each bucket of the current setup,
     in its order; empty: not known. `op_fusions`: choices of sets of ops that the model can enact;
     `op_fusion_report`: what was measured of them, for people. `mirrored`: see `Profiled`.
+    `reads_norms`: as in `Workload`, also if no steps were profiled.
     """
 
     workload: Workload | None
@@ -133,6 +134,7 @@ class ProfileAnswer(_Message):
     op_fusions: tuple[OpFusionChoice, ...] = ()
     op_fusion_report: str = ""
     mirrored: bool = False
+    reads_norms: bool = False
 
 
 @dataclass(frozen=True)

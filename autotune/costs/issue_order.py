@@ -74,6 +74,30 @@ def cross_step_period_s(
     return float(max(start_s + forward_s, (ends_s + (forward_s - needed_s)).max(initial=0.0)))
 
 
+def half_crossing_period_s(
+    ready_s: FloatArray,
+    cost_s: FloatArray,
+    needed_s: FloatArray,
+    step_s: tuple[float, float, float],
+    results: Sequence[int],
+) -> float:
+    """Seconds per step if results, half of each message, wait for the norms of all gradients.
+
+    `step_s`: backward pass, update, and forward pass. `results` (M,): messages, by number, in the
+    order in which the second halves are sent.
+    """
+    backward_s, update_s, forward_s = step_s
+    norms_s = float(channel_ends_s(ready_s, cost_s / 2)[-1])
+    order = np.array(results, dtype=np.int64)
+    return cross_step_period_s(
+        np.full(len(order), norms_s),
+        cost_s[order] / 2,
+        needed_s[order],
+        max(backward_s, norms_s) + update_s,
+        forward_s,
+    )
+
+
 @dataclass(frozen=True)
 class MessageTimes:
     """Times of a plan's messages, in its order; `start_s` and `forward_s` of its workload."""

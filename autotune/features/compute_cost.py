@@ -16,11 +16,13 @@ analytic ranker.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from autotune.arrays import FloatArray
 from autotune.cluster import Cluster
-from autotune.costs.issue_order import channel_ends_s, cross_step_period_s
+from autotune.costs.issue_order import channel_ends_s, cross_step_period_s, half_crossing_period_s
 from autotune.costs.row_traffic import RowTraffic
 from autotune.costs.sync_cost import MessageCosts
 from autotune.costs.timing import needed_times_s, ready_times_s
@@ -84,13 +86,14 @@ def overlap_step_s(
     workload: Workload,
     cross_step: bool = False,
     taken_s: FloatArray | None = None,
+    results: Sequence[int] | None = None,
 ) -> float:
     """Predicted step time with computation and communication overlapped.
 
     Within the step, the update follows the last message. With `cross_step` the next forward pass
     starts at once and waits for messages where it reads their variables (`costs.issue_order`); the
     result is the period of the steady state. `taken_s` (M,): CPU time that each message takes from
-    the backward pass.
+    the backward pass. `results`: as in `Plan`.
     """
     ready_s = np.maximum.reduceat(ready_times_s(workload)[flat.variable], flat.first)
     backward_s = workload.backward_s
@@ -100,5 +103,8 @@ def overlap_step_s(
         sent_s = float(channel_ends_s(ready_s, cost_s)[-1])
         return workload.forward_s + max(backward_s, sent_s) + workload.update_s
     needed_s = np.minimum.reduceat(needed_times_s(workload)[flat.variable], flat.first)
+    if results is not None:
+        parts_s = (backward_s, workload.update_s, workload.forward_s)
+        return half_crossing_period_s(ready_s, cost_s, needed_s, parts_s, results)
     start_s = backward_s + workload.update_s
     return cross_step_period_s(ready_s, cost_s, needed_s, start_s, workload.forward_s)

@@ -124,7 +124,9 @@ class Extractor:
         taken_s = None
         if self.taken_share > 0:
             taken_s = self.taken_share * message_cpu_s(plan, cluster, workload)
-        analytic_s = overlap_step_s(flat, costs.channel_s, workload, plan.cross_step, taken_s)
+        analytic_s = overlap_step_s(
+            flat, costs.channel_s, workload, plan.cross_step, taken_s, plan.results
+        )
         shards = np.zeros((0, len(RAW_FEATURES)), dtype=np.float32)
         order = np.zeros(0, dtype=np.int64)
         if with_shards:

@@ -58,10 +58,12 @@ class HostCosts:
         taken_s: FloatArray,
         costs: RuntimeCosts,
         buckets: bool,
+        results: int = 0,
     ) -> HostCosts:
         """`cast` (M,): rounded to 16 bits. `prepare_s` (M,): computed when the message is issued.
 
-        `buckets`: torch's own reducer is the plan's backend.
+        `buckets`: torch's own reducer is the plan's backend. `results`: how many wait for norms.
+        They are issued again, and each gradient is scaled when it has arrived.
         """
         fill_s, write_s = costs["fill_s"], costs["write_s"]
         if buckets:
@@ -76,6 +78,8 @@ class HostCosts:
         wake_s = costs["wake_s"]
         packed_s = packed_s_per_byte * times.grad_bytes
         flushed_s = costs["settle_s_per_byte"] * times.grad_bytes
+        if results:
+            flushed_s = flushed_s + costs["unpack_s_per_byte"] * times.grad_bytes
         workload = times.workload
         return HostCosts(
             hand_out_s=costs["hand_out_s_per_byte"] * times.grad_bytes,
@@ -85,7 +89,7 @@ class HostCosts:
             write_s=write_s + costs["unpack_s_per_byte"] * times.grad_bytes,
             flush_s=costs["settle_s"],
             flush_each_s=costs["settle_each_s"] + wake_s * times.wakes_read + flushed_s,
-            defer_s=costs["defer_s"] * count,
+            defer_s=costs["defer_s"] * count + costs["issue_s"] * results,
             buffers_s=costs["buffer_s"] * workload.buffers,
             update_s=costs["real_update"] * workload.update_s,
             early_update=costs["early_update"],
@@ -235,13 +239,16 @@ class Worker:
         self._done = self._computed
         return self._computed
 
-    def defer(self, slices: SliceTable, ends: IntArray) -> None:
+    def defer(self, slices: SliceTable, ends: IntArray, norms: int = NONE) -> None:
         """Leave averages and updates to later reads: the script's own, between the steps, wait for
         their variables' messages, which arrive at `ends` (M,).
 
-        Without such reads, each variable's update takes its time in the forward pass.
+        Without such reads, each variable's update takes its time in the forward pass. `norms`: the
+        op after which the norms of all gradients are known; NONE: nobody needs them.
         """
         deferred = self._op("defer", self._host, self._costs.defer_s, Kind.OTHER, self.ends)
+        if norms != NONE:
+            deferred = self._op("read norms", NONE, 0.0, Kind.VIRTUAL, (deferred, norms))
         update_s = self._times.workload.update_s
         first_read_s = self._first_reads_s(slices, len(ends))
         early = first_read_s < 0

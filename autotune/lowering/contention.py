@@ -26,8 +26,9 @@ def contended(dfg: Dfg, message_ops: Sequence[MessageOps], contention: float) ->
     """The graph with messages that are longer by up to the share `contention`."""
     in_message = np.zeros(dfg.ops + 1, dtype=np.int64)
     for ops in message_ops:
-        np.add.at(in_message, ops.starts, 1)
-        np.add.at(in_message, ops.ends + 1, -1)
+        for firsts, lasts in ops.ranges:
+            np.add.at(in_message, firsts, 1)
+            np.add.at(in_message, lasts + 1, -1)
     sent = (np.cumsum(in_message)[:-1] > 0) & (dfg.duration_s > 0) & np.isin(dfg.kind, SENT)
     computes = np.isin(dfg.kind, list(COMPUTATION)) & (dfg.duration_s > 0)
     if not contention or not sent.any() or not computes.any():

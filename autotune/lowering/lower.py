@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from autotune.arrays import IntArray
 from autotune.cluster import Cluster
 from autotune.dfg.build import DfgBuilder
 from autotune.dfg.graph import NONE, Dfg, Kind
@@ -15,7 +16,8 @@ from autotune.lowering.compute import HostCosts, Worker
 from autotune.lowering.contention import contended
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.device_costs import costs_of
-from autotune.lowering.messages import MessageTimer, SliceTable
+from autotune.lowering.halves import NORM_BYTES, Halves
+from autotune.lowering.messages import Batch, MessageTimer, SliceTable
 from autotune.lowering.network import CORES, MessageOps, Network
 from autotune.lowering.pass_times import PassTimes
 from autotune.lowering.step_times import Timing
@@ -51,6 +53,7 @@ class Lowering:
         self.messages = MessageTimer(timing, self.costs, workload)
         self.times = PassTimes.of(workload)
         self.broadcast_s = _broadcast_s(workload, timing)
+        self.norms_s = _norms_s(workload, timing, self.costs)
         # Ranks per core of the shared machine; while each rank has a core, none waits for one.
         crowd = cluster.world_size / cluster.machine_cores if cluster.machine_cores > 0 else 0.0
         self.crowd = crowd if crowd >= 1 else 0.0
@@ -150,6 +153,16 @@ def _broadcast_s(workload: Workload, timing: Timing) -> float:
     return float(timing.of(step, (world,)).alone_s.sum())
 
 
+def _norms_s(workload: Workload, timing: Timing, costs: RuntimeCosts) -> float:
+    """From complete sums to known norms: a pass over the sums that a rank owns, and an exchange."""
+    ranks = timing.cluster.world_size
+    size_bytes = np.array([NORM_BYTES * len(workload.variables)])
+    nothing = np.zeros(1)
+    step = Step(Collective.ALL_REDUCE, size_bytes, prepare_s=nothing, prepare_root_s=nothing)
+    exchange_s = float(timing.of(step, (tuple(range(ranks)),)).alone_s[0])
+    return costs["lane_s"] + costs["pack_s_per_byte"] * workload.grad_bytes / ranks + exchange_s
+
+
 class _PlanGraph:
     """The graph of one plan. `message_ops`: those of each period."""
 
@@ -167,6 +180,8 @@ class _PlanGraph:
         self.workload = lowering.workload
         self.slices = SliceTable.of(plan, lowering.workload)
         batches = lowering.messages.batches(plan.messages, plan.ring_order)
+        self.norms_s = lowering.norms_s
+        self.halves = None if plan.results is None else Halves.of(batches, plan)
         workers = [0] if symmetric else list(range(cluster.world_size))
         prepare_s = np.zeros(len(plan.messages))
         if not plan.cross_step:
@@ -184,19 +199,30 @@ class _PlanGraph:
             taken_s=taken_s,
             costs=lowering.costs,
             buckets=sent_by_torch(plan, lowering.workload.variables, lowering.workload.library),
+            results=0 if self.halves is None else len(self.halves.sent),
         )
-        self.network = Network(
-            batches,
-            lowering.ports,
-            lowering.costs,
-            symmetric=symmetric,
-            workers=workers,
-            limit=plan.limit,
-            in_flight=plan.in_flight,
-            layer=self.slices.last,
-            coarse=coarse,
-            crowd=lowering.crowd,
-        )
+
+        def network(parts: Sequence[Batch], layer: IntArray) -> Network:
+            return Network(
+                parts,
+                lowering.ports,
+                lowering.costs,
+                symmetric=symmetric,
+                workers=workers,
+                limit=plan.limit,
+                in_flight=plan.in_flight,
+                layer=layer,
+                coarse=coarse,
+                crowd=lowering.crowd,
+            )
+
+        self.results: Network | None = None
+        if self.halves is None:
+            self.network = network(batches, self.slices.last)
+        else:
+            self.network = network(self.halves.sums, self.slices.last)
+            if len(self.halves.sent):
+                self.results = network(self.halves.results, self.slices.last[self.halves.sent])
         shares_cores = lowering.crowd > 0
         cores = self.to.queue(CORES) if shares_cores else NONE
         self.workers = [
@@ -221,8 +247,9 @@ class _PlanGraph:
     def add_period(self, start: int, last: bool) -> int:
         """From one backward pass to the next, or to the last update; its last op."""
         issued = np.stack([worker.backward(start) for worker in self.workers])
-        self.message_ops.append(self.network.emit(self.to, issued))
-        arrivals = self.message_ops[-1].ends
+        message_ops, norms = self._messages(issued)
+        self.message_ops.append(message_ops)
+        arrivals = message_ops.ends
         if not self.plan.cross_step or last:
             arrived = self._join("arrived", arrivals.tolist())
             ends = [worker.update(arrived) for worker in self.workers]
@@ -231,9 +258,22 @@ class _PlanGraph:
             return self._join("begin backward", ends)
         behind = arrivals.tolist()
         for worker in self.workers:
-            worker.defer(self.slices, arrivals)
+            worker.defer(self.slices, arrivals, norms)
             behind += worker.forward_waiting(self.slices, arrivals)
         return self._join("begin backward", behind)
+
+    def _messages(self, issued: IntArray) -> tuple[MessageOps, int]:
+        """Add the messages; their ops, and the op that ends with known norms, or NONE."""
+        sums = self.network.emit(self.to, issued)
+        if self.halves is None:
+            return sums, NONE
+        # What is issued in the backward pass is there before a result is: lanes keep this order.
+        summed = self._join("sums", [*sums.ends.tolist(), *issued[:, -1].tolist()])
+        norms = self.to.op("norms", NONE, self.norms_s, Kind.RECV, (summed,))
+        if self.results is None:
+            return sums, norms
+        results = self.results.emit(self.to, np.full((len(issued), len(self.halves.sent)), norms))
+        return sums.followed_by(results, self.halves.sent), norms
 
     def build(self) -> Dfg:
         return self.to.build(tuple(variable.name for variable in self.workload.variables))

@@ -42,10 +42,42 @@ MAX_PORTS_COMPARED = 64
 
 @dataclass(frozen=True, eq=False)
 class MessageOps:
-    """`starts`, `ends` (M,): the first op and the Out op of every message; its ops lie between."""
+    """`starts`, `ends` (M,): the first op and the Out op of every message.
+
+    A message whose results wait for norms has two ranges of ops: from `starts` to `sums`, and from
+    `results` to `ends`. Otherwise `sums` and `ends`, and `starts` and `results`, are equal.
+    """
 
     starts: IntArray
+    sums: IntArray
+    results: IntArray
     ends: IntArray
+
+    @staticmethod
+    def whole(starts: IntArray, ends: IntArray) -> MessageOps:
+        """Messages of one range each."""
+        return MessageOps(starts, ends, starts, ends)
+
+    def followed_by(self, results: MessageOps, sent: IntArray) -> MessageOps:
+        """These messages, with the second ranges of those numbered `sent`, in this order."""
+        starts, ends = self.starts.copy(), self.ends.copy()
+        starts[sent], ends[sent] = results.starts, results.ends
+        return MessageOps(self.starts, self.sums, starts, ends)
+
+    @property
+    def ranges(self) -> tuple[tuple[IntArray, IntArray], ...]:
+        """The first and last ops of both ranges, which may be equal."""
+        return (self.starts, self.sums), (self.results, self.ends)
+
+    def of_op(self, ops: int) -> IntArray:
+        """The message of each of a graph's `ops`, NONE for other ops; shape (N,)."""
+        message: IntArray = np.full(ops, NONE, dtype=np.int64)
+        for firsts, lasts in self.ranges:
+            for number, (first, last) in enumerate(
+                zip(firsts.tolist(), lasts.tolist(), strict=True)
+            ):
+                message[first : last + 1] = number
+        return message
 
 
 class Network:
@@ -136,7 +168,7 @@ class Network:
             layer=layer,
             **dict(zip(Op._fields, columns, strict=False)),
         )
-        return MessageOps(base, base + lengths - 1)
+        return MessageOps.whole(base, base + lengths - 1)
 
     def _chain(self, to: DfgBuilder, templates: Sequence[Template], base: IntArray) -> None:
         """Each lane's thread takes the pieces of all messages in plan order.

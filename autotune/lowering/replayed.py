@@ -101,7 +101,7 @@ class LoweredSteps:
 
     def observe(self, plan: Plan) -> Observed:
         timeline, message_ops = self._replayed(plan)
-        message = message_of_op(timeline.dfg, message_ops)
+        message = message_ops.of_op(timeline.dfg.ops)
         start_s, end_s = message_spans(timeline, message, message_ops)
         on_path = message[critical_ops(timeline)]
         critical = tuple(dict.fromkeys(on_path[on_path != NONE].tolist()))
@@ -110,7 +110,7 @@ class LoweredSteps:
     def describe(self, plan: Plan) -> ReplayedPlan:
         """Replay a plan for its features."""
         timeline, message_ops = self._replayed(plan)
-        message = message_of_op(timeline.dfg, message_ops)
+        message = message_ops.of_op(timeline.dfg.ops)
         start_s, end_s = message_spans(timeline, message, message_ops)
         return ReplayedPlan(timeline.makespan_s, start_s, end_s, cores_busy(timeline))
 
@@ -148,13 +148,14 @@ class LoweredSteps:
 
 def _key(plan: Plan) -> object:
     """The parts of a plan that decide its step; hashing its id would take longer than a replay."""
-    return plan.messages, plan.limit, plan.in_flight, plan.ring_order, plan.op_fusion
+    order = plan.limit, plan.in_flight, plan.results
+    return plan.messages, order, plan.ring_order, plan.op_fusion
 
 
 def message_spans(
     timeline: Timeline, message: IntArray, message_ops: MessageOps
 ) -> tuple[FloatArray, FloatArray]:
-    """(start, end) of each message, shape (M,); `message` (N,) as `message_of_op` returns it."""
+    """(start, end) of each message, shape (M,); `message` (N,) as `MessageOps.of_op` returns it."""
     sends = (message != NONE) & (timeline.dfg.kind != Kind.VIRTUAL)
     start_s = np.full(len(message_ops.ends), np.inf)
     np.minimum.at(start_s, message[sends], timeline.start_s[sends])
@@ -173,12 +174,3 @@ def cores_busy(timeline: Timeline) -> float:
         used = column != NONE
         np.add.at(busy_s, column[used], timeline.duration_s[used])
     return float(busy_s[cores].max()) / timeline.makespan_s
-
-
-def message_of_op(dfg: Dfg, message_ops: MessageOps) -> IntArray:
-    """The message of each op, NONE for other ops; shape (N,)."""
-    message = np.full(dfg.ops, NONE, dtype=np.int64)
-    spans = zip(message_ops.starts.tolist(), message_ops.ends.tolist(), strict=True)
-    for number, (first, last) in enumerate(spans):
-        message[first : last + 1] = number
-    return message

@@ -79,7 +79,7 @@ def steady_steps(lowering: Lowering, plan: Plan, count: int) -> SteadySteps:
 def _began_s(timeline: Timeline, ops: MessageOps) -> FloatArray:
     """When the first op of each message that takes time begins; (M,)."""
     began_s = np.where(timeline.duration_s > 0, timeline.start_s, np.inf)
-    spans = zip(ops.starts.tolist(), ops.ends.tolist(), strict=True)
+    spans = zip(ops.starts.tolist(), ops.sums.tolist(), strict=True)
     first_s = np.array([began_s[first : last + 1].min() for first, last in spans])
     earliest_s: FloatArray = np.minimum(first_s, timeline.end_s[ops.ends])
     return earliest_s

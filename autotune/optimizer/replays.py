@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from autotune.costs.timing import ready_times_s
 from autotune.dfg.replay import Timeline
 from autotune.lowering.replayed import LoweredSteps
 from autotune.optimizer.state import CriticalPath, Problem, State, planned
-from autotune.strategy_space.plan import Message, Plan
+from autotune.strategy_space.plan import Message, Plan, with_messages
 from autotune.strategy_space.strategy import SparseHandling
 from autotune.workload import Workload
 
@@ -142,13 +141,14 @@ class Replays:
         def seconds(messages: Sequence[Message]) -> float:
             self.problem.deadline.check()
             self.whole += 1
+            workload = self.problem.workload
             names = {part.variable for message in messages for part in message.slices}
             others = [
                 message
                 for message in plan.messages
                 if not any(part.variable in names for part in message.slices)
             ]
-            observed = steps.observe(replace(plan, messages=(*others, *messages)))
+            observed = steps.observe(with_messages(plan, (*others, *messages), workload))
             self.ops += steps.ops
             return float((observed.end_s - observed.start_s)[len(others) :].sum())
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from autotune.arrays import FloatArray
-from autotune.costs.issue_order import MessageTimes, channel_ends_s
+from autotune.costs.issue_order import MessageTimes, channel_ends_s, half_crossing_period_s
 from autotune.costs.sync_cost import MessageKind, Rates
 from autotune.optimizer.budget import TimeUp
 from autotune.optimizer.contiguous import contiguous_strategy
@@ -59,7 +59,13 @@ def _built(problem: Problem, fusion: OpFusion) -> Iterator[tuple[str, Strategy]]
 def _estimated_s(strategy: Strategy, problem: Problem) -> float:
     """The step by the closed form of one channel, which is much faster than a replay."""
     workload, cluster = problem.workload, problem.cluster
-    times = MessageTimes.of(plan(strategy, workload, cluster.world_size), workload, cluster)
+    planned = plan(strategy, workload, cluster.world_size)
+    times = MessageTimes.of(planned, workload, cluster)
+    if planned.results is not None:
+        parts_s = (workload.backward_s, workload.update_s, workload.forward_s)
+        return half_crossing_period_s(
+            times.ready_s, times.cost_s, times.needed_s, parts_s, planned.results
+        )
     if strategy.cross_step:
         return times.period_s
     sent_s = float(channel_ends_s(times.ready_s, times.cost_s)[-1])

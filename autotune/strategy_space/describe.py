@@ -126,7 +126,8 @@ def plan_text(planned: Plan, current_messages: int = 0) -> str:
     if compressors:
         phrases.append(f"compressed by {compressors}")
     if planned.cross_step:
-        phrases.append("running into the next forward pass")
+        half = "half of the exchange " if planned.results is not None else ""
+        phrases.append(f"{half}running into the next forward pass")
     return ", ".join(phrases)
 
 

@@ -44,13 +44,30 @@ def refusal_reason(plan: Plan, rewrites_graph: bool = False) -> str | None:
             f"ring_order must name each of the {plan.world_size} ranks once, "
             f"but is {plan.ring_order}"
         )
-    error = in_flight_error(plan.in_flight, plan.cross_step, plan.direct)
+    error = in_flight_error(plan.in_flight, plan.cross_step, plan.direct) or _results_error(plan)
     if error is not None:
         return error
     for number, message in enumerate(plan.messages):
         reason = _message_refusal(message, plan.world_size)
         if reason is not None:
             return f"message {number} ({describe(message)}): {reason}"
+    return None
+
+
+def _results_error(plan: Plan) -> str | None:
+    """Return the rule that the order of the plan's results breaks, or None."""
+    if plan.results is None:
+        return None
+    if not plan.cross_step or sorted(plan.results) != list(range(len(plan.messages))):
+        return (
+            f"results must name each of the {len(plan.messages)} messages of a plan with "
+            f"cross_step once, but are {plan.results}, cross_step: {plan.cross_step}"
+        )
+    if any(message.sparse is not SparseHandling.DENSE for message in plan.messages):
+        return (
+            "norms are not known of gradients whose rows travel, but the plan has results and such "
+            "a message; set sparse = dense"
+        )
     return None
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
 from autotune.canonical import LATER, canonical_json, content_id, stored_as, to_data
 from autotune.errors import InvalidInput, InvalidStrategy
 from autotune.parsing import parse, parse_json, refuse_newer, schema_of_stored
+from autotune.strategy_space.result_order import result_order
 from autotune.strategy_space.shares import Shares
 from autotune.strategy_space.strategy import (
     MOST_IN_FLIGHT,
@@ -133,6 +134,8 @@ class Plan:
 
     `op_fusion`: sets of ops of the model's graph; each set is one kernel on every rank.
     `local_copies`: replicas read a copy of a parameter server's variable; else they read it there.
+    `results`: messages, by number, in the order in which their owners send the sums once the norms
+    of all gradients are known; None: no sum waits for norms.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -146,6 +149,7 @@ class Plan:
     in_flight: int = field(default=1, metadata=LATER)
     op_fusion: OpFusionSets = field(default=(), metadata=LATER)
     local_copies: bool = field(default=True, metadata=LATER)
+    results: tuple[int, ...] | None = field(default=None, metadata=LATER)
 
     @cached_property
     def direct(self) -> bool:
@@ -194,8 +198,10 @@ def plan(strategy: Strategy, workload: Workload, world_size: int) -> Plan:
 
     Shards that share a group and agree in everything but the priority become one message, per
     dtype. Rows of a sparse gradient are a message per shard. Messages are sorted by (lowest
-    priority of their shards, backward position of the last gradient, first slice),
-    which gives the same order on every rank. Raises `InvalidStrategy`.
+    priority of their shards, backward position of the last gradient, first slice), which gives the
+    same order on every rank. If the strategy crosses the step and the script reads norms,
+    priorities have no effect: all sums are needed before the norms, and `results` has the order
+    after them. Raises `InvalidStrategy`.
     """
     choices = _choices(strategy, workload)
     if strategy.ring_order is not None and len(strategy.ring_order) != world_size:
@@ -221,7 +227,8 @@ def plan(strategy: Strategy, workload: Workload, world_size: int) -> Plan:
             else:
                 members.add(part, position, shard.priority)
     issued.extend(members.issued() for members in groups.of_kind.values())
-    issued.sort()
+    reads_norms = strategy.cross_step and workload.reads_norms
+    issued.sort(key=(lambda entry: entry[1:4]) if reads_norms else None)
     messages = tuple([entry[4] for entry in issued])
     return Plan(
         workload.id,
@@ -232,7 +239,19 @@ def plan(strategy: Strategy, workload: Workload, world_size: int) -> Plan:
         in_flight=strategy.in_flight,
         op_fusion=strategy.op_fusion,
         local_copies=strategy.local_copies,
+        results=_results(messages, workload) if reads_norms else None,
     )
+
+
+def with_messages(base: Plan, messages: tuple[Message, ...], workload: Workload) -> Plan:
+    """Return `base` with these messages instead of its own, in their order."""
+    results = None if base.results is None else _results(messages, workload)
+    return replace(base, messages=messages, results=results)
+
+
+def _results(messages: Sequence[Message], workload: Workload) -> tuple[int, ...]:
+    names = [[part.variable for part in message.slices] for message in messages]
+    return result_order(names, workload)
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,7 @@ class HorovodSynchronizer(HookedSynchronizer):
         self.library = Library.HOROVOD
         self.world = connection.world.as_default
         self.cross_step.outer = optimizer
+        self.cross_step.script.norms_are_reads = True
         note_wrapper(type(optimizer))
         self._own_synchronize = optimizer.synchronize
         optimizer.synchronize = self._synchronize

@@ -11,6 +11,9 @@ process forks.
 
 ByteScheduler (SOSP 2019) and P3 (SysML 2019) cross the step in the same way. The order is the
 plan's.
+
+A plan with `results` serves scripts that clip by the global norm: the norms are known before the
+averages, and gradients under way answer with them (`scaled_gradients`).
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -38,9 +41,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from autotune.errors import SynchronizationError
 from runtime_rewriter.pytorch.addresses import note_addresses
 from runtime_rewriter.pytorch.aliases import COUNTS_ALIASES, NO_COUNT, aliased, state_is_held
 from runtime_rewriter.pytorch.exchange.device import Device
+from runtime_rewriter.pytorch.exchange.norms import GradientNorms, NormExchange
 from runtime_rewriter.pytorch.learned_reads import LearnedReads
 from runtime_rewriter.pytorch.optimizer_guard import guard, unguard
 from runtime_rewriter.pytorch.reads import (
@@ -50,6 +55,7 @@ from runtime_rewriter.pytorch.reads import (
     unwatch,
     watch,
 )
+from runtime_rewriter.pytorch.scaled_gradients import AnsweringGradients, ScaledGradient
 from runtime_rewriter.pytorch.script_reads import ScriptReads
 from runtime_rewriter.pytorch.script_steps import ScriptSteps
 from runtime_rewriter.pytorch.under_way import Arriving, MessagesUnderWay
@@ -63,10 +69,11 @@ class _Pending:
     """A variable whose average or update is still to come.
 
     `gradient`: this rank's own, into which the average is written. `due`: updates, each with the
-    number of the variable's parameter group.
+    number of the variable's parameter group. `scaled`: what the script has done with the gradient.
     """
 
     gradient: Tensor | None
+    scaled: ScaledGradient | None = None
     due: list[tuple[DueUpdate, int]] = field(default_factory=list)
 
 
@@ -98,8 +105,9 @@ class CrossStepUpdates:
         """The emulated accelerator plays the updates, too: optimizers find no gradients."""
         self._under_way = MessagesUnderWay()
         self._enabled = False
+        self._answering = AnsweringGradients(self._wait_for_norms)
         self._reads = LearnedReads(parameters)
-        self._script = ScriptSteps(parameters, _OWN_HOOKS)
+        self.script = ScriptSteps(parameters, _OWN_HOOKS)
         self._lock = RLock()
         self.gate: UpdateGate | None = None
         """Compares updates that cross the step with updates within it, while set."""
@@ -125,16 +133,23 @@ class CrossStepUpdates:
 
     # -- conditions
 
-    def refusal_reason(self) -> str | None:
-        """Why this script's updates cannot cross the step, judged by its steps so far."""
+    def refusal_reason(self, norms: bool) -> str | None:
+        """Why this script's updates cannot cross the step, judged by its steps so far.
+
+        `norms`: under a plan with `results`.
+        """
         if self.forbidden is not None:
             return self.forbidden
-        return self._script.refusal_reason() if COUNTS_ALIASES else NO_COUNT
+        return self.script.refusal_reason(norms) if COUNTS_ALIASES else NO_COUNT
+
+    def limits(self) -> tuple[str, bool]:
+        """Why no plan can cross the step here ("" if one can), and whether it needs `results`."""
+        return self.refusal_reason(norms=True) or "", self.script.reads_norms
 
     @property
     def learning(self) -> bool:
         """Whether more steps must be examined; `backward_ended` must be called before them."""
-        return self._script.learning
+        return self.script.learning
 
     @property
     def unseen(self) -> frozenset[int]:
@@ -146,11 +161,15 @@ class CrossStepUpdates:
         """The error that a wait for a message raised."""
         return self._under_way.broken
 
-    def enable(self, messages_of: Sequence[Sequence[Arriving]] | None) -> None:
+    def enable(
+        self, messages_of: Sequence[Sequence[Arriving]] | None, norms: NormExchange | None = None
+    ) -> None:
         """Set the messages of each variable under a plan that crosses the step; None: any other.
 
-        Call it between two steps, with nothing pending.
+        `norms`: those that a plan with `results` sends. Call it between two steps, with nothing
+        pending.
         """
+        self._answering.load(norms)
         self._enabled = messages_of is not None
         self._under_way.plan(messages_of or ())
         self.forget_reads()
@@ -162,7 +181,11 @@ class CrossStepUpdates:
     @property
     def defers(self) -> bool:
         """Whether the backward pass that ends now leaves its messages to the next forward pass."""
-        return self._enabled and self._reads.unseen is not None and self.refusal_reason() is None
+        return self._enabled and self._reads.unseen is not None and self._refusal_reason() is None
+
+    def _refusal_reason(self) -> str | None:
+        """Why updates do not cross the step under the loaded plan."""
+        return self.refusal_reason(self._answering.loaded)
 
     def close(self) -> None:
         _PRESENT.discard(self)
@@ -172,14 +195,15 @@ class CrossStepUpdates:
     def forward_begins(self, observable: bool = True) -> None:
         """`observable`: the module itself computes; otherwise its emulation reads the variables."""
         self._end_interrupted_step()
+        self._answering.end()
         self._inside_outer = False
         self._modules.stop()
-        self._script.stop_looking()
+        self.script.stop_looking()
         if (
             self._enabled
             and self._reads.unseen is None
-            and self._script.seen > 0
-            and self.refusal_reason() is None
+            and self.script.seen > 0
+            and self._refusal_reason() is None
         ):
             self._reads.begin(observable)
 
@@ -195,12 +219,13 @@ class CrossStepUpdates:
     def backward_ended(self, gradients_final: bool) -> None:
         """`gradients_final`: nothing is pending."""
         if gradients_final:
-            self._script.gradients_final()
+            self.script.gradients_final()
 
     def defer(self, messages: Sequence[Arriving], positions: Iterable[int]) -> None:
         """Leave the messages, all under way, and the averages of `positions` to the next step."""
         with self._lock:
             self._stashed.clear()
+            self._answering.end()
             self._stream = self._device.stream()
             self._under_way.begin(messages)
             self._pending = {
@@ -210,7 +235,11 @@ class CrossStepUpdates:
             for position, pending in self._pending.items():
                 assert pending.gradient is not None
                 on_read = partial(self._on_read, position)
-                watch(pending.gradient, on_read)
+                flush = partial(self.flush_variables, (position,))
+                pending.scaled = self._answering.begin(
+                    position, pending.gradient, flush, self._lock
+                )
+                watch(pending.gradient, on_read, pending.scaled)
                 watch(self._parameters[position], on_read)
             if self._pending:
                 self._modules.watch()
@@ -234,6 +263,19 @@ class CrossStepUpdates:
 
     def _on_read(self, position: int, _: Tensor) -> None:
         self.flush_variables((position,))
+
+    def _wait_for_norms(self, norms: NormExchange) -> GradientNorms:
+        with outside_modes(), self._device.on(self._stream):
+            if self.before_wait is not None:
+                self.before_wait(())
+            began_s = time.perf_counter()
+            try:
+                return norms.wait()
+            except SynchronizationError as error:
+                self._under_way.broken = str(error)
+                raise
+            finally:
+                self.waited_s += time.perf_counter() - began_s
 
     @property
     def pending_positions(self) -> Collection[int]:
@@ -295,12 +337,16 @@ class CrossStepUpdates:
                     dropped.append(parameter)
                 parameter.grad = pending.gradient
         self._write(positions)
+        for pending in done.values():
+            if pending.scaled is not None:
+                pending.scaled.arrive()
         if not self.updates_played:
             self._update(done)
         for position, pending in done.items():  # last: other threads wait for a watched tensor
             unwatch(self._parameters[position])
             if pending.gradient is not None:
                 unwatch(pending.gradient)
+                self._answering.arrived(position)
         for parameter in dropped:
             parameter.grad = None
         if not self._pending:
@@ -360,12 +406,16 @@ class CrossStepUpdates:
         closure = any(value is not None for value in given)
         self._stepping = optimizer
         unguard(optimizer)  # its own step reads its state
+        self._answering.end(
+            position for position, one in enumerate(self._parameters) if id(one) in numbers
+        )
         if self.script_reads is not None:
             self.script_reads.step_begins(optimizer, numbers)
         if self._pending:
             self._put_off(optimizer, numbers, closure)
-        elif self._script.looking:
-            reason = self._script.look_at(optimizer, numbers, closure)
+        elif self.script.looking:
+            norms = self._answering.loaded
+            reason = self.script.look_at(optimizer, numbers, closure, norms)
             if reason is not None and self._enabled:
                 warnings.warn(
                     f"the plan's synchronization ends with each backward pass, since {reason}",
@@ -431,6 +481,7 @@ class CrossStepUpdates:
         """Drop what is pending, in a forked process, where no message will ever arrive."""
         self._lock = RLock()
         self._under_way.forget()
+        self._answering.end()
         for position, pending in self._pending.items():
             unwatch(self._parameters[position])
             if pending.gradient is not None:

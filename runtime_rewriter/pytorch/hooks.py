@@ -44,6 +44,7 @@ from runtime_rewriter.pytorch.autograd import by_identity, reachable_variables, 
 from runtime_rewriter.pytorch.cross_step import CrossStepUpdates
 from runtime_rewriter.pytorch.exchange.device import Device
 from runtime_rewriter.pytorch.exchange.lanes import Lanes
+from runtime_rewriter.pytorch.exchange.norms import NormExchange
 from runtime_rewriter.pytorch.exchange.present_rows import sparse_parameters
 from runtime_rewriter.pytorch.exchange.ranks import SynchronizerGroups
 from runtime_rewriter.pytorch.exchange.residuals import Residuals
@@ -215,6 +216,10 @@ class GradientSynchronizer:
         packing = Packing(
             self.names, self.parameters, transfers, self.residuals, self.divisor, self._sparse
         )
+        norms = None
+        if plan is not None and plan.results is not None:
+            dense = [transfer for transfer in transfers if isinstance(transfer, Transfer)]
+            norms = NormExchange(named, dense, self.lanes)
         crossing = plan is not None and plan.cross_step
         # On the messages' own group a vote would wait for messages that cross the step, or have
         # no order with those that start on a thread.
@@ -228,9 +233,10 @@ class GradientSynchronizer:
         self.residuals.plan_loaded(plan)
         self.lanes.limit = None if plan is None else plan.limit
         self.lanes.direct_limit = plan.in_flight if plan is not None and plan.direct else None
-        self._pass.load(transfers, packing, votes, deferred)
+        results = () if plan is None else plan.results or ()
+        self._pass.load(transfers, packing, votes, deferred, results, norms)
         self._reachable = set()
-        self.cross_step.enable(packing.messages_of if crossing else None)
+        self.cross_step.enable(packing.messages_of if crossing else None, norms)
         if plan is not None and self.native is None:
             self._hook()
         if crossing:
@@ -242,7 +248,8 @@ class GradientSynchronizer:
         reason = self.refusal_reason() or scaled_refusal_reason(plan, self.byte_scale)
         if reason is not None:
             raise InvalidStrategy(f"plans cannot be enacted here: {reason}")
-        reason = self.cross_step.refusal_reason() if plan.cross_step else None
+        norms = plan.results is not None
+        reason = self.cross_step.refusal_reason(norms) if plan.cross_step else None
         if reason is not None:
             raise InvalidStrategy(
                 f"plan {plan.id} cannot be enacted: synchronization cannot cross the step, since "

@@ -31,9 +31,12 @@ def build_transfers(
     plan_groups = PlanGroups.of(plan, lanes)
     transfers: list[Transfer | RowTransfer] = []
     for number, message in enumerate(plan.messages):
-        kind = Transfer if message.sparse is SparseHandling.DENSE else RowTransfer
-        transfer = kind(number, message, parameters, residuals, lanes, plan_groups, byte_scale)
-        transfers.append(transfer)
+        context = (parameters, residuals, lanes, plan_groups, byte_scale)
+        if message.sparse is SparseHandling.DENSE:
+            held_back = plan.results is not None
+            transfers.append(Transfer(number, message, *context, held_back=held_back))
+        else:
+            transfers.append(RowTransfer(number, message, *context))
     return transfers
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from autotune.errors import SynchronizationError
 from runtime_rewriter.pytorch.cross_step import CrossStepUpdates
+from runtime_rewriter.pytorch.exchange.norms import NormExchange
 from runtime_rewriter.pytorch.exchange.row_transfer import RowTransfer
 from runtime_rewriter.pytorch.exchange.transfer import Transfer
 from runtime_rewriter.pytorch.observers import BackwardObserver
@@ -45,6 +46,8 @@ class PlannedPass:
         self._unused_as_zeros = unused_as_zeros
         self._transfers: Sequence[Transfer | RowTransfer] = ()
         self._packing: Packing
+        self._results: Sequence[int] = ()
+        self._norms: NormExchange | None = None
         self._votes: dist.ProcessGroup
         self._deferred = False
         self._learned: list[int] | None = None  # accumulations per backward pass of a static graph
@@ -57,8 +60,10 @@ class PlannedPass:
         packing: Packing,
         votes: dist.ProcessGroup,
         deferred: bool,
+        results: Sequence[int] = (),
+        norms: NormExchange | None = None,
     ) -> None:
-        """Use these messages from now on; between two steps.
+        """Use these messages from now on; between two steps. `results`, `norms`: see `Plan`.
 
         `votes`: the group on which ranks agree at the end of a pass. `deferred`: issue only then.
         """
@@ -66,6 +71,7 @@ class PlannedPass:
         self._packing = packing
         self._votes = votes
         self._deferred = deferred
+        self._results, self._norms = results, norms
         self._reset()
 
     def _reset(self) -> None:
@@ -180,6 +186,10 @@ class PlannedPass:
                 self._fill(position)
         self._drain()
         assert self._next == len(self._transfers)
+        if self._norms is not None:
+            self._norms.issue()
+            for number in self._results:
+                self._transfers[number].issue_results(self._norms.lane)
         unused = self._agree_on_unused() if self._find_unused else frozenset()
         for position in unused:
             for transfer in self._packing.messages_of[position]:
@@ -187,7 +197,8 @@ class PlannedPass:
         self._packing.ask_for_rows(self._votes)
         averaged = [position for position in range(len(self._names)) if position not in unused]
         if crossing:
-            self._cross_step.defer(self._transfers, averaged)
+            order = self._results or range(len(self._transfers))
+            self._cross_step.defer([self._transfers[number] for number in order], averaged)
             return missing
         for transfer in self._transfers:
             transfer.wait()

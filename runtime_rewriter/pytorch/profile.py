@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 
@@ -127,10 +127,13 @@ class WorkloadProfiler(BackwardObserver):
             assumed_workload(synchronizer.module), synchronizer.ranks.size
         )
         synchronizer.load(plan, deferred=True)
-        self._script_reads = ScriptReads(synchronizer.parameters, self._on_script_read)
+        cross_step = synchronizer.cross_step
+        self._script_reads = ScriptReads(
+            synchronizer.parameters, self._on_script_read, cross_step.script.operations
+        )
         # Only a plan that crosses the step would delay these reads.
-        self._finds_reads = synchronizer.cross_step.forbidden is None
-        synchronizer.cross_step.script_reads = self._script_reads if self._finds_reads else None
+        self._finds_reads = cross_step.forbidden is None
+        cross_step.script_reads = self._script_reads if self._finds_reads else None
         synchronizer.observers.append(self)
         synchronizer.listeners.insert(0, self)  # before listeners that read `done`
         self._marks = _Marks(synchronizer.device.mark())
@@ -223,6 +226,9 @@ class WorkloadProfiler(BackwardObserver):
             )
         gathered: list[list[tuple[_Step, bool]]] = [[]] * synchronizer.ranks.size
         dist.all_gather_object(gathered, self._steps, group=synchronizer.ranks.control)
+        reading = [False] * synchronizer.ranks.size
+        reads_norms = synchronizer.cross_step.limits()[1]
+        dist.all_gather_object(reading, reads_norms, group=synchronizer.ranks.control)
         touched = {
             index: float(median(len(rows.unique()) for rows in steps.values()))
             for index, steps in self._rows.items()
@@ -230,7 +236,8 @@ class WorkloadProfiler(BackwardObserver):
         shape: list[tuple[set[tuple[int, int]], dict[int, float]]] = [(self._edges, touched)]
         dist.broadcast_object_list(shape, group=synchronizer.ranks.control, group_src=0)
         synchronizer.load(None)
-        return self._workload(self._kept(gathered), _script_reads_s(gathered), *shape[0])
+        workload = self._workload(self._kept(gathered), _script_reads_s(gathered), *shape[0])
+        return replace(workload, reads_norms=any(reading))
 
     def _kept(self, gathered: list[list[tuple[_Step, bool]]]) -> list[_Step]:
         """The clean steps. With `alone`, those of rank 0 in which no other rank computed."""

@@ -33,9 +33,12 @@ from torch.multiprocessing.reductions import reduce_tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 
+from runtime_rewriter.pytorch.gradient_operations import WITHOUT_READING, GradientOperations
+
 OnRead = Callable[[Tensor], None]
 
 _CALLBACK = "_autotune_on_read"
+_OPERATIONS = "_autotune_operations"
 _READING = RLock()
 _GETTERS = (
     "shape",
@@ -79,6 +82,10 @@ class _Watched(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func in WITHOUT_READING and not kwargs:
+            result = WITHOUT_READING[func](_operations_of, *args)
+            if result is not NotImplemented:
+                return result
         if func not in _NO_READS and not (func == _SET_GRAD and args[1] is None):
             for tensor in list(_watched_in((args, tuple(kwargs.values())))):
                 _read(tensor)
@@ -128,11 +135,16 @@ def script_compiles() -> bool:
     return utils is not None and bool(utils.counters["frames"])
 
 
-def watch(tensor: Tensor, on_read: OnRead) -> None:
+def watch(tensor: Tensor, on_read: OnRead, operations: GradientOperations | None = None) -> None:
     """Call `on_read(tensor)` once, before the next operation on its values. `can_watch` must
-    hold."""
+    hold.
+
+    `operations`: carry out norms and scaling without a read.
+    """
     setattr(tensor, _CALLBACK, on_read)
-    tensor.__class__ = _WATCHED_AS[type(tensor)]
+    setattr(tensor, _OPERATIONS, operations)
+    if not is_watched(tensor):
+        tensor.__class__ = _WATCHED_AS[type(tensor)]
 
 
 def unwatch(tensor: Tensor) -> None:
@@ -141,6 +153,13 @@ def unwatch(tensor: Tensor) -> None:
     if plain is not None:
         tensor.__class__ = plain
         delattr(tensor, _CALLBACK)
+        delattr(tensor, _OPERATIONS)
+
+
+def stop_operations(tensor: Tensor) -> None:
+    """Let norms and scaling of a watched tensor be reads from now on."""
+    if is_watched(tensor):
+        setattr(tensor, _OPERATIONS, None)
 
 
 def is_watched(tensor: Tensor) -> bool:
@@ -156,6 +175,11 @@ def _read(tensor: Tensor) -> None:
             on_read(tensor)
         finally:
             unwatch(tensor)
+
+
+def _operations_of(tensor: Tensor) -> GradientOperations | None:
+    """The operations of a watched tensor; None if it must be read, or is not watched."""
+    return getattr(tensor, _OPERATIONS, None) if is_watched(tensor) else None
 
 
 _OF_GROUPS = (

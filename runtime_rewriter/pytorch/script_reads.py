@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from runtime_rewriter.pytorch.aliases import COUNTS_ALIASES, aliased, state_is_held
+from runtime_rewriter.pytorch.gradient_operations import GradientOperations
 from runtime_rewriter.pytorch.optimizer_guard import guard, unguard
 from runtime_rewriter.pytorch.reads import can_watch, script_compiles, unwatch, watch
 from runtime_rewriter.pytorch.unseen_calls import UnseenFunctions, UnseenModules
@@ -29,8 +30,15 @@ from runtime_rewriter.pytorch.unseen_calls import UnseenFunctions, UnseenModules
 class ScriptReads:
     """Calls `on_read(position)` at the first read of each variable after `begin`, until `end`."""
 
-    def __init__(self, parameters: Sequence[Parameter], on_read: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        on_read: Callable[[int], None],
+        operations: Callable[[int, Tensor], GradientOperations | None],
+    ) -> None:
+        """`operations(position, gradient)`: carry out norms and scaling, which are no reads."""
         self._parameters, self._report = parameters, on_read
+        self._operations = operations
         self._unread: set[int] = set()
         self._watched: dict[int, list[Tensor]] = {}
         self._guarded: list[Optimizer] = []
@@ -44,7 +52,8 @@ class ScriptReads:
         if script_compiles() or not COUNTS_ALIASES:  # then nothing crosses the step
             return
         self._unread = set(range(len(self._parameters)))
-        self._read_at_once()
+        with DisableTorchFunctionSubclass():  # looking for aliases is no read of the script's
+            self._read_at_once()
         self._watch()
         self._modules.watch()
         self._functions.watch()
@@ -90,9 +99,15 @@ class ScriptReads:
         with DisableTorchFunctionSubclass():
             for position in self._unread:
                 parameter = self._parameters[position]
-                tensors = [t for t in (parameter, parameter.grad) if t is not None and can_watch(t)]
-                for tensor in tensors:
-                    watch(tensor, partial(self._on_read, position))
+                on_read = partial(self._on_read, position)
+                tensors: list[Tensor] = []
+                if can_watch(parameter):
+                    watch(parameter, on_read)
+                    tensors.append(parameter)
+                gradient = parameter.grad
+                if gradient is not None and can_watch(gradient):
+                    watch(gradient, on_read, self._operations(position, gradient))
+                    tensors.append(gradient)
                 self._watched[position] = tensors
 
     def _unwatch(self, positions: Sequence[int]) -> None:

@@ -4,18 +4,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
 
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from runtime_rewriter.pytorch.extensions import LoadedExtensions
+from runtime_rewriter.pytorch.gradient_operations import GradientOperations, PlainOperations
 from runtime_rewriter.pytorch.reads import can_watch, script_compiles, unwatch, watch
 from runtime_rewriter.pytorch.updates import coupling_reason
 
 LEARNING_STEPS = 2
 """Steps of the script's optimizers that are examined."""
+READS_NORMS = (
+    "gradients are scaled or their norms read between backward() and step(), as clipping by the "
+    "global norm does, which couples all variables; only half of the exchange can cross the step "
+    "then, and the plan does not say so (it was made for a script without norms)"
+)
+
+
+class _NotedOperations(PlainOperations):
+    """Calls `done(version of the values)` after each operation."""
+
+    def __init__(self, gradient: Tensor, done: Callable[[int], None]) -> None:
+        super().__init__(gradient)
+        self._done = done
+
+    def norm(self) -> Tensor:
+        norm = super().norm()
+        self._done(self.version)
+        return norm
+
+    def scale(self, factor: Tensor) -> None:
+        super().scale(factor)
+        self._done(self.version)
+
+    def unscale(self, found_inf: Tensor, inverse_scale: Tensor) -> None:
+        super().unscale(found_inf, inverse_scale)
+        self._done(self.version)
 
 
 class ScriptSteps:
@@ -33,9 +61,15 @@ class ScriptSteps:
         self._was_read = False
         self._reading_steps = 0
         self._refusal: str | None = None
+        self._told = False  # that it reads norms
         self._extensions = LoadedExtensions()
         self.seen = 0
         """Steps that were examined."""
+        self.norms_are_reads = False
+        """No plan can hold back results until the norms are known."""
+        self.reads_norms = False
+        """Whether it takes norms of gradients, or scales them, between the backward pass and
+        `step()`."""
 
     @property
     def learning(self) -> bool:
@@ -46,13 +80,18 @@ class ScriptSteps:
     def looking(self) -> bool:
         return self._final is not None
 
-    def refusal_reason(self) -> str | None:
-        """Why this script's updates cannot be deferred, judged by its steps so far."""
+    def refusal_reason(self, norms: bool) -> str | None:
+        """Why this script's updates cannot be deferred, judged by its steps so far.
+
+        `norms`: gradients under way can be scaled, and their norms are known.
+        """
         if self._refusal is None and script_compiles():
             return "the script uses torch.compile, whose graphs read variables unseen"
         extension = self._extensions.unseen()
         if self._refusal is None and extension is not None:
             return f"the extension module {extension} may read variables unseen"
+        if self._refusal is None and self.reads_norms and not norms:
+            return READS_NORMS
         return self._refusal
 
     def gradients_final(self) -> None:
@@ -61,10 +100,22 @@ class ScriptSteps:
         if self.learning:
             self._final = self._states()
             if not script_compiles():  # a compiled step() would specialize on our classes
-                gradients = (p.grad for p in self._parameters)
-                self._watched = [g for g in gradients if g is not None and can_watch(g)]
-            for gradient in self._watched:
-                watch(gradient, self._on_read)
+                gradients = enumerate(p.grad for p in self._parameters)
+                watchable = [(n, g) for n, g in gradients if g is not None and can_watch(g)]
+                self._watched = [gradient for _, gradient in watchable]
+                for position, gradient in watchable:
+                    watch(gradient, self._on_read, self.operations(position, gradient))
+
+    def operations(self, position: int, gradient: Tensor) -> GradientOperations | None:
+        """Operations on a final gradient that are noted; None if they are reads."""
+        if self.norms_are_reads:
+            return None
+        return _NotedOperations(gradient, partial(self._operated, position, id(gradient)))
+
+    def _operated(self, position: int, identity: int, version: int) -> None:
+        self.reads_norms = True
+        if self._final is not None:
+            self._final[position] = (identity, version)
 
     def stop_looking(self) -> None:
         """End the examination of the last backward pass."""
@@ -72,11 +123,12 @@ class ScriptSteps:
         self._final, self._looked, self._was_read = None, False, False
 
     def look_at(
-        self, optimizer: Optimizer, numbers: Mapping[int, int], closure: bool
+        self, optimizer: Optimizer, numbers: Mapping[int, int], closure: bool, norms: bool
     ) -> str | None:
         """Examine a step of `optimizer`, before it runs; return the reason to refuse once known.
 
-        `numbers`: identity of each of its parameters -> parameter group.
+        `numbers`: identity of each of its parameters -> parameter group. `norms`: see
+        `refusal_reason`.
         """
         assert self._final is not None
         self._unwatch()
@@ -87,6 +139,9 @@ class ScriptSteps:
         if self._refusal is not None:
             return None
         self._refusal = self._reason(optimizer, numbers, closure)
+        if self._refusal is None and self.reads_norms and not (norms or self._told):
+            self._told = True
+            return READS_NORMS
         return self._refusal
 
     def _reason(
@@ -103,14 +158,19 @@ class ScriptSteps:
             id(parameter) in numbers and now is not None and now != before
             for parameter, before, now in after
         ):
+            if self.norms_are_reads:
+                return (
+                    "gradients are changed between backward() and step(), as clipping by the "
+                    "global norm does, which couples all variables"
+                )
             return (
-                "gradients are changed between backward() and step(), as clipping by the global "
-                "norm does, which couples all variables"
+                "gradients are changed between backward() and step(), other than by "
+                "clip_grad_norm_ with a 2-norm or by GradScaler"
             )
         if self._reading_steps == LEARNING_STEPS:
             return (
-                "gradients are read between backward() and step(), as unscaling and logging do, "
-                "which would wait for all of them"
+                "gradients are read between backward() and step(), as logging does, which would "
+                "wait for all of them"
             )
         return None
 

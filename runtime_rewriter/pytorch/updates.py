@@ -66,6 +66,12 @@ def coupling_reason(optimizer: Optimizer, own_hooks: Set[int] = frozenset()) -> 
         *torch_optimizer._global_optimizer_pre_hooks,
         *torch_optimizer._global_optimizer_post_hooks,
     } - own_hooks
+    attributes = attributes_of(optimizer)
+    if any(attributes.get(name) is not None for name in ("grad_scale", "found_inf")):
+        return (
+            f"the optimizer {kind.__name__} itself unscales gradients for GradScaler (fused=True), "
+            "all at once"
+        )
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or global_hooks:
         return (
             f"hooks around the step of the optimizer {kind.__name__} may read all gradients at once"

@@ -159,14 +159,20 @@ class ProfileRun:
     def answer(self) -> ProfileAnswer:
         workload = None if self._profiler is None else self._profiler.finish()
         # the script has made a step, or nothing could be profiled
-        refused = self._synchronizer.cross_step.refusal_reason() or ""
+        refused, reads_norms = self._synchronizer.cross_step.limits()
         synchronizer = self._synchronizer
         buckets = None if synchronizer.plan is not None else synchronizer.own_buckets
         if buckets and workload is not None:  # the script's own reducer has made few steps so far
             ready = [variable.name for variable in workload.variables]
             buckets = synchronizer.rebuilt_buckets(ready)
         return ProfileAnswer(
-            workload, self._series, software_versions(), usable_cores(), refused, buckets or ()
+            workload,
+            self._series,
+            software_versions(),
+            usable_cores(),
+            refused,
+            buckets or (),
+            reads_norms=reads_norms,
         )
 
 

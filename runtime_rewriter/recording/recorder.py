@@ -336,7 +336,7 @@ class StepRecorder:
     def _agree_on_script(self) -> None:
         """Collective: the observations of any rank hold for the job."""
         results, synchronizer = self._results, self._synchronizer
-        refused = "" if synchronizer is None else synchronizer.cross_step.refusal_reason() or ""
+        refused = "" if synchronizer is None else synchronizer.cross_step.limits()[0]
         gathered = self._peers.gather((refused, results.evaluating))
         results.cross_step_refused = next((reason for reason, _ in gathered if reason), "")
         results.evaluating = sorted(set().union(*(steps for _, steps in gathered)))

@@ -144,8 +144,9 @@ class World:
         first = answers[0]
         workload = given or first.workload
         assert workload is not None
+        reads_norms = any(answer.reads_norms for answer in answers)
         profile = Profile(
-            workload,
+            replace(workload, reads_norms=reads_norms),
             first.series,
             first.software,
             first.cores,

@@ -50,10 +50,10 @@ def test_a_given_profile_is_emulated_under_ddp_and_plans_and_links_are_probed(ma
     assert world.restarts == 0
 
 
-def test_a_given_profile_also_states_why_the_script_cannot_cross_the_step(make_world) -> None:
+def test_a_given_profile_also_states_whether_the_script_reads_norms(make_world) -> None:
     clipping = make_world("--clip", given_profile=PROFILE).profile()
-    assert clipping.workload == PROFILE
-    assert "as clipping by the global norm does" in clipping.cross_step_refused
+    assert clipping.workload == replace(PROFILE, reads_norms=True)
+    assert clipping.cross_step_refused == ""
 
 
 def test_a_measured_profile_is_emulated(make_world) -> None:

@@ -30,10 +30,10 @@ LAUNCHES = {
         "accelerate launch --multi_gpu --num_processes 2 {scripts}/train_accelerate.py",
         "",
     ),
-    "Trainer": (  # without clipping, too, it scales by 1 to log the norm
+    "Trainer": (  # it clips by the global norm, so half of an exchange crosses the step
         "env TOKENIZERS_PARALLELISM=false python -m torch.distributed.run --nproc-per-node 2 "
         "{scripts}/train_trainer.py {out}",
-        "gradients are changed between backward() and step()",
+        "",
     ),
     "Lightning": (
         "uv run torchrun --nproc-per-node 2 {scripts}/train_lightning.py 2",

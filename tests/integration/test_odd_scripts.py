@@ -18,11 +18,12 @@ from odd_scripts import ODD_SCRIPTS
 from odd_scripts.basics import Script
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch_plans import mixed
+from torch_plans import mixed, uniform
 from torch_world import run_world
 
 from autotune.errors import AutotuneError
 from autotune.strategy_space.plan import Plan
+from autotune.strategy_space.strategy import Synchronizer
 from runtime_rewriter.pytorch.cross_step import CrossStepUpdates
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
@@ -68,6 +69,7 @@ class PlannedRun(PlainRun):
 
     crossing: bool = True
     in_trial: bool = False
+    results: bool = False  # half of each exchange crosses, from variables that are owned whole
     refusal: str | None = None
 
     def wrap(self, module: nn.Module, **options: Any) -> Any:
@@ -75,6 +77,10 @@ class PlannedRun(PlainRun):
         self.models.append(model)
         whole = mixed(module, 2)
         plan = replace(whole, messages=whole.messages[::-1], cross_step=self.crossing)
+        if self.results:
+            owned = uniform(module, 2, Synchronizer.REDUCE_BROADCAST)
+            order = tuple(range(len(owned.messages)))[::-1]
+            plan = replace(owned, cross_step=True, results=order)
         if self.in_trial:
             model.synchronizer.listeners.append(Trial(self, model.synchronizer, plan))
         else:
@@ -136,8 +142,11 @@ def outcome(script: Script, run: PlannedRun, expected: Any) -> str:
 WAYS: dict[str, dict[str, Any]] = {
     "crossing": {},
     "crossing in a trial": {"in_trial": True},
+    "half crossing": {"results": True},
     "within the step": {"crossing": False},
 }
+READING_GRADIENTS = ("odd_scripts.gradients", "odd_scripts.optimizers")
+"""Modules of the scripts in which results that wait for norms can matter."""
 
 
 def check(rank: int, names: list[str]) -> dict[str, dict[str, str]]:
@@ -155,6 +164,8 @@ def check(rank: int, names: list[str]) -> dict[str, dict[str, str]]:
             raise
         outcomes[name] = {}
         for way, options in WAYS.items():
+            if options.get("results") and script.__module__ not in READING_GRADIENTS:
+                continue
             run = PlannedRun(rank, **options)
             try:
                 outcomes[name][way] = outcome(script, run, plain.result())
@@ -176,6 +187,8 @@ def test_no_script_sees_or_trains_anything_else() -> None:
     assert not differing, "\n".join(differing)
     for name in ("plain_sgd", "plain_adam", "step_none", "schedulers"):
         assert results[0][name]["crossing"] == "SAME+", "otherwise nothing was tested"
+    for name in ("clipped_by_norm", "scaled"):
+        assert results[0][name]["half crossing"] == "SAME+", name
     for name in ("own_communication_hook", "builtin_communication_hook"):
         assert all(found.startswith("REFUSED") for found in results[0][name].values())
 

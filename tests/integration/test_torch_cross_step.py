@@ -215,8 +215,8 @@ def test_a_script_sees_the_bits_of_ddp(build: type[nn.Module]) -> None:
 
 
 @on_ranks(2)
-def test_clipping_by_the_global_norm_is_refused_with_the_reason(rank: int) -> None:
-    """Without a plan, and with one from the start."""
+def test_clipping_by_the_global_norm_is_refused_without_results(rank: int) -> None:
+    """Without a plan, and with one from the start, which would send whole messages across."""
     torch.manual_seed(0)
     module = Tied()
     models: list[Any] = [*pair(copy.deepcopy(module)), PlannedDataParallel(module)]
@@ -258,6 +258,7 @@ COUPLING = {
     "hook": "hooks around the step of the optimizer SGD",
     "closure": r"step\(\) is given a closure",
     "scaler": r"between backward\(\) and step\(\)",
+    "norms": "as clipping by the global norm does",
     "logging": r"gradients are read between backward\(\) and step\(\)",
 }
 
@@ -273,8 +274,10 @@ def test_updates_that_couple_variables_are_refused_with_the_reason(rank: int, ki
         optimizer.register_step_pre_hook(lambda *_: None)
     for step in range(2):
         scaler.scale(loss_of(model, rank, step)).backward()
-        if kind == "logging":
+        if kind == "norms":
             torch.nn.utils.get_total_norm(gradients(model))
+        if kind == "logging":
+            sum(gradient.norm() for gradient in gradients(model))
         optimizer.step(lambda: 0.0) if kind == "closure" else scaler.step(optimizer)
         scaler.update()
     with pytest.raises(InvalidStrategy, match=COUPLING[kind]):

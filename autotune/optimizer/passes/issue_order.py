@@ -53,6 +53,8 @@ class IssueOrder:
         count = len(path.plan.messages)
         if not state.strategy.cross_step or count < 2:
             return
+        if path.plan.results is not None:
+            return  # priorities have no effect
         needed_s = self._needed_s(path)
         workload = path.workload
         taken_s = np.maximum(path.end_s - np.maximum(path.start_s, path.ready_s), 0.0)

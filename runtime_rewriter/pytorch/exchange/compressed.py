@@ -22,6 +22,7 @@ from autotune.strategy_space.strategy import ROOTED, Compressor, Synchronizer
 from runtime_rewriter.compression import gains, matrix_shape, seed_name
 from runtime_rewriter.pytorch.exchange.direct import parts_of
 from runtime_rewriter.pytorch.exchange.lanes import Lanes, Step
+from runtime_rewriter.pytorch.exchange.owned_sum import OwnedSum
 from runtime_rewriter.pytorch.exchange.payloads import (
     owned_block,
     owned_payload,
@@ -71,6 +72,7 @@ class PayloadExchange(ABC):
     """Collectives that carry payloads, one per lane, and a last step that decodes them."""
 
     collectives: ClassVar[int]
+    owned: OwnedSum | None = None  # the sum that all ranks see is what its last step decodes
 
     def __init__(
         self,
@@ -294,6 +296,8 @@ class PowerSgd:
     PowerSGD has no payload: the second sum needs the result of the first one, its factors are
     plain tensors that the backend's own sums add, and each slice keeps a start for the next step.
     """
+
+    owned: OwnedSum | None = None
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from autotune.strategy_space.shares import Shares, owned_bounds
 from runtime_rewriter.pytorch.exchange.lanes import Lanes, Step
+from runtime_rewriter.pytorch.exchange.owned_sum import OwnedSum
 from runtime_rewriter.pytorch.exchange.peer_sends import TwoRounds, others
 from runtime_rewriter.pytorch.exchange.ranks import RankGroups
 
@@ -48,6 +49,8 @@ class DirectExchange:
         parts = parts_of(values, shares, members)
         place = members.index(lanes.ranks.rank) if places else 0
         self._own = parts[place] if places else values[:0]
+        self._alone = members == (lanes.ranks.rank,)
+        self._summed = False  # between the halves, if someone has asked for the sum
         inbox = self._own.new_empty((len(places), self._own.numel()))
         from_members = dict(zip(places, inbox, strict=True)) if self._own.numel() else {}
         summands = from_members | {place: self._own}
@@ -69,16 +72,31 @@ class DirectExchange:
         steps: tuple[Step, ...] = (self._push, self._pull, self._arrive)
         return list(enumerate(steps, self._first_lane))
 
+    @property
+    def owned(self) -> OwnedSum | None:
+        """This rank's share."""
+        if self._alone:
+            return OwnedSum(1, 0, lambda: self.values)
+        start = int(self._own.storage_offset()) - int(self.values.storage_offset())
+        return OwnedSum(1, start, self._sum)
+
     # Recordings name the steps of a message after the functions that start them.
 
     def _push(self) -> dist.Work | None:
         return self._rounds.push()
 
     def _pull(self) -> dist.Work | None:
+        if not self._summed:
+            self._sum()
+        self._summed = False
+        return self._rounds.pull()
+
+    def _sum(self) -> Tensor:
         total = sum_in_order(self._summands, self._total)
         if total is not self._own:
             self._own.copy_(total)
-        return self._rounds.pull()
+        self._summed = True
+        return self._own
 
     def _arrive(self) -> None:
         """The lane has waited for the sums: only so does a message know that it has arrived."""

@@ -93,4 +93,7 @@ def sum_of(
     inside = reduce(values, lanes, hosts, roots, first_lane)
     among = flat_exchange(message, values, lanes, leaders, feedback, first_lane + 1)
     after = among.steps()[-1][0] + 1
-    return Chain(inside, among, broadcast(values, lanes, hosts, roots, after))
+    owned = None
+    if among.owned is not None:
+        owned = replace(among.owned, steps=1 + among.owned.steps)
+    return Chain(inside, among, broadcast(values, lanes, hosts, roots, after), owned=owned)

@@ -39,8 +39,8 @@ Around = Callable[[int, int, Step], dist.Work | None]
 """Called with (message number, lane, step) on the thread that starts the step; calls it and returns
 its result."""
 
-_VOTES = -1
-"""A lane without steps."""
+_VOTES, _NORMS = -1, -2
+"""Lanes without messages."""
 
 KEPT_GROUPS = 32
 KEPT_GROUPS_ON_DEVICE = 8
@@ -55,7 +55,7 @@ class Flight:
         self,
         steps: Sequence[tuple[int, Step]],
         device: Device,
-        number: int = 0,
+        number: int | None = 0,
         around: Around | None = None,
     ) -> None:
         self._steps = dict(steps)
@@ -80,7 +80,10 @@ class Flight:
         if step is None:
             return
         self.follow()
-        self._work = step() if self._around is None else self._around(self._number, lane, step)
+        if self._around is None or self._number is None:
+            self._work = step()
+        else:
+            self._work = self._around(self._number, lane, step)
         self._works.append(self._work)
         self._fence = self._device.fence()
         self._started[lane] = self._work, self._fence
@@ -215,6 +218,10 @@ class Lanes:
         """A group of all ranks that carries no message; collective on first use."""
         return self.group(_VOTES, RankGroups.world(self.ranks.size)) or self.ranks.first
 
+    def norms(self) -> dist.ProcessGroup | None:
+        """A group of all ranks for norms, None if this rank is alone; collective on first use."""
+        return self.group(_NORMS, RankGroups.world(self.ranks.size))
+
     def hosts(self) -> RankGroups:
         """One group per host; collective on first use. Raises `InvalidStrategy` if unknown."""
         if self._hosts is None:
@@ -234,9 +241,11 @@ class Lanes:
         return next(self._tags)
 
     def run(
-        self, steps: Sequence[tuple[int, Step]], number: int = 0, direct: bool = False
+        self, steps: Sequence[tuple[int, Step]], number: int | None = 0, direct: bool = False
     ) -> Flight:
         """Start message `number`, or a piece of it; `steps` are (lane, step) by ascending lane.
+
+        None: no message.
 
         Every rank calls it in plan order, on one thread.
         """

@@ -32,25 +32,48 @@ class Sending(ABC):
         residuals: Residuals,
         lanes: Lanes,
         pieces: Sequence[Sequence[tuple[int, Step]]],
+        results: Sequence[Sequence[tuple[int, Step]]] = (),
     ) -> None:
-        """`pieces`: the steps of each piece of the message; none if it has no elements."""
+        """`pieces`: the steps of each piece of the message; none if it has no elements.
+
+        `results`: those that `issue_results` starts, after those of `issue`.
+        """
         self.number = number
         self.message = message
         self.pending = len(message.slices)
         self._residuals = residuals
         self._unused: set[str] = set()
         self._lanes = lanes
-        self._pieces = pieces
+        self._pieces, self._results = pieces, results
         self._direct = message.synchronizer is Synchronizer.DIRECT_EXCHANGE
         self._flights: list[Flight] = []
 
+    @property
+    def last_lane(self) -> int:
+        """The lane of the last step that `issue` starts."""
+        return max((steps[-1][0] for steps in self._pieces), default=0)
+
     def issue(self) -> None:
         """Start the message. Every rank issues its messages in plan order."""
+        self._run(self._pieces)
+
+    def issue_results(self, lane: int) -> None:
+        """Start sending the sum from its owners, on `lane` and those behind it."""
+        for steps in self._results:
+            shift = lane - steps[0][0]
+            self._run([[(own_lane + shift, step) for own_lane, step in steps]])
+
+    def _run(self, pieces: Sequence[Sequence[tuple[int, Step]]]) -> None:
         try:
-            for steps in self._pieces:
+            for steps in pieces:
                 self._flights.append(self._lanes.run(steps, self.number, self._direct))
         except RuntimeError as error:
             raise self._failed(error) from error
+
+    def wait_for_sum(self) -> None:
+        """Wait for what `issue` has started. Raises `RuntimeError` if a rank is gone."""
+        for flight in self._flights[: len(self._pieces)]:
+            flight.wait()
 
     @property
     def arrived(self) -> bool:

@@ -20,6 +20,7 @@ from autotune.strategy_space.shares import Shares
 from autotune.strategy_space.strategy import Synchronizer
 from runtime_rewriter.pytorch.exchange.direct import DirectExchange, sum_in_order
 from runtime_rewriter.pytorch.exchange.lanes import Collective, Lanes, Step
+from runtime_rewriter.pytorch.exchange.owned_sum import OwnedSum
 from runtime_rewriter.pytorch.exchange.ranks import RankGroups
 
 
@@ -30,6 +31,10 @@ class Exchange(Protocol):
     """
 
     values: Tensor
+
+    @property
+    def owned(self) -> OwnedSum | None:
+        """None: the sum is complete only after all steps."""
 
     def steps(self) -> list[tuple[int, Step]]:
         """(lane, step) by ascending lane; the same lanes on every rank."""
@@ -45,8 +50,9 @@ class Collectives:
         groups: RankGroups,
         first_lane: int,
         *collectives: Collective,
+        owned: OwnedSum | None = None,
     ) -> None:
-        self.values = values
+        self.values, self.owned = values, owned
         self._steps: list[tuple[int, Step]] = []
         for lane, collective in enumerate(collectives, first_lane):
             group = lanes.group(lane, groups)
@@ -68,8 +74,8 @@ def work_of(work: dist.Work | None) -> dist.Work:
 class Chain:
     """Exchanges of the same values, one after the other, on ascending lanes."""
 
-    def __init__(self, *parts: Exchange) -> None:
-        self.values = parts[0].values
+    def __init__(self, *parts: Exchange, owned: OwnedSum | None = None) -> None:
+        self.values, self.owned = parts[0].values, owned
         self._parts = parts
 
     def steps(self) -> list[tuple[int, Step]]:
@@ -102,21 +108,34 @@ def flat_sum(
     return Chain(
         reduce(values, lanes, groups, (owner,), first_lane),
         broadcast(values, lanes, groups, (owner,), first_lane + 1),
+        owned=_whole(values, lanes.ranks.rank == owner),
     )
+
+
+def _whole(values: Tensor, owns: bool) -> OwnedSum:
+    """After one step, one rank owns the sum of all values."""
+    part = values if owns else values[:0]
+    return OwnedSum(1, 0, lambda: part)
 
 
 # Recordings name the steps of a message after the functions that start them.
 
 
 def _all_reduce(values: Tensor, lanes: Lanes, groups: RankGroups, lane: int) -> Exchange:
-    return Collectives(values, lanes, groups, lane, lanes.all_reduce(values, groups))
+    # Every member has the sum; the first one counts as its owner.
+    owned = _whole(values, lanes.ranks.rank in groups.members_of(lanes.ranks.rank)[:1])
+    return Collectives(values, lanes, groups, lane, lanes.all_reduce(values, groups), owned=owned)
 
 
 def _reduce_scatter_all_gather(
     values: Tensor, lanes: Lanes, groups: RankGroups, first_lane: int
 ) -> Exchange:
-    members = len(groups.members_of(lanes.ranks.rank)) or 1
+    ranks = groups.members_of(lanes.ranks.rank)
+    members = len(ranks) or 1
     shard = values.new_empty(values.numel() // members if members > 1 else 0)
+    place = ranks.index(lanes.ranks.rank) if members > 1 else 0
+    own = values if len(ranks) == 1 else shard
+    owned = OwnedSum(1, place * shard.numel(), lambda: own)
 
     def scatter(group: dist.ProcessGroup) -> dist.Work | None:
         return work_of(dist.reduce_scatter_single(shard, values, group=group, async_op=True))
@@ -124,7 +143,7 @@ def _reduce_scatter_all_gather(
     def gather(group: dist.ProcessGroup) -> dist.Work | None:
         return work_of(dist.all_gather_single(values, shard, group=group, async_op=True))
 
-    return Collectives(values, lanes, groups, first_lane, scatter, gather)
+    return Collectives(values, lanes, groups, first_lane, scatter, gather, owned=owned)
 
 
 def _parameter_server(
@@ -142,6 +161,13 @@ def _parameter_server(
     received = [torch.empty_like(values) for _ in members] if owns else None
     half = values.dtype in (torch.float16, torch.bfloat16)
     total = torch.empty_like(values, dtype=torch.float32) if owns and half else None
+    summed: list[Tensor] = []  # between the halves, if someone has asked for the sum
+
+    def own_sum() -> Tensor:
+        if received is None:
+            return values if members == (owner,) else values[:0]
+        summed.append(sum_in_order(received, total))
+        return summed[0]
 
     def push(group: dist.ProcessGroup) -> dist.Work | None:
         work: dist.Work | None = dist.gather(
@@ -150,13 +176,17 @@ def _parameter_server(
         return work
 
     def pull(group: dist.ProcessGroup) -> dist.Work | None:
-        copies = None if received is None else [sum_in_order(received, total)] * len(received)
+        copies = None
+        if received is not None:
+            whole = summed.pop() if summed else sum_in_order(received, total)
+            copies = [whole] * len(received)
         work: dist.Work | None = dist.scatter(
             values, copies, group=group, group_src=root, async_op=True
         )
         return work
 
-    return Collectives(values, lanes, groups, first_lane, push, pull)
+    owned = OwnedSum(1, 0, own_sum)
+    return Collectives(values, lanes, groups, first_lane, push, pull, owned=owned)
 
 
 def reduce(

@@ -20,6 +20,7 @@ from autotune.strategy_space.shares import piece_bounds
 from runtime_rewriter.emulation import travelling
 from runtime_rewriter.pytorch.exchange.hierarchical import PlanGroups, sum_of
 from runtime_rewriter.pytorch.exchange.lanes import Lanes
+from runtime_rewriter.pytorch.exchange.owned_sum import OwnedSum
 from runtime_rewriter.pytorch.exchange.payloads import padded_elements
 from runtime_rewriter.pytorch.exchange.residuals import Feedback, Residuals, slice_of
 from runtime_rewriter.pytorch.exchange.sending import Sending, wire_dtype
@@ -45,8 +46,10 @@ class Transfer(Sending):
         lanes: Lanes,
         plan_groups: PlanGroups,
         byte_scale: float = 1.0,
+        held_back: bool = False,
     ) -> None:
-        """Collective: it may create process groups."""
+        """Collective: it may create process groups. `held_back`: `issue` leaves the sum with its
+        owners, if the message's exchange has any, until `issue_results`."""
         dtype = getattr(torch, message.dtype)
         multiple = plan_groups.multiple(message)
         length = padded_elements(message, multiple)
@@ -61,12 +64,45 @@ class Transfer(Sending):
         real = torch.view_as_real(wire).flatten() if wire.is_complex() else wire
         real = real[: travelling(real.numel(), byte_scale, multiple)]
         self._feedback = Feedback(residuals, self.views)
-        pieces = [
-            sum_of(message, real[start:stop], lanes, plan_groups, self._feedback).steps()
-            for start, stop in piece_bounds(real.numel(), message.pieces)
-            if message.elements
+        bounds = piece_bounds(real.numel(), message.pieces) if message.elements else ()
+        exchanges = [
+            sum_of(message, real[start:stop], lanes, plan_groups, self._feedback)
+            for start, stop in bounds
         ]
-        super().__init__(number, message, residuals, lanes, pieces)
+        # Place in the wire, and the own part of the sum, of each piece that has owners.
+        self._owned = [
+            (start, exchange.owned)
+            for (start, _), exchange in zip(bounds, exchanges, strict=True)
+            if exchange.owned is not None and not wire.is_complex()
+        ]
+        pieces = [exchange.steps() for exchange in exchanges]
+        results = []
+        if held_back and self._owned:
+            counts = [owned.steps for _, owned in self._owned]
+            results = [s[count:] for s, count in zip(pieces, counts, strict=True) if s[count:]]
+            pieces = [s[:count] for s, count in zip(pieces, counts, strict=True)]
+        super().__init__(number, message, residuals, lanes, pieces, results)
+
+    def own_parts(self) -> list[tuple[TensorSlice, Tensor, bool]]:
+        """Return this rank's parts of the sum: (slice, its values, whether a whole variable's).
+
+        Call it once, when the sum is complete on its owners. Without owners, rank 0 counts as one.
+        """
+        if not self._owned:
+            owns = self._lanes.ranks.rank == 0
+            return [(part, view, part.axis is None) for part, view in self.views if owns]
+        return [part for at, owned in self._owned for part in self._parts_of(owned, at)]
+
+    def _parts_of(self, owned: OwnedSum, at: int) -> Iterator[tuple[TensorSlice, Tensor, bool]]:
+        """The parts in one piece, which begins at element `at` of the wire."""
+        start, values = at + owned.start, owned.values()
+        offset = 0
+        for part, _ in self.views:
+            first, last = max(offset - start, 0), min(offset + part.elements - start, len(values))
+            if first < last:
+                whole = part.axis is None and last - first == part.elements
+                yield part, values[first:last], whole
+            offset += part.elements
 
     def pack(self, sources: Sequence[Tensor | None], scale: float) -> None:
         """Fill the batched slices in order, scaled and with their residuals; None: zeros."""

@@ -1,0 +1,408 @@
+"""Half of an exchange crosses the step of scripts that clip by the global norm or scale losses.
+
+Every script runs under torch's DDP, too. It must see the same norms and get the same parameters.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_pair import gradients, pair
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch_plans import Tied, loss_of, mixed, uniform
+from torch_world import on_ranks
+
+from autotune.errors import InvalidStrategy
+from autotune.strategy_space.plan import Plan
+from autotune.strategy_space.strategy import Compressor, Synchronizer
+from runtime_rewriter.pytorch.ddp import PlannedDataParallel
+from runtime_rewriter.pytorch.profile import WorkloadProfiler
+from runtime_rewriter.pytorch.reads import is_watched
+from runtime_rewriter.pytorch.under_way import MessagesUnderWay
+
+STEPS = 6
+CLIP = 0.05
+
+
+def clipping(within: Plan) -> Plan:
+    """The plan with half of each exchange across the step, results in reverse order."""
+    count = len(within.messages)
+    return replace(within, cross_step=True, results=tuple(reversed(range(count))))
+
+
+def whole(module: nn.Module, world_size: int) -> Plan:
+    """Every variable is owned whole by one rank."""
+    return clipping(uniform(module, world_size, Synchronizer.REDUCE_BROADCAST))
+
+
+def scattered(module: nn.Module, world_size: int) -> Plan:
+    """Every rank owns a part of each message, so variables are owned in parts."""
+    kind = Synchronizer.REDUCE_SCATTER_ALL_GATHER
+    return clipping(uniform(module, world_size, kind, partitioned=True))
+
+
+def casts(module: nn.Module, world_size: int) -> Plan:
+    kind = Synchronizer.PARAMETER_SERVER
+    return clipping(uniform(module, world_size, kind, Compressor.FP16))
+
+
+def direct(module: nn.Module, world_size: int) -> Plan:
+    """Unequal shares, in pieces, of which two are in flight."""
+    within = uniform(module, world_size, Synchronizer.DIRECT_EXCHANGE)
+    shares = tuple(2.0 * (rank + 1) / (world_size * (world_size + 1)) for rank in range(world_size))
+    messages = tuple(replace(message, shares=shares, pieces=2) for message in within.messages)
+    return clipping(replace(within, messages=messages, in_flight=2))
+
+
+PLANS: dict[str, Callable[[nn.Module, int], Plan]] = {
+    "whole": whole,
+    "mixed": lambda module, size: clipping(mixed(module, size)),
+    "scattered": scattered,
+    "direct": direct,
+    "served": lambda module, size: clipping(uniform(module, size, Synchronizer.PARAMETER_SERVER)),
+}
+BITWISE = ("whole", "served")
+"""Plans under which every norm has the bits of torch's on two ranks."""
+
+
+@dataclass
+class Run:
+    """One training: what the script saw, and whether its updates crossed the step."""
+
+    model: Any
+    rank: int
+    seen: list[Any] = field(default_factory=list)
+    crossed: bool = False
+
+    def sgd(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.model.parameters(), 0.1, momentum=0.9)
+
+    def loss(self, step: int) -> Tensor:
+        torch.manual_seed(10 * step + self.rank)
+        return loss_of(self.model, self.rank, step)
+
+    def see(self, value: Any) -> None:
+        self.seen.append(torch.as_tensor(value).detach().clone())
+
+    def stepped(self) -> None:
+        """Note whether updates are due; reads nothing."""
+        self.crossed |= any(is_watched(parameter) for parameter in self.model.parameters())
+
+
+Script = Callable[[Run], None]
+
+
+def clips(run: Run) -> None:
+    optimizer = run.sgd()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        run.loss(step).backward()
+        run.see(clip_grad_norm_(run.model.parameters(), CLIP))
+        optimizer.step()
+        run.stepped()
+
+
+def clips_in_two_calls(run: Run) -> None:
+    # The gradient of a bias before BatchNorm is rounding alone; a small eps would amplify it.
+    optimizer = torch.optim.AdamW(run.model.parameters(), 0.01, eps=1e-3)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        run.loss(step).backward()
+        norm = get_total_norm(gradients(run.model))
+        clip_grads_with_norm_(run.model.parameters(), CLIP, norm)
+        run.see(norm)
+        optimizer.step()
+        run.stepped()
+
+
+def clips_a_part(run: Run) -> None:
+    """The other gradients are left as they are."""
+    optimizer = run.sgd()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        run.loss(step).backward()
+        run.see(clip_grad_norm_(list(run.model.parameters())[:3], CLIP))
+        optimizer.step()
+        run.stepped()
+
+
+def scales(run: Run) -> None:
+    optimizer = run.sgd()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(run.loss(step)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        run.see(scaler.get_scale())
+        run.stepped()
+
+
+def scales_and_clips(run: Run, init_scale: float = 1024.0, overflow_at: int | None = None) -> None:
+    optimizer = run.sgd()
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=2)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = scaler.scale(run.loss(step))
+        if step == overflow_at and run.rank == 1:
+            loss = loss * float("inf")
+        loss.backward()
+        scaler.unscale_(optimizer)
+        run.see(clip_grad_norm_(run.model.parameters(), CLIP))
+        if step == overflow_at:
+            before = [parameter.detach().clone() for parameter in run.model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        run.see(scaler.get_scale())
+        run.stepped()
+        if step == overflow_at:
+            after = [parameter.detach() for parameter in run.model.parameters()]
+            run.see(all(map(torch.equal, before, after)))  # the update was skipped
+
+
+def overflows(run: Run) -> None:
+    scales_and_clips(run, overflow_at=3)
+
+
+def scales_by_an_odd_number(run: Run) -> None:
+    scales_and_clips(run, init_scale=1000.0)
+
+
+SCRIPTS: dict[str, Script] = {
+    "clips": clips,
+    "clips in two calls": clips_in_two_calls,
+    "clips a part": clips_a_part,
+    "scales": scales,
+    "scales and clips": scales_and_clips,
+    "overflows": overflows,
+    "scales by an odd number": scales_by_an_odd_number,
+}
+
+
+@contextmanager
+def late_messages() -> Iterator[None]:
+    """Nothing is applied before it is read, however fast messages are."""
+    own = MessagesUnderWay.next_arrived
+    MessagesUnderWay.next_arrived = lambda self: False  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        MessagesUnderWay.next_arrived = own  # type: ignore[method-assign]
+
+
+def run_both(
+    rank: int, size: int, script: Script, build: Callable[[nn.Module, int], Plan]
+) -> tuple[Run, Run]:
+    torch.manual_seed(0)
+    theirs, mine = pair(Tied())
+    mine.synchronizer.load(build(mine.module, size))
+    runs = (Run(theirs, rank), Run(mine, rank))
+    for run in runs:
+        with late_messages():
+            script(run)
+    return runs
+
+
+def check_script(
+    rank: int, size: int, script: Script, build: Callable[[nn.Module, int], Plan], bitwise: bool
+) -> bool:
+    """Compare what both runs see, and their parameters; return whether updates crossed."""
+    theirs, mine = run_both(rank, size, script, build)
+    tolerance: Any = {"rtol": 0.0, "atol": 0.0} if bitwise else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(mine.seen, theirs.seen, equal_nan=True, **tolerance)
+    torch.testing.assert_close(mine.model.state_dict(), theirs.model.state_dict(), **tolerance)
+    mine.model.synchronizer.close()
+    return mine.crossed
+
+
+@on_ranks(2, each=PLANS)
+def test_scripts_see_the_norms_and_parameters_of_ddp_on_two_ranks(rank: int, kind: str) -> None:
+    """Bit for bit where variables are owned whole; else to 1e-5, by the order of the reduction."""
+    for name, script in SCRIPTS.items():
+        crossed = check_script(rank, 2, script, PLANS[kind], kind in BITWISE)
+        # Only a power of two commutes with the norm; other factors wait for the averages.
+        assert crossed == (script is not scales_by_an_odd_number), name
+
+
+@on_ranks(4, each=("mixed", "direct", "hierarchical"))
+def test_all_ranks_see_the_same_norms(rank: int, kind: str) -> None:
+    """Their parameters have the same bits, and those of DDP to 1e-5."""
+    build = PLANS.get(kind, hierarchical)
+    on_two_hosts = {"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"}
+    with patch.dict(os.environ, on_two_hosts):
+        for script in (clips, scales_and_clips):
+            theirs, mine = run_both(rank, 4, script, build)
+            assert mine.crossed
+            tolerance: Any = {"rtol": 1e-5, "atol": 1e-6}
+            torch.testing.assert_close(mine.seen, theirs.seen, **tolerance)
+            own = [parameter.detach() for parameter in mine.model.parameters()]
+            others = [parameter.detach() for parameter in theirs.model.parameters()]
+            torch.testing.assert_close(own, others, **tolerance)
+            for tensor in (*mine.seen, *own):
+                of_first = tensor.clone()
+                dist.broadcast(of_first, src=0)
+                assert torch.equal(tensor, of_first)
+            mine.model.synchronizer.close()
+
+
+def hierarchical(module: nn.Module, world_size: int) -> Plan:
+    within = mixed(module, world_size)
+    messages = tuple(replace(message, hierarchical=True) for message in within.messages)
+    return clipping(replace(within, messages=messages))
+
+
+def inf_norm(run: Run) -> None:
+    clip_grad_norm_(run.model.parameters(), CLIP, norm_type=float("inf"))
+
+
+def by_value(run: Run) -> None:
+    clip_grad_value_(run.model.parameters(), 0.01)
+
+
+def by_hand(run: Run) -> None:
+    for gradient in gradients(run.model):
+        gradient /= 2.0
+
+
+def logged(run: Run) -> None:
+    run.see(sum(gradient.abs().sum() for gradient in gradients(run.model)))
+
+
+REFUSED = {"norm of another order": inf_norm, "value": by_value, "hand": by_hand, "log": logged}
+
+
+@on_ranks(2, each=REFUSED)
+def test_other_readers_of_gradients_are_refused_and_see_the_bits_of_ddp(
+    rank: int, kind: str
+) -> None:
+    def script(run: Run) -> None:
+        optimizer = run.sgd()
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            run.loss(step).backward()
+            REFUSED[kind](run)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", r".*between backward\(\) and step\(\)")
+                optimizer.step()
+            run.stepped()
+
+    theirs, mine = run_both(rank, 2, script, whole)
+    torch.testing.assert_close(mine.seen, theirs.seen, rtol=0, atol=0)
+    torch.testing.assert_close(mine.model.state_dict(), theirs.model.state_dict(), rtol=0, atol=0)
+    assert not mine.crossed
+    untuned = Run(PlannedDataParallel(Tied()), rank)
+    script(untuned)
+    with pytest.raises(InvalidStrategy, match=r"between backward\(\) and step\(\)"):
+        untuned.model.synchronizer.load(whole(untuned.model.module, 2))
+
+
+def read_on_one_rank(run: Run) -> None:
+    """Rank 0 alone reads a gradient now and then, before all ranks clip."""
+    optimizer = run.sgd()
+    for step in range(8):
+        optimizer.zero_grad()
+        run.loss(step).backward()
+        if step % 3 == 2 and run.rank == 0:
+            run.see(gradients(run.model)[step % 4].abs().max())
+        run.see(clip_grad_norm_(run.model.parameters(), CLIP))
+        optimizer.step()
+        run.stepped()
+
+
+def clips_now_and_then(run: Run) -> None:
+    """Rank 1 also takes a norm of its own after it has clipped, and after the step."""
+    optimizer = run.sgd()
+    for step in range(8):
+        optimizer.zero_grad()
+        run.loss(step).backward()
+        if step < 3 or step % 2:
+            run.see(clip_grad_norm_(run.model.parameters(), CLIP))
+        if step == 5 and run.rank == 1:
+            run.see(get_total_norm(gradients(run.model)))
+        optimizer.step()
+        if step == 6 and run.rank == 1:
+            run.see(get_total_norm(gradients(run.model)))
+            clip_grad_norm_(run.model.parameters(), CLIP / 2)
+        run.stepped()
+
+
+@on_ranks(2, each=(read_on_one_rank, clips_now_and_then))
+def test_ranks_need_not_read_the_same(rank: int, script: Script) -> None:
+    """Norms are sent in every step, so no rank waits for a call of another."""
+    assert check_script(rank, 2, script, whole, bitwise=True)
+
+
+@on_ranks(2, each=("int8", "fp16", "top_k"))
+def test_compressed_gradients_have_the_norms_of_the_same_plan_within_the_step(
+    rank: int, name: str
+) -> None:
+    """Sums that are compressed again are complete only at their end, before the norms."""
+    runs = []
+    for kind in (Synchronizer.PARAMETER_SERVER, Synchronizer.REDUCE_SCATTER_ALL_GATHER):
+        for crossing in (False, True):
+            torch.manual_seed(0)
+            model = PlannedDataParallel(Tied())
+            within = uniform(model.module, 2, kind, Compressor(name))
+            model.synchronizer.load(clipping(within) if crossing else within)
+            runs.append(Run(model, rank))
+            with late_messages():
+                clips(runs[-1])
+    for within_step, across in (runs[:2], runs[2:]):
+        assert across.crossed and not within_step.crossed
+        torch.testing.assert_close(across.seen, within_step.seen, rtol=1e-5, atol=1e-6)
+        states = (across.model.state_dict(), within_step.model.state_dict())
+        torch.testing.assert_close(*states, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+def test_a_fused_optimizer_that_unscales_is_refused(rank: int) -> None:
+    def script(run: Run) -> None:
+        optimizer = torch.optim.SGD(run.model.parameters(), 0.1, fused=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            scaler.scale(run.loss(step)).backward()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RuntimeWarning)
+                scaler.step(optimizer)
+            scaler.update()
+            run.stepped()
+
+    theirs, mine = run_both(rank, 2, script, whole)
+    torch.testing.assert_close(mine.model.state_dict(), theirs.model.state_dict(), rtol=0, atol=0)
+    assert not mine.crossed
+    with pytest.raises(InvalidStrategy, match="itself unscales gradients"):
+        mine.model.synchronizer.load(whole(mine.model.module, 2))
+
+
+@on_ranks(2)
+def test_a_profile_names_scripts_that_read_norms(rank: int) -> None:
+    """Norms and scaling are not reads that would wait for variables."""
+    for script, reads_norms in ((clips, True), (scales, True), (plain, False)):
+        torch.manual_seed(0)
+        run = Run(PlannedDataParallel(Tied()), rank)
+        profiler = WorkloadProfiler(run.model.synchronizer, steps=2)
+        script(run)
+        workload = profiler.finish()
+        assert workload.reads_norms is reads_norms
+        assert workload.script_reads == 0
+        limits = run.model.synchronizer.cross_step.limits()
+        assert limits == ("", reads_norms), limits
+
+
+def plain(run: Run) -> None:
+    optimizer = run.sgd()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        run.loss(step).backward()
+        optimizer.step()
