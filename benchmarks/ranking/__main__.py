@@ -320,14 +320,18 @@ def evaluated(options: argparse.Namespace) -> dict[str, Any]:
     domains = usable(points, options.smallest, options.domains, show)
     learned = makers(options.rankers, options.paper, options.epochs)
     parts: dict[str, Any] = {}
-    if "orders" in options.parts:
+    wanted = set(options.parts)
+    if len({point.model_id for point in points}) < 2 and wanted - {"orders"}:
+        show("decisions and wrong replays are left out: they need trials of at least two models")
+        wanted &= {"orders"}
+    if "orders" in wanted:
         parts |= _orders(options, campaigns, points, domains, learned, show)
-    if "decisions" in options.parts:
+    if "decisions" in wanted:
         trainer = Trainer(points, learned, lambda name, count: say(f"{name} on {count} trials"))
         judgements = judged(points, domains, options.seeds, trainer, options.source_plans)
         _write(options.output / "decisions.md", decision_page(*judgements), show)
         parts |= decision_keys(*judgements)
-    if "wrong-replays" in options.parts:
+    if "wrong-replays" in wanted:
         rows = recoveries(
             campaigns, points, domains, options.seeds, lambda each: points_of(each, replayed), say
         )
