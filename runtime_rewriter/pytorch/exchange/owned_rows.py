@@ -72,7 +72,7 @@ class OwnedRows(RowStage):
         if self._queued:
             return grouped(self._row_group, sent, received)
         works = receives(self._row_group, received, self._tag)
-        return joined(works + sends(self._row_group, sent, self._tag))
+        return joined(works + sends(self._row_group, sent, self._tag), self._row_group)
 
     def _release(self) -> None:
         self._device.keep(*(part for _, part in self._kept), *self._buffers_of.values())

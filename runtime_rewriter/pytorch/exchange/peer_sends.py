@@ -11,14 +11,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from autotune.errors import InvalidStrategy
 from runtime_rewriter.pytorch.exchange.lanes import Lanes
 from runtime_rewriter.pytorch.exchange.ranks import RankGroups
+
+_CLOSING_TAG = 2**31 - 1
+"""Of a message that no rank sends."""
 
 Parts = Sequence[tuple[int, Tensor]]
 """(place of the other rank in the group, contiguous tensor that is sent or received)."""
@@ -27,11 +33,14 @@ Parts = Sequence[tuple[int, Tensor]]
 class PeerWork:
     """Sends and receives under way; the part of `dist.Work` that lanes use. Any thread may wait.
 
-    A work of gloo must be waited for once only: a second wait would wait for a second message.
+    A work of gloo must be waited for once only: a second wait would wait for a second message. If
+    one fails, the connections of its groups are closed. Ranks that wait for this one then fail at
+    once, too, and not at their timeout.
     """
 
-    def __init__(self, works: list[dist.Work]) -> None:
+    def __init__(self, works: list[dist.Work], groups: Sequence[dist.ProcessGroup]) -> None:
         self._works = works
+        self._groups = groups
         self._lock = threading.Lock()
         self._error: RuntimeError | None = None
 
@@ -49,6 +58,8 @@ class PeerWork:
                     work.wait()
             except RuntimeError as error:
                 self._error = error
+                for group in self._groups:
+                    close_connections(group)
                 raise
             self._works = []
 
@@ -90,17 +101,17 @@ class TwoRounds:
             return grouped(first, self._to_owners, self._from_members)
         self._sums = receives(second, self._from_owners, pull_tag)
         works = receives(first, self._from_members, push_tag)
-        return joined(works + sends(first, self._to_owners, push_tag))
+        return joined(works + sends(first, self._to_owners, push_tag), first, second)
 
     def pull(self) -> dist.Work | None:
         """Start the second round, once the sum is where `to_members` are sent from."""
-        second = self._groups[1]
-        if second is None:
+        first, second = self._groups
+        if first is None or second is None:
             return None
         if self._queued:
             return grouped(second, self._to_members, self._from_owners)
         works, self._sums = self._sums, []
-        return joined(works + sends(second, self._to_members, self._tags[1]))
+        return joined(works + sends(second, self._to_members, self._tags[1]), first, second)
 
 
 def check_device(lanes: Lanes) -> None:
@@ -122,9 +133,19 @@ def receives(group: dist.ProcessGroup, parts: Parts, tag: int) -> list[dist.Work
     return [group.recv([tensor], place, tag) for place, tensor in parts]
 
 
-def joined(works: list[dist.Work]) -> dist.Work:
-    """Return one work for all."""
-    return cast(dist.Work, PeerWork(works))
+def joined(works: list[dist.Work], *groups: dist.ProcessGroup) -> dist.Work:
+    """Return one work for all; if it fails, these groups close."""
+    return cast(dist.Work, PeerWork(works, groups))
+
+
+def close_connections(group: dist.ProcessGroup) -> None:
+    """Close this rank's connections of a group over gloo, which has no call for it.
+
+    Gloo closes them when a wait times out.
+    """
+    neighbour = (group.rank() + 1) % group.size()
+    with suppress(RuntimeError):
+        group.recv([torch.empty(1)], neighbour, _CLOSING_TAG).wait(timedelta(milliseconds=1))
 
 
 def grouped(group: dist.ProcessGroup, sent: Parts, received: Parts) -> dist.Work | None:
