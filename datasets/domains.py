@@ -17,8 +17,8 @@ from autotune.records import Accelerators
 
 ROOT = Path(__file__).parents[1]
 LOW_MEMORY = (("vgg", "two_hosts"), ("transformer", "four_hosts"))
-SPARE_MEMORY_MIB = 160
-"""What a rank may allocate after its model is built; the gradients take 12 to 18 MB."""
+SPARE_MEMORY_MIB = 64
+"""What a rank may allocate once it trains; the gradients take 12 to 18 MB."""
 REAL = (("resnet_digits", "two_hosts"), ("gpt_text", "two_hosts"))
 """With real computation: one rank per core of a machine with two cores."""
 

@@ -93,6 +93,7 @@ def read_settings(options: argparse.Namespace) -> OutcomeSettings:
         long=0 if options.quick else options.long,
         parts=not options.quick,
         options=not options.quick,
+        baselines=not options.no_baselines,
     )
 
 
@@ -198,6 +199,9 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument(
         "--lossless-only", action="store_true", help="no search with lossy compressors"
+    )
+    parser.add_argument(
+        "--no-baselines", action="store_true", help="neither random search nor scikit-optimize"
     )
     parser.add_argument(
         "--quick",

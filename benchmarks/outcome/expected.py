@@ -19,7 +19,7 @@ REFERENCES = 7 / 6
 def expected_trials(settings: OutcomeSettings) -> int:
     """Return about how many trials the settings need; equal plans make it less."""
     ours = 1 + settings.lossy
-    searches = ours + BASELINES + settings.parts + len(settings.more_seeds)
+    searches = ours + BASELINES * settings.baselines + settings.parts + len(settings.more_seeds)
     looks = LOOKS * (searches + ours * (len(settings.marks) - 1))
     searched = searches * settings.budget + max(settings.long - settings.budget, 0)
     sides = 3 + SWEPT_RIVALS + searches + ours * (len(settings.marks) - 1 + MOST_INCUMBENTS)

@@ -45,7 +45,7 @@ class OutcomeSettings:
     search runs again with each of them. `long`: trials of a longer search for the best known plan;
     0: none. `ratio`: of computation to communication (`autotune.jobs.campaign.balance`); None: as
     the model has it. `parts`: whether our search also runs within the step only. `options`: whether
-    DDP's options are swept.
+    DDP's options are swept. `baselines`: whether random search and scikit-optimize are rivals.
     """
 
     marks: tuple[int, ...] = (25, 50, 100, 200)
@@ -57,6 +57,7 @@ class OutcomeSettings:
     ratio: float | None = None
     parts: bool = True
     options: bool = True
+    baselines: bool = True
 
     @property
     def budget(self) -> int:

@@ -130,6 +130,8 @@ def begin_searches(
     wanted |= {seed_job(seed): (Search.AUTOSYNC, False, seed) for seed in settings.more_seeds}
     if not settings.lossy:
         del wanted[OURS_LOSSY]
+    if not settings.baselines:
+        del wanted[RANDOM], wanted[BAYES]
     if not settings.parts or session.profile.cross_step_refused:
         del wanted[WITHIN]  # within the step it would be our search once more
     base = replace(job_spec(session), max_trials=settings.budget, most_steps=MOST_STEPS)

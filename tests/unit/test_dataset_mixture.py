@@ -76,7 +76,7 @@ def test_every_domain_names_a_script_and_a_cluster_that_exist():
         assert profile is None or profile.model == words[1], name
     low_memory = [setup for setup in DOMAINS.values() if setup.model.endswith("_low_memory")]
     assert len(low_memory) == 2
-    assert all('"spare_memory_mib": 160' in setup.script[1] for setup in low_memory)
+    assert all('"spare_memory_mib": 64' in setup.script[1] for setup in low_memory)
     assert len(DOMAINS) - len(low_memory) - 2 >= 20  # two compute for real
 
 

@@ -263,6 +263,8 @@ def test_a_search_that_joins_later_counts_the_first_sessions_preparation(whole, 
         begin_searches(session, store, replace(SETTINGS, lossy=True))
         assert store.history(OURS_LOSSY).events[0].elapsed_s == PREPARED_S
         assert store.job(OURS_LOSSY).lossy
+        few = begin_searches(session, store, replace(SETTINGS, baselines=False))
+        assert few.keys() == {OURS, WITHIN, seed_job(1)}
 
 
 def test_the_row_has_ratios_bound_and_marks(whole):

@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = DDP(torch.nn.Linear(4, 4), bucket_cap_mb=1, static_graph=False)
 print(sys.argv[1:], model.static_graph, model.bucket_bytes_cap, len(model._comm_hooks))
-model(torch.ones(2, 4)).sum().backward()
+for _ in range(12):
+    model(torch.ones(2, 4)).sum().backward()
 kept = []
 try:
     while len(kept) < 400:

@@ -81,7 +81,7 @@ def varied(
     """Let the unmodified script build its DDP otherwise, or have less memory (`train_varied`).
 
     `ddp`: arguments of `DistributedDataParallel`. `hook`: a communication hook of torch.
-    `spare_memory_mib`: what a rank may allocate once its model is built.
+    `spare_memory_mib`: what a rank may allocate once it trains.
     """
     words = {"ddp": dict(ddp or {}), "hook": hook, "spare_memory_mib": spare_memory_mib}
     if not any(words.values()):

@@ -4,8 +4,8 @@ The JSON object has three keys:
 
 - `ddp`: arguments of `DistributedDataParallel`, which replace the script's own;
 - `hook`: a communication hook of torch, a key of `HOOKS`, or "";
-- `spare_memory_mib`: a limit of what the process may allocate after its first DDP is built, beyond
-  what it has by then; null: no limit.
+- `spare_memory_mib`: a limit of what the process may allocate beyond what it has in forward pass
+  `LIMITED_FROM`, when profile and probe are over; null: no limit.
 
 The script itself is unmodified.
 """
@@ -27,6 +27,7 @@ import torch.nn.parallel as parallel
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 MIB = 2**20
+LIMITED_FROM = 12
 FIRST_COMPRESSED_STEP = 2
 """PowerSGD's hook may start after DDP has rebuilt its buckets, in its second step."""
 
@@ -63,8 +64,13 @@ def main() -> None:
             super().__init__(*args, **{**kwargs, **variation["ddp"]})
             if variation["hook"]:
                 HOOKS[variation["hook"]](self)
-            if variation["spare_memory_mib"] is not None:
+            self.passes = 0
+
+        def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+            self.passes += 1
+            if self.passes == LIMITED_FROM and variation["spare_memory_mib"] is not None:
                 limit_memory(variation["spare_memory_mib"] * MIB)
+            return super().forward(*inputs, **kwargs)
 
     parallel.DistributedDataParallel = VariedDataParallel  # type: ignore[misc]
     sys.argv = [script, *arguments]
