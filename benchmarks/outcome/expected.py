@@ -5,6 +5,7 @@ from __future__ import annotations
 from benchmarks.outcome.ddp_options import REPEATS, SINGLE
 from benchmarks.outcome.freeze import MOST_INCUMBENTS
 from benchmarks.outcome.kept import OutcomeSettings
+from benchmarks.outcome.sweeps import FINALISTS
 
 SWEPT_RIVALS = 5
 """DDP, ByteScheduler-like, BytePS-like, ZeRO-2-like and parameter servers."""
@@ -24,5 +25,5 @@ def expected_trials(settings: OutcomeSettings) -> int:
     searched = searches * settings.budget + max(settings.long - settings.budget, 0)
     sides = 3 + SWEPT_RIVALS + searches + ours * (len(settings.marks) - 1 + MOST_INCUMBENTS)
     options = REPEATS * (2 + len(SINGLE)) * settings.options
-    total = SWEPT_RIVALS * settings.budget + REFERENCES * searched + looks + options
+    total = SWEPT_RIVALS * (settings.budget + FINALISTS) + REFERENCES * searched + looks + options
     return round(total + settings.rounds * sides)

@@ -1,7 +1,8 @@
 """Tune every rival with as many trials as our search: successive halving over its settings.
 
 In the first round each setting is measured once, in every later round the faster half of them, by
-the median of all trials so far, until the budget is used up. Everything follows from the trials on
+the median of all trials so far, until the budget is used up. Then the best are measured once more,
+as the finalists of our search are. Everything follows from the trials on
 disk, so a sweep that was cut off resumes. Source: Jamieson and Talwalkar, AISTATS 2016.
 """
 
@@ -13,8 +14,10 @@ from statistics import median
 
 from autotune.dataset.trials import DatasetTrial
 from autotune.errors import InvalidInput
+from autotune.tuning.job import JobSpec
 from benchmarks.outcome.kept import SWEEP, rounds_of
 
+FINALISTS = JobSpec.finalists
 FEWEST = 2
 """Settings of the last rounds, and of the smallest family that is swept."""
 
@@ -78,7 +81,9 @@ def missing(
         if left:
             return number, left
         number += 1
-    return None
+    finalists = list(medians_s({earlier: by_round[earlier] for earlier in range(number)}))
+    left = [one for one in finalists[:FINALISTS] if one not in by_round.get(number, {})]
+    return (number, left) if left else None
 
 
 def best_of(by_round: Mapping[int, Mapping[str, float]], family: str) -> str:

@@ -81,6 +81,10 @@ SETTINGS = OutcomeSettings(
 )
 
 
+LOOKS = 3
+"""Finalists of a sweep, which are measured once more."""
+
+
 def made_variable(number):
     ready_s, needed_s = 0.01 * (number + 1), 0.01 * (5 - number)
     return Variable(f"v{number}", (256, 1024), ready_s=ready_s, needed_s=needed_s)
@@ -362,7 +366,7 @@ def test_a_run_that_was_killed_resumes_and_measures_nothing_twice(tmp_path):
     assert len(set(swept)) == len(swept)
     of_rival = Counter(source.split(":", 2)[2].partition(",")[0] for source in swept)
     rivals = ("DDP", BYTE_SCHEDULER, BYTEPS, ZERO2, SERVERS)
-    assert of_rival == dict.fromkeys(rivals, SETTINGS.budget)
+    assert of_rival == dict.fromkeys(rivals, SETTINGS.budget + LOOKS)
     with jobs(tmp_path) as store:
         for job in (OURS, RANDOM):
             trials = store.history(job).trials
