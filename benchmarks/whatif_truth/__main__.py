@@ -13,7 +13,9 @@ there vary by up to half between runs.
   `error_mean_where_paper` is ours over the same ones.
 
 Further parts: the messages of two ranks (`messages`), and published scaling tables (`scaling`,
-needs the reference data). The part on CPUs is `python -m benchmarks.whatif_truth.cpu`.
+needs the reference data). The part on this CPU runs only if it is named: `cpu`, or with more
+options `python -m benchmarks.whatif_truth.cpu`. A run with `--cpu-folder` goes on where it was cut
+off.
 
     python -m benchmarks.whatif_truth
     python -m benchmarks.whatif_truth --only gpu --folder datasets/gpu_traces/a100
@@ -23,11 +25,13 @@ needs the reference data). The part on CPUs is `python -m benchmarks.whatif_trut
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from benchmarks.repository import ROOT, machine, option_parser
 from benchmarks.whatif_truth import gpu
+from benchmarks.whatif_truth.cpu import Run, cpu_result
 from benchmarks.whatif_truth.messages import message_result
 from benchmarks.whatif_truth.scaling import scaling_result
 
@@ -42,6 +46,11 @@ def gpu_result(folder: Path) -> Result:
     return "\n\n".join(lines), gpu.keys(rows)
 
 
+def _cpu_result(folder: Path | None) -> Result:
+    with tempfile.TemporaryDirectory() as scratch:
+        return cpu_result(Run((folder or Path(scratch)).resolve()))
+
+
 def main() -> None:
     parser = option_parser(__doc__)
     parser.add_argument("--folder", type=Path, default=ROOT / "datasets" / "gpu_traces" / "h100")
@@ -50,8 +59,10 @@ def main() -> None:
         "gpu": lambda: gpu_result(options.folder),
         "messages": message_result,
         "scaling": scaling_result,
+        "cpu": lambda: _cpu_result(options.cpu_folder),
     }
-    parser.add_argument("--only", nargs="+", choices=list(parts), default=list(parts))
+    parser.add_argument("--only", nargs="+", choices=list(parts), default=[*parts][:-1])
+    parser.add_argument("--cpu-folder", type=Path, help="recordings and rows of the part on CPUs")
     options = parser.parse_args()
     if options.fit:
         print(gpu.fitted(options.folder))

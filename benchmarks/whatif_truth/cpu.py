@@ -1,140 +1,185 @@
 """Part (b): what-ifs on this CPU, for the four example scripts.
 
-- `fused_adam` and `amp` of one process: predicted from its recording, with factors of operators
-  learned from the other three examples (`cpu_factors`), and measured by `autotune.jobs.check`,
-  in turns with the unchanged script.
+- `fused_adam` of one process: predicted from its recording, with the factor of the optimizer that
+  the other three examples show (`cpu_factors`). `amp`: predicted with the speed of bfloat16 that
+  `autotune what-if --measure` measures on this machine, operator by operator. Both are measured by
+  `autotune.jobs.check`, in turns with the unchanged script.
 - `distributed`, other bucket sizes and fp16 gradients on an emulated cluster (root): predicted from
   the recording of one process and the probe of the cluster, and measured on its hosts with real
   computation. The baseline is one replica alone in the same world.
 
 The error is |predicted / measured step time - 1|. Nothing is left out: a script that cannot be
-changed so has its reason in the table. The last line is one JSON object.
+changed so has its reason in the table. Each row is kept in the folder when it is measured, so a run
+that was cut off goes on where it was. The last line is one JSON object.
 
-    python -m benchmarks.whatif_truth.cpu --folder recordings
-    python -m benchmarks.whatif_truth.cpu --examples gpt_text --parts local --pairs 6
+    python -m benchmarks.whatif_truth.cpu --folder truth
+    python -m benchmarks.whatif_truth.cpu --examples gpt_text --parts local --pairs 10
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from subprocess import CalledProcessError
 from typing import Any
 
-from autotune.errors import AutotuneError
+from autotune.commands.render.counted import CountedProgress
+from autotune.commands.render.terminal import Terminal
+from autotune.commands.what_if import register_all
+from autotune.errors import AutotuneError, InvalidInput
 from autotune.jobs.check import CheckPlan, check
+from autotune.jobs.half_times import half_times, write_half_times
 from autotune.profiling.traces.job import TraceJob, read_job
-from autotune.whatif.answers.answers import Answer, Asked
+from autotune.whatif.answers.answers import Answer, Asked, answer, read_asked
 from autotune.whatif.question import Question
 from autotune.whatif.recording.recorded import recorded_base
 from benchmarks.repository import ROOT, can_emulate, machine, option_parser, run_autotune
-from benchmarks.whatif_truth.cpu_cluster import cluster_rows
+from benchmarks.whatif_truth.cpu_cluster import CHANGES, cluster_rows
 from benchmarks.whatif_truth.cpu_factors import RecordedPair, predicted_speedup
-from benchmarks.whatif_truth.cpu_rows import CpuRow, keys, table
+from benchmarks.whatif_truth.cpu_rows import CpuRow, KeptRows, keys, table
 from runtime_rewriter.world.command import read_command
 
 EXAMPLES = ("resnet_digits", "gpt_text", "lstm_text", "ncf_ratings")
 LOCAL = ("fused_adam", "amp")
 PARTS = ("local", "distributed")
 ENACTED = Path(__file__).with_name("enacted_script.py")
+RECORDED = ("--shapes", "--warmup", "3", "--steps", "5", "--no-workload")
+PLAN = CheckPlan(pairs=6, steps=2)
+HALF_BUDGET_S = 15.0
 
-Log = Callable[[str], None]
+Progress = Callable[[str], None]
 
 
-def rows(
-    folder: Path,
-    examples: Sequence[str] = EXAMPLES,
-    plan: CheckPlan | None = None,
-    log: Log = lambda text: print(text, file=sys.stderr),
-    parts: Sequence[str] = PARTS,
-) -> Iterator[CpuRow]:
-    """Record into `folder` what it lacks, then measure; a row for each example and change."""
+@dataclass(frozen=True)
+class Run:
+    """What is judged, in which folder; `plan`: of the measurements in turns."""
+
+    folder: Path
+    examples: Sequence[str] = EXAMPLES
+    parts: Sequence[str] = PARTS
+    plan: CheckPlan = PLAN
+
+    @property
+    def distributed(self) -> bool:
+        return "distributed" in self.parts and can_emulate()
+
+    @property
+    def items(self) -> list[tuple[str, str]]:
+        """(example, change); "distributed" stands for all changes on the emulated cluster."""
+        local = LOCAL if "local" in self.parts else ()
+        changes = (*local, *(("distributed",) if self.distributed else ()))
+        return [(example, change) for example in self.examples for change in changes]
+
+
+def rows(run: Run, progress: Progress = lambda item: None) -> list[CpuRow]:
+    """Record and measure what the folder lacks; a row for each example and change."""
     os.environ["OMP_NUM_THREADS"] = "1"  # a rank has a core, alone and on the emulated cluster
-    plain = {example: _recorded(folder, example, "", log) for example in EXAMPLES}
-    if "local" in parts:
-        for change in LOCAL:
-            yield from _local_rows(folder, change, examples, plain, plan or CheckPlan(), log)
-    if "distributed" in parts and can_emulate():
-        for example in examples:
-            yield from cluster_rows(folder, example, plain[example], log)
+    run.folder.mkdir(parents=True, exist_ok=True)
+    kept = KeptRows(run.folder / "rows.jsonl")
+    found: list[CpuRow] = []
+    for example, change in run.items:
+        progress(f"{example} {change}")
+        wanted = CHANGES if change == "distributed" else (change,)
+        if any(kept.of(example, one) is None for one in wanted):
+            for row in _measured(run, example, change):
+                kept.add(row)
+        found += [row for one in wanted if (row := kept.of(example, one)) is not None]
+    return found
+
+
+def _measured(run: Run, example: str, change: str) -> list[CpuRow]:
+    try:
+        if change == "distributed":
+            job = _recorded(run.folder, example, "")
+            return list(cluster_rows(run.folder, example, job, lambda text: None))
+        return [_local_row(run, example, change)]
+    except AutotuneError as error:
+        return [CpuRow(example, change, reason=str(error))]
+    except CalledProcessError as error:  # it printed the reason
+        reason = f"not recorded with {change}: exit status {error.returncode}"
+        return [CpuRow(example, change, reason=reason)]
 
 
 # -- one process ---------------------------------------------------------------------------------
+
+
+def _local_row(run: Run, example: str, change: str) -> CpuRow:
+    speedup = _fused_speedup(run, example) if change == "fused_adam" else _amp(run, example)
+    load = os.getloadavg()[0]
+    command = read_command(["python", *_script(example)])
+    found = check(command, Answer(Asked(change, change), (), Question()), run.plan)
+    predicted_s = found.baseline_s / speedup
+    # the pairs' ratio, since the two medians met different machines
+    measured_s = found.baseline_s / found.measured
+    return CpuRow(example, change, found.baseline_s, predicted_s, measured_s, load=load)
+
+
+def _fused_speedup(run: Run, example: str) -> float:
+    pairs = []
+    for other in EXAMPLES:
+        if other != example:
+            jobs = (_recorded(run.folder, other, change) for change in ("", "fused_adam"))
+            pairs.append(RecordedPair(*(recorded_base(job, 0) for job in jobs)))
+    return predicted_speedup(recorded_base(_recorded(run.folder, example, ""), 0), pairs)
+
+
+def _amp(run: Run, example: str) -> float:
+    """The speed-up that `autotune what-if --measure` predicts."""
+    import torch
+
+    torch.set_num_threads(1)
+    register_all([])
+    base = recorded_base(_recorded(run.folder, example, ""), 0)
+    path = run.folder / f"{example}.bf16.csv"
+    if not path.exists():
+        write_half_times(path, list(half_times(base, HALF_BUDGET_S)))
+    (asked,) = read_asked("amp_cpu")
+    found = answer(base, replace(asked, files={"amp_cpu": str(path)}), Question())
+    if found.prediction is None:
+        raise InvalidInput(found.reason)
+    return found.prediction.speedup
 
 
 def _script(example: str) -> list[str]:
     return [str(ROOT / "examples" / f"{example}.py"), "--epochs", "100000"]
 
 
-def _recorded(folder: Path, example: str, change: str, log: Log) -> TraceJob:
+@cache
+def _recorded(folder: Path, example: str, change: str) -> TraceJob:
     """Read the recording of an example, with a change enacted; made if it is missing."""
     path = folder / f"{example}.{change or 'plain'}"
     if not (path / "job.json").exists():
-        log(f"recording {example} {change}")
         script = _script(example)
         words = [str(ENACTED), change, *script] if change else script
-        options = ("--output", str(path), "--shapes", "--warmup", "5")
-        run_autotune("profile", *options, "--", "python", *words)
+        run_autotune("profile", "--output", str(path), *RECORDED, "--", "python", *words)
     return read_job([path])
 
 
-def _local_rows(
-    folder: Path,
-    change: str,
-    examples: Sequence[str],
-    plain: dict[str, TraceJob],
-    plan: CheckPlan,
-    log: Log,
-) -> Iterator[CpuRow]:
-    pairs: dict[str, RecordedPair] = {}
-    refused: dict[str, str] = {}
-    for example in EXAMPLES:
-        try:
-            changed = recorded_base(_recorded(folder, example, change, log), 0)
-            pairs[example] = RecordedPair(recorded_base(plain[example], 0), changed)
-        except AutotuneError as error:
-            refused[example] = str(error)
-        except CalledProcessError as error:  # it printed the reason
-            refused[example] = f"not recorded with {change}: exit status {error.returncode}"
-    for example in examples:
-        if example in refused:
-            yield CpuRow(example, change, reason=refused[example])
-            continue
-        others = [pair for name, pair in pairs.items() if name != example]
-        speedup = predicted_speedup(pairs[example].plain, others, change == "fused_adam")
-        log(f"measuring {example} {change}")
-        command = read_command(["python", *_script(example)])
-        found = check(command, Answer(Asked(change, change), (), Question()), plan)
-        yield CpuRow(example, change, found.baseline_s, found.baseline_s / speedup, found.changed_s)
-
-
-def main() -> dict[str, Any]:
-    """Judge everything in a folder of its own; print the table, return the keys."""
-    with tempfile.TemporaryDirectory() as scratch:
-        return _judged(list(rows(Path(scratch))))
-
-
-def _judged(found: Sequence[CpuRow]) -> dict[str, Any]:
-    print(table(found))
-    return keys(found)
+def cpu_result(run: Run) -> tuple[str, dict[str, Any]]:
+    """(table, keys for the benchmark's last line)."""
+    with CountedProgress(Terminal(), "row", len(run.items)) as progress:
+        found = rows(run, progress.begin)
+    return table(found), keys(found)
 
 
 def _command() -> None:
     parser = option_parser(__doc__)
-    parser.add_argument("--folder", type=Path, help="recordings and trials; made if missing")
+    parser.add_argument("--folder", type=Path, help="recordings and rows; a run there goes on")
     parser.add_argument("--examples", nargs="+", choices=EXAMPLES, default=list(EXAMPLES))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--pairs", type=int, default=CheckPlan.pairs)
-    parser.add_argument("--turn-steps", type=int, default=CheckPlan.steps)
+    parser.add_argument("--pairs", type=int, default=PLAN.pairs)
+    parser.add_argument("--turn-steps", type=int, default=PLAN.steps)
     options = parser.parse_args()
     plan = CheckPlan(options.pairs, options.turn_steps)
     with tempfile.TemporaryDirectory() as scratch:
         folder = (options.folder or Path(scratch)).resolve()
-        line = _judged(list(rows(folder, options.examples, plan, parts=options.parts)))
+        text, line = cpu_result(Run(folder, options.examples, options.parts, plan))
+    print(text)
     print(json.dumps({**line, **machine()}))
 
 

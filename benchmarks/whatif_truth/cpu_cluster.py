@@ -5,6 +5,7 @@ A rank computes really, on a core of its own. The baseline is one replica alone 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,7 @@ def cluster_rows(
         question = Question(cluster=described.cluster, workers=workers, gradients=gradients)
         alone_s = described.workload.compute_s
         for name, strategy in _strategies(described.workload).items():
+            load = os.getloadavg()[0]
             trial = session.reference() if strategy is None else session.candidate(name, strategy)
             if trial.failure:
                 yield CpuRow(example, name, reason=trial.failure)
@@ -57,18 +59,16 @@ def cluster_rows(
             except InvalidInput as error:
                 yield CpuRow(example, name, reason=str(error))
                 continue
-            yield CpuRow(example, name, alone_s, predicted_s, trial.median_s)
+            yield CpuRow(example, name, alone_s, predicted_s, trial.median_s, load=load)
+
+
+CHANGES = ("distributed", f"bucket_size={SMALL_BUCKET_MIB}", "distributed+fp16_gradients")
 
 
 def _strategies(workload: Workload) -> dict[str, Strategy | None]:
     """What-ifs and the strategies that enact them; None: the script's own DDP."""
-    return {
-        "distributed": None,
-        f"bucket_size={SMALL_BUCKET_MIB}": ddp_default(
-            workload, bucket_bytes=SMALL_BUCKET_MIB * MIB
-        ),
-        "distributed+fp16_gradients": _halved(ddp_default(workload)),
-    }
+    small = ddp_default(workload, bucket_bytes=SMALL_BUCKET_MIB * MIB)
+    return dict(zip(CHANGES, (None, small, _halved(ddp_default(workload))), strict=True))
 
 
 def _halved(strategy: Strategy) -> Strategy:

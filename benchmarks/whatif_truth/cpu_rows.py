@@ -1,16 +1,22 @@
-"""Rows of part (b), their table and keys."""
+"""Rows of part (b), their table and keys, and the file that keeps them."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from autotune.parsing import parse
 
 
 @dataclass(frozen=True)
 class CpuRow:
-    """Step times in seconds; `reason` where the change does not apply."""
+    """Step times in seconds; `reason` where the change does not apply. `load`: of the machine."""
+
+    __pydantic_config__ = {"extra": "forbid"}
 
     example: str
     change: str
@@ -18,6 +24,7 @@ class CpuRow:
     predicted_s: float = 0.0
     measured_s: float = 0.0
     reason: str = ""
+    load: float = 0.0
 
     @property
     def error(self) -> float:
@@ -26,6 +33,24 @@ class CpuRow:
     @property
     def error_of_no_change(self) -> float:
         return abs(self.baseline_s / self.measured_s - 1)
+
+
+class KeptRows:
+    """The rows of a run in a file, one JSON object per line; a run that was cut off goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        self.rows = [parse(CpuRow, json.loads(line), str(path)) for line in lines]
+
+    def of(self, example: str, change: str) -> CpuRow | None:
+        known = (row for row in self.rows if (row.example, row.change) == (example, change))
+        return next(known, None)
+
+    def add(self, row: CpuRow) -> None:
+        self.rows.append(row)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(row)) + "\n")
 
 
 def keys(found: Sequence[CpuRow]) -> dict[str, Any]:
@@ -39,6 +64,7 @@ def keys(found: Sequence[CpuRow]) -> dict[str, Any]:
         "error_no_change_cpu": fmean(row.error_of_no_change for row in measured),
         "changes_cpu": len(measured),
         "refused_cpu": len(found) - len(measured),
+        "load_max_cpu": max(row.load for row in measured),
     }
 
 

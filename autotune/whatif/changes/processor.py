@@ -24,7 +24,7 @@ MATRIX = re.compile(r"mm$|addmm|linear|conv|lstm|rnn|matmul|attention")
 """Names of operators that multiply matrices."""
 _SOURCE = (
     "about the middle of what the four examples showed without and with the change, on two loaded "
-    "cores of an AMD EPYC (benchmarks.whatif_truth.cpu_factors); single ones lay outside the range"
+    "cores of an AMD EPYC (benchmarks.whatif_truth.cpu); single ones lay outside the range"
 )
 FUSED_OPTIMIZER = Factor(expected=0.5, optimistic=0.2, pessimistic=0.85, source=_SOURCE)
 MOST_FACTOR = 1e4
