@@ -88,7 +88,8 @@ def rows(run: Run, progress: Progress = lambda item: None) -> list[CpuRow]:
         if any(kept.of(example, one) is None for one in wanted):
             for row in _measured(run, example, change):
                 kept.add(row)
-        found += [row for one in wanted if (row := kept.of(example, one)) is not None]
+        known = [kept.of(example, one) for one in wanted]
+        found += [one for one in known if one is not None]
     return found
 
 
