@@ -19,7 +19,7 @@ from autotune.deadlines import Call, Overdue, within
 from autotune.errors import AutotuneError, LaunchError, raised_line
 from runtime_rewriter.file_view import FileView
 from runtime_rewriter.world.ray_folder import PrivateFolder
-from runtime_rewriter.world.ray_start import quick_start
+from runtime_rewriter.world.ray_start import REGISTERED_S, quick_start
 from runtime_rewriter.world.views import HeldView, Protected, held_view
 from runtime_rewriter.world.worker import Polled, ProcessSupervisor, WorkerLost, free_port
 
@@ -394,6 +394,8 @@ def _set_environment(place: RayPlace) -> None:
     if place.local:
         # Otherwise Ray binds the first real interface, and without a token it is open to everybody.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        # By default Ray gives up a GCS that takes more than 20 s to start.
+        os.environ["RAY_gcs_server_port_wait_time_s"] = f"{REGISTERED_S:.0f}"  # noqa: SIM112
     elif place.one_machine:
         # it has several nodes, unlike an earlier local cluster
         os.environ.pop("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", None)

@@ -7,13 +7,16 @@ and looks for its node once a second.
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from autotune.errors import LaunchError
+
 POLL_S = 0.02
-REGISTERED_S = 30.0
-"""Ray itself then gives up."""
+REGISTERED_S = 240.0
+"""Ray itself gives up after 30 s, which a node exceeds on a machine with a load of 100."""
 
 
 @contextlib.contextmanager
@@ -29,12 +32,20 @@ def quick_start() -> Iterator[None]:
         ray_params.no_monitor, ray_params.include_log_monitor = True, False
         return own_node(ray_params, *arguments, **options)
 
+    def watched_raylet(*arguments: Any, **options: Any) -> Any:
+        started = own_raylet(*arguments, **options)
+        raylets.append(started.process)
+        return started
+
     def registered_node(gcs_address: str, node_id: str) -> Any:
         known = state.GlobalState()  # type: ignore[no-untyped-call]
         options: Any = services._get_gcs_client_options(gcs_address)  # type: ignore[no-untyped-call]
         known._initialize_global_state(options)
         end_s = time.monotonic() + REGISTERED_S
         while time.monotonic() < end_s:
+            for raylet in raylets:
+                if raylet.poll() is not None:
+                    raise LaunchError(f"the raylet ended with status {raylet.returncode}")
             if any(entry["NodeID"] == node_id for entry in known.node_table()):  # type: ignore[no-untyped-call]
                 break
             time.sleep(POLL_S)
@@ -47,10 +58,12 @@ def quick_start() -> Iterator[None]:
     own_node: Callable[..., Any] = node.Node
     own_get_node: Callable[..., Any] = services.get_node
     own_start: Callable[..., Any] = services.start_api_server
+    own_raylet: Callable[..., Any] = services.start_raylet
+    raylets: list[subprocess.Popen[bytes]] = []
     node.Node, services.get_node = lean_node, registered_node  # type: ignore[misc, assignment]
-    services.start_api_server = no_dashboard
+    services.start_api_server, services.start_raylet = no_dashboard, watched_raylet
     try:
         yield
     finally:
         node.Node, services.get_node = own_node, own_get_node  # type: ignore[misc, assignment]
-        services.start_api_server = own_start
+        services.start_api_server, services.start_raylet = own_start, own_raylet

@@ -1,5 +1,7 @@
 """A program that freezes a server of its own private Ray cluster, and prints what is left of it.
 
+Or one whose server ends at its start.
+
 It is a process of its own: a Ray that got stuck may keep its process from starting another one.
 """
 
@@ -13,6 +15,7 @@ import sys
 from pathlib import Path
 
 from autotune.deadlines import end_process
+from autotune.errors import LaunchError
 from autotune.records import Measured, Role, TrialRequest
 from autotune.tuning import statistics
 from runtime_rewriter.world.command import read_command
@@ -50,6 +53,19 @@ def frozen_raylet() -> str:
     return "measured" if isinstance(outcome, Measured) else str(outcome)
 
 
+def dead_raylet() -> str:
+    """The refusal of a cluster whose raylet ends at once."""
+    os.environ["RAY_AUTH_MODE"] = "token"  # Ray reads it as it is imported
+    from ray._private import services
+
+    services.RAYLET_EXECUTABLE = "/bin/false"
+    try:
+        RayCluster(RayPlace(), 1, IN_A_HURRY)
+    except LaunchError as error:
+        return str(error)
+    return "started"
+
+
 def freeze(server: str) -> None:
     """Stop a server of the running cluster; print the cluster's folder and its permissions."""
     folder = Path(os.environ[FOLDER_VARIABLE])
@@ -63,5 +79,6 @@ def freeze(server: str) -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps({"gcs_server": frozen_gcs_server, "raylet": frozen_raylet}[sys.argv[1]]()))
+    modes = {"gcs_server": frozen_gcs_server, "raylet": frozen_raylet, "dead raylet": dead_raylet}
+    print(json.dumps(modes[sys.argv[1]]()))
     end_process(0)

@@ -13,7 +13,7 @@ START_S = 300.0
 JOB_S = 500.0
 """Longest duration of a whole job."""
 SHORT_PROBE = ("--probe-time", "1s", "--start-timeout", f"{START_S:.0f}s")
-FEW_STEPS = ("--timed-steps", "3", "--most-steps", "3", "--ab-pairs", "6")
+FEW_STEPS = ("--warmup-steps", "1", "--timed-steps", "3", "--most-steps", "3", "--ab-pairs", "6")
 
 
 def with_tracking_store(directory: Path, empty_store: Path) -> Path:

@@ -8,22 +8,24 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from short_jobs import FEW_STEPS, JOB_S, SHORT_PROBE, START_S, with_tracking_store
+from short_jobs import START_S
 from torch_scripts import run_ranks, run_script
 
 import autotune
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
 from autotune.export import Export, read_export
-from autotune.strategy_space.builders.collectives import single_bucket
+from autotune.strategy_space.builders.collectives import single_bucket, zero2_like
 from autotune.strategy_space.plan import plan
+from autotune.strategy_space.strategy import Strategy
+from autotune.workload import Workload
 from runtime_rewriter.active import active_session
 from runtime_rewriter.control import ControlLine
 from runtime_rewriter.pytorch.agreement import assumed_workload
@@ -53,26 +55,19 @@ def digests(done: subprocess.CompletedProcess[str]) -> set[str]:
     return set(by_rank)
 
 
-@pytest.fixture(scope="module")
-def tuned(tmp_path_factory: pytest.TempPathFactory, tracking_store: Path) -> tuple[Path, str]:
-    """The export of a strategy that was tried for the script, and its id."""
-    directory = with_tracking_store(tmp_path_factory.mktemp("jobs"), tracking_store)
-    autotune_command = [sys.executable, "-m", "autotune"]
-    in_directory = ("--directory", str(directory))
-    settings = ["--search", "random", "--budget-trials", "4", *FEW_STEPS, *SHORT_PROBE]
-    launch = ["--", "torchrun", "--nproc-per-node", "2", str(SCRIPT)]
-    job = ("--json", "--job", "applied", *in_directory)
-    command = [*autotune_command, "tune", *job, *settings, *launch]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=JOB_S)
-    assert done.returncode == 0, done.stderr
-    tried = json.loads(done.stdout)["decision"]["best_candidate_id"]
-    path = directory / "chosen.json"
-    export = [*autotune_command, "export", "--strategy", tried, *in_directory, "-o", str(path)]
-    assert subprocess.run(export, cwd=ROOT, capture_output=True, timeout=60).returncode == 0
-    return path, tried
+@pytest.fixture
+def tuned(tmp_path: Path) -> tuple[Path, str]:
+    """An export for the script, and the id of its strategy.
+
+    `test_tune_command.py` tunes the script.
+    """
+    path = tmp_path / "chosen.json"
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+    export = exported(model, path, zero2_like, ranks=2)
+    assert export.strategy is not None
+    return path, export.strategy.id
 
 
-@pytest.mark.job
 def test_an_applied_export_trains_to_the_same_bits_as_ddp(tuned) -> None:
     path, tried = tuned
     assert read_export(path).strategy.id == tried
@@ -83,7 +78,6 @@ def test_an_applied_export_trains_to_the_same_bits_as_ddp(tuned) -> None:
     assert len(with_ddp) == 1
 
 
-@pytest.mark.job
 def test_another_model_is_refused_with_the_difference_named(tuned, tmp_path) -> None:
     """In the `apply` line, and under `autotune run` when the script builds its DDP."""
     path, _ = tuned
@@ -98,7 +92,6 @@ def test_another_model_is_refused_with_the_difference_named(tuned, tmp_path) -> 
         assert "0.weight is float32[48, 32] instead of float32[64, 32]" in refused.stderr
 
 
-@pytest.mark.job
 def test_ranks_with_different_exports_raise_before_the_first_step(tuned, tmp_path) -> None:
     """One export keeps the current setup, without a plan; with DDP, as under `autotune run`."""
     path, _ = tuned
@@ -110,7 +103,6 @@ def test_ranks_with_different_exports_raise_before_the_first_step(tuned, tmp_pat
     assert f"{rule}, but rank 0 holds no plan, rank 1 holds plan-" in mixed.stderr
 
 
-@pytest.mark.job
 def test_an_edited_export_is_refused(tuned, tmp_path) -> None:
     path, _ = tuned
     data = json.loads(path.read_text())
@@ -137,24 +129,29 @@ def alone(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def exported(model: torch.nn.Module, path: Path) -> Export:
+def exported(
+    model: torch.nn.Module,
+    path: Path,
+    build: Callable[[Workload], Strategy] = single_bucket,
+    ranks: int = 1,
+) -> Export:
     workload = assumed_workload(model)
-    strategy = single_bucket(workload)
+    strategy = build(workload)
     export = Export(
         "job",
         "2026-01-01T00:00:00+00:00",
         workload.model,
         workload.variables,
-        1,
+        ranks,
         strategy,
-        plan(strategy, workload, 1).id,
+        plan(strategy, workload, ranks).id,
         False,
         "chosen",
         None,
         None,
         None,
         None,
-        Cluster.local(1),
+        Cluster.local(ranks),
         {},
     )
     export.write(path)

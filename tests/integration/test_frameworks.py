@@ -17,11 +17,11 @@ import pytest
 import torch
 from short_jobs import FEW_STEPS, JOB_S, SHORT_PROBE, with_tracking_store
 
+from autotune.errors import LaunchError
 from autotune.records import Measured
 from autotune.storage.store import Store
 
 pytest.importorskip("accelerate", reason="needs the extra `frameworks`")
-pytestmark = pytest.mark.job
 ROOT = Path(__file__).parents[2]
 FEW_TRIALS = ("--budget-trials", "1", "--top-k", "1", "--samples-per-round", "20", *FEW_STEPS)
 
@@ -61,6 +61,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_script_is_tuned_as_it_is(name: str, tmp_path: Path, tracking_store: Path) -> None:
     command, refused = LAUNCHES[name]
@@ -81,6 +82,7 @@ def test_a_script_is_tuned_as_it_is(name: str, tmp_path: Path, tracking_store: P
 SPAWNING = ("--workers", "2", *FEW_TRIALS, *SHORT_PROBE, "--simulators", "linear", "--json")
 
 
+@pytest.mark.job
 def test_ranks_that_a_script_spawns_itself_are_controlled(tmp_path, tracking_store) -> None:
     jobs = with_tracking_store(tmp_path / "jobs", tracking_store)
     script = ("python", str(ROOT / "tests" / "scripts" / "train_spawn.py"))
@@ -104,12 +106,22 @@ if not torch.backends.cuda.is_built():
     ALONE["cuda"] = "(crash): AssertionError: Torch not compiled with CUDA enabled"
 
 
+ALONE_SCRIPT = ROOT / "tests" / "scripts" / "train_alone.py"
+
+
 @pytest.mark.parametrize("case", ALONE)
-def test_what_cannot_be_tuned_is_named_at_once(case: str, tmp_path: Path, tracking_store) -> None:
+def test_what_cannot_be_tuned_is_named_at_once(case: str, make_world) -> None:
+    with pytest.raises(LaunchError) as refusal:
+        make_world(case, script=ALONE_SCRIPT).model_id()
+    assert str(refusal.value).count(ALONE[case]) == 1
+
+
+@pytest.mark.job
+def test_the_command_names_it_once_and_where_the_output_is(tmp_path, tracking_store) -> None:
     jobs = with_tracking_store(tmp_path / "jobs", tracking_store)
-    script = ("torchrun", "--nproc-per-node", "2", str(ROOT / "tests/scripts/train_alone.py"))
-    done = run("tune", "--directory", str(jobs), "--", *script, case)
+    script = ("torchrun", "--nproc-per-node", "2", str(ALONE_SCRIPT))
+    done = run("tune", "--directory", str(jobs), "--", *script, "missing")
     assert done.returncode == 1
-    assert done.stderr.count(ALONE[case]) == 1 and "Traceback" not in done.stderr
+    assert done.stderr.count(ALONE["missing"]) == 1 and "Traceback" not in done.stderr
     (log,) = re.findall(r"its output: (\S+)", done.stderr)
     assert Path(log).is_file()

@@ -47,10 +47,10 @@ def processes_with(word: str) -> list[int]:
     return processes
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_terminated_job_stops_its_ranks_and_says_how_to_go_on(
-    tmp_path: Path, tracking_store: Path, number: signal.Signals
+    tmp_path: Path, tracking_store: Path
 ) -> None:
+    """By a closed terminal; `test_interruption.py` has the other signals."""
     with_tracking_store(tmp_path, tracking_store)
     script = tmp_path / "train_marked.py"  # a name by which its processes are known
     script.write_text(SCRIPT.read_text())
@@ -95,7 +95,7 @@ def test_a_terminated_job_stops_its_ranks_and_says_how_to_go_on(
 
     try:
         wait_for(lambda: trials() >= 3, "the third trial")
-        process.send_signal(number)
+        process.send_signal(signal.SIGHUP)
         _, error = process.communicate(timeout=60)
     finally:
         process.kill()

@@ -87,6 +87,12 @@ def test_a_frozen_server_of_ray_leaves_nothing_behind_and_lets_the_process_end(
     assert not list(processes_of(Path(folder))) and not Path(folder).exists()
 
 
+def test_a_raylet_that_ends_at_its_start_is_reported_at_once(tmp_path) -> None:
+    program = [sys.executable, FROZEN_RAY, "dead raylet"]
+    result = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=START_S)
+    assert "could not be started: the raylet ended with status 1;" in json.loads(result.stdout)
+
+
 def test_successive_private_clusters_have_other_tokens_and_keep_the_sigterm_handler(
     clusters,
 ) -> None:

@@ -23,6 +23,8 @@ from runtime_rewriter.world.ray_folder import FOLDER_VARIABLE, processes_of
 pytestmark = pytest.mark.job
 ROOT = Path(__file__).parents[2]
 SMALL = ROOT / "tests" / "scripts" / "train_small.py"
+APPLYING = SMALL.with_name("train_apply.py")
+SMALL_IMAGES = ("--image-size", "16", "--batch-size", "4")
 TRIALS = [
     "--budget-trials",
     "8",
@@ -76,10 +78,11 @@ def tuned(tmp_path_factory: pytest.TempPathFactory, tracking_store: Path) -> tup
     words = tune_words(
         directory,
         ROOT / "examples" / "resnet_digits.py",
+        *SMALL_IMAGES,
         "--width",
         "8",
         "--epochs",
-        "500",
+        "5000",
         options=options,
     )
     done = autotune(*words)
@@ -171,7 +174,7 @@ def test_an_exported_strategy_runs_in_the_unchanged_script_and_a_wrong_world_is_
         ).returncode
         == 0
     )
-    script = [str(ROOT / "examples" / "resnet_digits.py"), "--max-steps", "12"]
+    script = [str(ROOT / "examples" / "resnet_digits.py"), *SMALL_IMAGES, "--max-steps", "6"]
     launch = [
         "run",
         "--strategy",
@@ -195,9 +198,8 @@ def test_the_gpt_example_is_tuned_with_lossy_strategies_and_without_a_simulator(
     with_tracking_store(tmp_path, tracking_store)
     options = ("--json", "--lossy", "--search", "no-simulator", *SHORT_PROBE)
     small = ("--width", "96", "--layers", "2", "--vocabulary", "500")
-    words = tune_words(
-        tmp_path, ROOT / "examples" / "gpt_text.py", "--epochs", "500", *small, options=options
-    )
+    small = (*small, "--batch-size", "2", "--block-size", "32", "--epochs", "5000")
+    words = tune_words(tmp_path, ROOT / "examples" / "gpt_text.py", *small, options=options)
     done = autotune(*words)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["decision"]["comparison"]["pairs"] >= 6
@@ -301,6 +303,7 @@ def wait_for_more_events(directory: Path, before: int, process: subprocess.Popen
 def test_a_dead_mlflow_server_does_not_stop_a_bayesian_search_and_the_runs_are_sent_later(
     tmp_path, tracking_store
 ) -> None:
+    """On a script with the line `autotune.apply`, which is tuned as one with DDP is."""
     with_tracking_store(tmp_path, tracking_store)
     options = (
         "--json",
@@ -312,14 +315,16 @@ def test_a_dead_mlflow_server_does_not_stop_a_bayesian_search_and_the_runs_are_s
         "offline",
         *SHORT_PROBE,
     )
-    done = autotune(*tune_words(tmp_path, SMALL, options=options))
+    done = autotune(*tune_words(tmp_path, APPLYING, options=options))
     assert done.returncode == 0, done.stderr
     unsent = json.loads(done.stdout)["unsent_tracking_items"]
     assert unsent > 8
     shown = autotune("show", "offline", "--directory", str(tmp_path), "--json")
-    assert any(
-        trial["request"]["role"] == "candidate" for trial in json.loads(shown.stdout)["trials"]
-    )
+    with Store.open(tmp_path / "autotune.db") as store:
+        trials = store.history("offline").trials
+    assert len(json.loads(shown.stdout)["trials"]) == len(trials)
+    tried = [one.outcome for one in trials if one.request.role == "candidate"]
+    assert tried and all(isinstance(outcome, Measured) for outcome in tried)
     later = autotune("track", "offline", "--directory", str(tmp_path), "--json")
     assert later.returncode == 0, later.stderr
     assert json.loads(later.stdout) == {

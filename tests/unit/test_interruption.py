@@ -33,6 +33,20 @@ def test_a_signal_during_a_destructor_ends_the_job_at_its_next_instruction(monke
             interruption.started(Abort("anything"), History((), 0.0))
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_every_signal_that_asks_for_an_end_interrupts(number: signal.Signals) -> None:
+    before = {
+        signal.SIGHUP: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+        signal.SIGINT: signal.signal(signal.SIGINT, signal.default_int_handler),
+    }
+    try:
+        with pytest.raises(KeyboardInterrupt), terminable():
+            signal.raise_signal(number)
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
 def test_handlers_are_restored_and_an_ignored_ctrl_c_stays_ignored() -> None:
     before = signal.getsignal(signal.SIGTERM), signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
