@@ -85,7 +85,6 @@ class PlanSession:
 
 
 WAYS: dict[str, tuple[PlanOf, bool]] = {
-    "by Horovod": (lambda module: uniform(module, 2), False),
     "by Horovod in a trial": (lambda module: uniform(module, 2, partitioned=True), True),
     "in all ways": (lambda module: mixed(module, 2), False),
     "across the step": (lambda module: across(uniform(module, 2)), False),

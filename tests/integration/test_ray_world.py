@@ -88,7 +88,7 @@ def test_a_frozen_server_of_ray_leaves_nothing_behind_and_lets_the_process_end(
 
 
 def test_a_raylet_that_ends_at_its_start_is_reported_at_once(tmp_path) -> None:
-    program = [sys.executable, FROZEN_RAY, "dead raylet"]
+    program = [sys.executable, str(FROZEN_RAY), "dead raylet"]
     result = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=START_S)
     assert "could not be started: the raylet ended with status 1;" in json.loads(result.stdout)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from short_jobs import FEW_STEPS, JOB_S, SHORT_PROBE, START_S, with_tracking_store
+from torch_scripts import run_script
 
 from autotune.export import read_export
 from autotune.records import CURRENT_SETUP, Measured
@@ -184,7 +185,8 @@ def test_an_exported_strategy_runs_in_the_unchanged_script_and_a_wrong_world_is_
         "--standalone",
         "--nproc-per-node",
     ]
-    ran = autotune(*launch, "2", *script, "--width", "8")
+    command = [sys.executable, "-m", "autotune", *launch, "2", *script, "--width", "8"]
+    ran = run_script(command, cwd=ROOT, timeout=JOB_S)
     assert ran.returncode == 0, ran.stderr
     assert candidate in ran.stdout
     refused = autotune(*launch, "3", *script, "--width", "8")
@@ -198,8 +200,8 @@ def test_the_gpt_example_is_tuned_with_lossy_strategies_and_without_a_simulator(
     with_tracking_store(tmp_path, tracking_store)
     options = ("--json", "--lossy", "--search", "no-simulator", *SHORT_PROBE)
     small = ("--width", "96", "--layers", "2", "--vocabulary", "500")
-    small = (*small, "--batch-size", "2", "--block-size", "32", "--epochs", "5000")
-    words = tune_words(tmp_path, ROOT / "examples" / "gpt_text.py", *small, options=options)
+    short = ("--batch-size", "2", "--block-size", "32", "--epochs", "5000")
+    words = tune_words(tmp_path, ROOT / "examples" / "gpt_text.py", *small, *short, options=options)
     done = autotune(*words)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["decision"]["comparison"]["pairs"] >= 6
