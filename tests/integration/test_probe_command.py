@@ -28,7 +28,7 @@ def probe(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def test_a_local_cluster_is_probed_into_a_file_that_reads_back_and_tunes(tmp_path) -> None:
     output = tmp_path / "probed.yaml"
     to_output = ("--output", str(output))
-    done = probe(tmp_path, "--workers", "2", "--budget-time", "8s", *to_output, "--json")
+    done = probe(tmp_path, "--workers", "2", "--budget-time", "15s", *to_output, "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     cluster = read_cluster(output)

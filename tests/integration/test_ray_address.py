@@ -123,7 +123,7 @@ def test_a_directory_that_is_too_large_to_be_sent_is_refused_with_the_fix(
 def test_the_hosts_of_an_address_are_probed_into_a_cluster_file(
     address, environment, tmp_path
 ) -> None:
-    options = ["--address", address, "--workers", "3", "--budget-time", "6s"]
+    options = ["--address", address, "--workers", "3", "--budget-time", "10s"]
     options += ["--directory", "jobs", "-o", "probed.yaml", "--json"]
     (tmp_path / "large.bin").write_bytes(os.urandom(2 * 2**20))  # nothing of the directory is sent
     limited = {**environment, "RAY_max_grpc_message_size": str(2**20)}

@@ -70,31 +70,14 @@ def trials_in(folder: Path) -> int:
         return len(store.history("bed").trials) if store.jobs() else 0
 
 
-def test_ctrl_c_takes_the_testbed_down_and_the_resumed_job_states_what_is_emulated(
-    tmp_path, tracking_store
-) -> None:
-    with_tracking_store(tmp_path, tracking_store)
-    patient = ("--start-timeout", f"{START_S:.0f}s")
-    options = ("--search", "random", "--accelerators", "emulated", *patient, *TRIALS)
-    command = words(tmp_path, "say-so", *options)
-    process = subprocess.Popen(
-        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=take_interrupts
+def test_a_job_on_a_testbed_states_so_everywhere_and_leaves_nothing(tmp_path) -> None:
+    options = ("--json", "--search", "random", "--accelerators", "emulated", *TRIALS)
+    done = subprocess.run(
+        words(tmp_path, "say-so", *options), cwd=ROOT, capture_output=True, text=True, timeout=JOB_S
     )
-    try:
-        wait_for(lambda: trials_in(tmp_path) >= 2, "the second trial", START_S)
-        process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 130, error
-    assert "[emulated network, emulated accelerators]" in error
-    assert beds_of("say-so") == []
-    before = trials_in(tmp_path)
-    resume = [*AUTOTUNE, "tune", "--resume", "bed", "--directory", str(tmp_path), "--json"]
-    done = subprocess.run(resume, cwd=ROOT, capture_output=True, text=True, timeout=JOB_S)
     assert done.returncode == 0, done.stderr
-    assert trials_in(tmp_path) > before and beds_of("say-so") == []
     result = json.loads(done.stdout)
+    assert "[emulated network, emulated accelerators]" in done.stderr
     with Store.open(tmp_path / "autotune.db") as store:
         history = store.history("bed")
     assert {(t.conditions.network, t.conditions.accelerators) for t in history.trials} == {
@@ -109,6 +92,7 @@ def test_ctrl_c_takes_the_testbed_down_and_the_resumed_job_states_what_is_emulat
     report = Path(result["report"]).read_text()
     assert "The network is emulated" in report and "Accelerators are emulated" in report
     assert read_export(Path(result["best"])).conditions.network is Network.EMULATED
+    assert beds_of("say-so") == []
     assert result["unsent_tracking_items"] == 0
 
 
@@ -161,6 +145,27 @@ def test_a_tensorflow_script_of_horovod_is_tuned_on_emulated_accelerators_and_ru
     assert f"ran with {strategy} (carried out by" in ran.stdout
     sums = {line.partition(" sums ")[2] for line in ran.stdout.splitlines() if " sums " in line}
     assert len(sums) == 1, "all ranks hold the same variables"
+
+
+def test_ctrl_c_takes_the_testbed_down_and_resume_builds_it_again(tmp_path, tracking_store) -> None:
+    with_tracking_store(tmp_path, tracking_store)
+    command = words(tmp_path, "interrupted", "--search", "random", *SHORT_PROBE, *TRIALS)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=take_interrupts
+    )
+    try:
+        wait_for(lambda: trials_in(tmp_path) >= 2, "the second trial", START_S)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, error
+    assert beds_of("interrupted") == []
+    before = trials_in(tmp_path)
+    resume = [*AUTOTUNE, "tune", "--resume", "bed", "--directory", str(tmp_path)]
+    done = subprocess.run(resume, cwd=ROOT, capture_output=True, text=True, timeout=JOB_S)
+    assert done.returncode == 0, done.stderr
+    assert trials_in(tmp_path) > before and beds_of("interrupted") == []
 
 
 def test_after_kill_9_of_the_driver_down_removes_the_namespaces_and_all_processes_in_them(
