@@ -16,7 +16,11 @@ from autotune.jobs.driver import drive
 from autotune.records import Failed, FailureKind, Measured, Role, TrialRequest
 from autotune.sampler.proposer import Proposer
 from autotune.storage.store import Store
-from autotune.strategy_space.builders.collectives import ddp_default, single_bucket
+from autotune.strategy_space.builders.collectives import (
+    ddp_default,
+    reduce_scatter_all_gather,
+    single_bucket,
+)
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Compressor
 from autotune.tuning.job import JobSpec
@@ -76,9 +80,10 @@ def test_a_plan_that_the_runtime_cannot_enact_is_refused_without_a_restart(make_
     assert world.restarts == 0
 
 
-def test_a_script_that_prevents_cross_step_synchronization_is_recorded_as_such(
+def test_half_of_an_exchange_crosses_the_step_of_a_language_model_that_clips(
     make_world, tmp_path
 ) -> None:
+    """Its profile says so, and a trial passes both numerics gates."""
     sizes = ("--width", "16", "--layers", "1", "--batch-size", "2", "--block-size", "8")
     world = make_world(*sizes, script=LSTM, probe_s=1.0)
     spec = JobSpec(
@@ -91,6 +96,11 @@ def test_a_script_that_prevents_cross_step_synchronization_is_recorded_as_such(
         profiled = store.history("lstm").profiled
     assert profiled is not None
     assert profiled.workload.reads_norms and profiled.cross_step_refused == ""
+    across = replace(reduce_scatter_all_gather(profiled.workload), cross_step=True)
+    crossing = plan(across, profiled.workload, RANKS)
+    assert crossing.results is not None
+    outcome = world.run_trial(REQUEST, crossing)
+    assert isinstance(outcome, Measured), outcome
 
 
 def test_gradients_that_overflow_fp16_fail_the_numerics_gate(make_world) -> None:
