@@ -110,7 +110,10 @@ class MessageTimes:
 
     @staticmethod
     def of(plan: Plan, workload: Workload, cluster: Cluster) -> MessageTimes:
-        """Sending is assumed to cost no computation time, because it delays all orders equally."""
+        """Sending is assumed to cost no computation time, because it delays all orders equally.
+
+        The update is assumed to pass before the forward pass (`early_update` = 1).
+        """
         ready_s, needed_s = ready_times_s(workload).tolist(), needed_times_s(workload).tolist()
         members = [{workload.index[p.variable] for p in m.slices} for m in plan.messages]
         return MessageTimes(

@@ -318,9 +318,9 @@ def read_by_the_script(at_s: float) -> Workload:
 
 
 def test_a_script_that_reads_everything_after_the_backward_pass_leaves_no_overlap() -> None:
-    crossing = replace(bucket(), cross_step=True)
+    crossing, settled = replace(bucket(), cross_step=True), costs(FREE, early_update=0.0)
     unread_s, at_once_s, later_s = (
-        Lowering(workload, FOUR, FREE).step_s(crossing)
+        Lowering(workload, FOUR, settled).step_s(crossing)
         for workload in (GPU, read_by_the_script(0.0), read_by_the_script(0.0015))
     )
     # v4 is read when the forward pass begins, and updated then
