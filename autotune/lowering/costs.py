@@ -126,7 +126,7 @@ class RuntimeCosts:
         KERNEL_LATENCY_S, "autotune.costs.sync_cost: an in-place all-reduce, torch 2.13, gloo, CPU"
     )
     message_s: Constant = Constant(5e-05, f"{ASSUMED}: a send and a receive of gloo from Python")
-    sum_s_per_byte: Constant = Constant(1.2e-10, f"{ASSUMED}: as scaling a gradient while packing")
+    sum_s_per_byte: Constant = Constant(7.4e-11, _HERE)
     threads: Constant = Constant(
         2,
         "torch: options of ProcessGroupGloo, `threads = 2`, "

@@ -76,6 +76,7 @@ _ON_GPU = {
     "rows_take_s_per_byte": _passed(8),
     "rows_add_s_per_byte": _passed(3),
     "rows_write_s_per_byte": _passed(2),
+    "sum_s_per_byte": _passed(3),
     "low_rank_s": _called(2),
     "low_rank_s_per_flop": _passed(1),
     "collective_s": Constant(

@@ -19,12 +19,13 @@ the closed form ignores the handshakes and threads of the runtime.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from autotune.arrays import BoolArray, FloatArray
 from autotune.costs.timing import ready_times_s
-from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer, VariableStrategy
+from autotune.strategy_space.strategy import ROOTED, Shard, Strategy, VariableStrategy
 from autotune.workload import Workload
 
 Cost = Callable[[FloatArray], FloatArray]
@@ -64,7 +65,7 @@ def contiguous_strategy(
     workload: Workload, groups: Sequence[Sequence[int]], shard: Shard, cost_s: Cost
 ) -> Strategy:
     """Messages like `shard`, a collective, merged by `best_cuts`; `groups` of `tensor_groups`."""
-    assert shard.synchronizer in (Synchronizer.ALL_REDUCE, Synchronizer.REDUCE_SCATTER_ALL_GATHER)
+    assert shard.synchronizer not in ROOTED
     ready = ready_times_s(workload)
     choices: list[VariableStrategy] = []
     message = 0
@@ -80,9 +81,7 @@ def contiguous_strategy(
             members = [at for group in of_dtype[first:behind] for at in group]
             number = message if len(members) > 1 else None
             message += 1
-            merged = Shard(
-                shard.synchronizer, shard.compressor, group=number, hierarchical=shard.hierarchical
-            )
+            merged = replace(shard, group=number)
             choices.extend(
                 VariableStrategy(workload.variables[at].name, (merged,)) for at in members
             )

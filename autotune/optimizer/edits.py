@@ -6,7 +6,7 @@ equal results are equal strategies. No edit is random.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -130,6 +130,23 @@ def like(state: State, problem: Problem, kinds: Mapping[int, Shard]) -> Strategy
         if draft.sparse_of(message) is SparseHandling.DENSE:
             plain = replace(shard, placement=None) if shard.synchronizer not in ROOTED else shard
             message.shard = draft.with_synchronizer(plain, shard.synchronizer, message.members)
+    return draft.written()
+
+
+def exchanged(
+    state: State, problem: Problem, change: Callable[[Shard], Shard], in_flight: int | None = None
+) -> Strategy:
+    """Every direct exchange changed, with this many pieces in flight (None: as before).
+
+    Messages that their compressor or rows keep whole stay in one piece.
+    """
+    draft = draft_of(state, problem)
+    for message in draft.direct():
+        shard = change(message.shard)
+        if not draft.has_pieces(shard, message.members):
+            shard = replace(shard, pieces=1)
+        message.shard = shard
+    draft.in_flight = in_flight or draft.in_flight
     return draft.written()
 
 

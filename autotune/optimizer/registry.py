@@ -8,6 +8,7 @@ from dataclasses import replace
 from autotune.errors import InvalidInput
 from autotune.optimizer.coarsen import coarse_fusion
 from autotune.optimizer.passes.compression import ErrorFeedback, MixedPrecision
+from autotune.optimizer.passes.direct_exchange import DirectExchange
 from autotune.optimizer.passes.issue_order import CrossStep, IssueOrder
 from autotune.optimizer.passes.op_fusion import ChooseOpFusion, FuseOps
 from autotune.optimizer.passes.partition import Partition
@@ -30,6 +31,7 @@ PASSES.register("tensor_fusion", TensorFusion)
 PASSES.register("tensor_split", TensorSplit)
 PASSES.register("tensor_partition", Partition)
 PASSES.register("synchronizers", Synchronizers)
+PASSES.register("direct_exchange", DirectExchange)
 PASSES.register("cross_step", CrossStep)
 PASSES.register("issue_order", IssueOrder)
 PASSES.register("mixed_precision", MixedPrecision)

@@ -16,14 +16,22 @@ from autotune.optimizer.state import Problem, State
 from autotune.profiling.op_graph import OpFusion
 from autotune.strategy_space.builders.collectives import large_alone
 from autotune.strategy_space.builders.cross_step import in_planned_order
+from autotune.strategy_space.builders.direct import IN_FLIGHT
 from autotune.strategy_space.builders.registry import seed_strategies
 from autotune.strategy_space.builders.rows import with_rows
 from autotune.strategy_space.builders.servers import served_in_buckets
+from autotune.strategy_space.moves.owners import by_bandwidth
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer
 from autotune.workload import Workload
 
-COLLECTIVES = (Synchronizer.ALL_REDUCE, Synchronizer.REDUCE_SCATTER_ALL_GATHER)
+COLLECTIVES = (
+    Synchronizer.ALL_REDUCE,
+    Synchronizer.REDUCE_SCATTER_ALL_GATHER,
+    Synchronizer.DIRECT_EXCHANGE,
+)
+PIECES = 8
+"""Of each direct exchange in a start; a pass changes them."""
 ORDER_NODES = 40
 EVEN_BYTES = (2**18, 2**19, 2**20, 2**21, 2**22)
 
@@ -117,9 +125,16 @@ def _best_cuts(problem: Problem, fusion: OpFusion) -> Iterator[tuple[str, Strate
             continue
         for hierarchical in levels:
             shard = Shard(synchronizer, hierarchical=hierarchical)
-            kind = MessageKind(synchronizer, hierarchical=hierarchical)
+            if synchronizer is Synchronizer.DIRECT_EXCHANGE:
+                shares = by_bandwidth(problem.cluster, hierarchical)
+                shard = replace(shard, shares=shares, pieces=PIECES)
+            kind = MessageKind(
+                synchronizer, hierarchical=hierarchical, shares=shard.shares, pieces=shard.pieces
+            )
             cost_s = partial(_cost_s, problem, rates, kind)
             strategy = contiguous_strategy(timed, problem.groups(), shard, cost_s)
+            if synchronizer is Synchronizer.DIRECT_EXCHANGE:
+                strategy = replace(strategy, in_flight=IN_FLIGHT)
             name = f"best cuts, {synchronizer}{', hierarchical' if hierarchical else ''}"
             yield name, strategy
             if space.cross_step:

@@ -26,7 +26,7 @@ Preparation = Callable[[SynchronizerGroups, int, Device], Operation]
 
 
 def _exchange(synchronizer: Synchronizer) -> Preparation:
-    """All steps of a plan's message, including the owner's sum."""
+    """All steps of a plan's message, including its owner's sum. Direct exchanges: equal owners."""
 
     def prepare(ranks: SynchronizerGroups, size_bytes: int, device: Device) -> Operation:
         elements = max(size_bytes // 4 // ranks.size, 1) * ranks.size
@@ -98,6 +98,7 @@ def _none(_: object) -> None:
 
 OPERATIONS: dict[str, Preparation] = {
     "all_reduce": _exchange(Synchronizer.ALL_REDUCE),
+    "direct_exchange": _exchange(Synchronizer.DIRECT_EXCHANGE),
     "push_pull": _exchange(Synchronizer.PARAMETER_SERVER),
     "reduce_scatter_all_gather": _exchange(Synchronizer.REDUCE_SCATTER_ALL_GATHER),
     "reduce_scatter": _reduce_scatter,

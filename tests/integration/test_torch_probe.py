@@ -27,6 +27,7 @@ from runtime_rewriter.pytorch.exchange.ranks import SynchronizerGroups
 
 EVERYWHERE = {
     "all_reduce",
+    "direct_exchange",
     "reduce_scatter",
     "all_gather",
     "broadcast",

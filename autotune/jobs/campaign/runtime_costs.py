@@ -33,6 +33,7 @@ from runtime_rewriter.emulation import timetable_of
 from runtime_rewriter.pytorch.cross_step import CrossStepUpdates
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.pytorch.emulation import EmulatedAccelerator
+from runtime_rewriter.pytorch.exchange.direct import sum_in_order
 from runtime_rewriter.pytorch.exchange.lanes import Lanes, Step
 from runtime_rewriter.pytorch.exchange.power_sgd import LowRank
 from runtime_rewriter.pytorch.exchange.quantise import QuantisedRows
@@ -125,6 +126,12 @@ def top_k_sum(count: int) -> Callable[[], object]:
     rows, out = PickedRows(1, count, torch.float32, CPU), torch.zeros(count)
     rows.indices[0].copy_(torch.randperm(count))
     return lambda: out.index_add_(0, rows.indices[0], rows.values[0])
+
+
+def owned_sum(count: int) -> Callable[[], object]:
+    """Add one rank's part of a direct exchange as its owner does."""
+    parts = [torch.randn(count) for _ in range(2)]
+    return lambda: sum_in_order(parts, None)
 
 
 def table_of(count: int) -> tuple[nn.Parameter, list[GradientRows]]:
@@ -401,6 +408,7 @@ def one_process(way: CostConditions) -> dict[str, float]:
     for name, of_elements in compressors.items():
         costs[f"{name}_s"], costs[f"{name}_s_per_element"] = line(of_elements, way.pause_s)
     for name, of_elements in {
+        "sum": owned_sum,
         "rows_take": rows_taken,
         "rows_add": rows_added,
         "rows_write": rows_written,

@@ -9,8 +9,10 @@ import numpy as np
 
 from autotune.optimizer.edits import like
 from autotune.optimizer.state import CriticalPath, State
+from autotune.strategy_space.builders.direct import pieces_by_size
+from autotune.strategy_space.moves.owners import by_bandwidth
 from autotune.strategy_space.plan import Message
-from autotune.strategy_space.strategy import ROOTED, Shard, SparseHandling
+from autotune.strategy_space.strategy import ROOTED, Shard, SparseHandling, Synchronizer
 
 SIZES = 8
 """Sizes at which an option is replayed."""
@@ -56,8 +58,14 @@ class Synchronizers:
     def _options(path: CriticalPath) -> list[Shard]:
         problem = path.problem
         levels = (False, True) if problem.space.hierarchy_for(problem.cluster) else (False,)
+        owners = {level: by_bandwidth(problem.cluster, level) for level in levels}
         return [
-            Shard(kind, placement=0 if kind in ROOTED else None, hierarchical=level)
+            Shard(
+                kind,
+                placement=0 if kind in ROOTED else None,
+                hierarchical=level,
+                shares=owners[level] if kind is Synchronizer.DIRECT_EXCHANGE else None,
+            )
             for kind in problem.space.synchronizers
             for level in levels
         ]
@@ -110,6 +118,8 @@ class Synchronizers:
                     synchronizer=option.synchronizer,
                     hierarchical=option.hierarchical,
                     owner=option.placement,
+                    shares=option.shares,
+                    pieces=_pieces(message, option),
                 )
             ]
         )
@@ -119,5 +129,15 @@ class Synchronizers:
         """The option with the message's compressor."""
         message = path.plan.messages[number]
         return replace(
-            option, compressor=message.compressor, ratio=message.ratio, rank=message.rank
+            option,
+            compressor=message.compressor,
+            ratio=message.ratio,
+            rank=message.rank,
+            pieces=_pieces(message, option),
         )
+
+
+def _pieces(message: Message, option: Shard) -> int:
+    """Pieces of a direct exchange by the message's size."""
+    direct = option.synchronizer is Synchronizer.DIRECT_EXCHANGE
+    return pieces_by_size(message) if direct else 1

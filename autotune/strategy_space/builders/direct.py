@@ -50,16 +50,21 @@ def directly(
 
 def _direct(message: Message, world_size: int, shares: tuple[float, ...]) -> Shard | None:
     """The message's synchronizer, shares and pieces; None if it stays as it is."""
-    rows = message.sparse is not SparseHandling.DENSE
     if message.synchronizer not in REPLACED or message.sparse is SparseHandling.ALL_GATHER:
         return None
     if message.owner is not None:
         if world_size > MAX_RANK_SERVERS:
             return None
         shares = tuple(float(rank == message.owner) for rank in range(world_size))
-    whole = rows or message.compressor.error_feedback
-    pieces = 1 if whole else min(-(-message.grad_bytes // PIECE_BYTES), MOST_PIECES)
-    return Shard(Synchronizer.DIRECT_EXCHANGE, shares=shares, pieces=max(pieces, 1))
+    return Shard(Synchronizer.DIRECT_EXCHANGE, shares=shares, pieces=pieces_by_size(message))
+
+
+def pieces_by_size(message: Message) -> int:
+    """Pieces of about `PIECE_BYTES`; one if the compressor or rows need the whole message."""
+    rows = message.sparse is not SparseHandling.DENSE
+    if rows or message.compressor.error_feedback:
+        return 1
+    return max(min(-(-message.grad_bytes // PIECE_BYTES), MOST_PIECES), 1)
 
 
 def _placed(shards: dict[tuple[str, int], Shard], shard: Shard, variable: str, start: int) -> Shard:

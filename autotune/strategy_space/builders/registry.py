@@ -9,7 +9,7 @@ from autotune.plugins import Registry
 from autotune.strategy_space.builders import collectives, servers
 from autotune.strategy_space.builders.collectives import MIB
 from autotune.strategy_space.builders.cross_step import cross_step_all_reduce
-from autotune.strategy_space.builders.direct import IN_FLIGHT, directly
+from autotune.strategy_space.builders.direct import directly
 from autotune.strategy_space.builders.priority import byte_scheduler_like
 from autotune.strategy_space.builders.rows import with_rows
 from autotune.strategy_space.space import SearchSpace
@@ -78,8 +78,7 @@ def seed_strategies(
     for name, build in BUILDERS.items():
         strategy = build(workload, cluster)
         if Synchronizer.DIRECT_EXCHANGE in space.synchronizers:
-            in_flight = min(IN_FLIGHT, space.most_in_flight)
-            strategy = directly(strategy, workload, cluster, in_flight)
+            strategy = directly(strategy, workload, cluster)
         variants = {name: strategy}
         if sparse:
             variants[f"{name}, rows"] = with_rows(strategy, workload)

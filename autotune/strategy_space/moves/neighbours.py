@@ -94,7 +94,9 @@ def _results(
 
 
 def _moves(space: SearchSpace) -> tuple[Move, ...]:
-    return (*MOVES, _switch_op_fusion) if space.op_fusions else MOVES
+    direct = (_switch_owners, _switch_pieces) if space.direct else ()
+    fusions = (_switch_op_fusion,) if space.op_fusions else ()
+    return (*MOVES, *direct, *fusions)
 
 
 def _move_boundary(draft: Draft) -> bool:
@@ -377,8 +379,6 @@ MOVES: tuple[Move, ...] = (
     _switch_ring,
     _switch_cross_step,
     _switch_in_flight,
-    _switch_owners,
-    _switch_pieces,
     _plan_order,
 )
-"""All but the move between choices of op fusion."""
+"""All but those of direct exchanges and choices of op fusion, which few spaces have."""

@@ -22,7 +22,7 @@ MOVED = (0.1, 0.25, 0.5, 1.0)
 def by_bandwidth(cluster: Cluster, hierarchical: bool = False) -> Shares | None:
     """The closed form (`constraints.exchange_shares`); None for equal shares."""
     shares = normal_shares(exchange_shares(cluster, hierarchical))
-    return None if shares is None else _of_hosts(cluster, host_parts(cluster, shares))
+    return None if shares is None else shares_of(cluster, host_parts(cluster, shares))
 
 
 def one_owner(cluster: Cluster, rank: int) -> Shares | None:
@@ -39,7 +39,7 @@ def drawn_owners(cluster: Cluster, rng: np.random.Generator) -> Shares | None:
         return by_bandwidth(cluster)
     if kind < 0.8:
         return one_owner(cluster, int(rng.integers(cluster.world_size)))
-    return _of_hosts(cluster, rng.dirichlet(np.ones(len(cluster.hosts))))
+    return shares_of(cluster, rng.dirichlet(np.ones(len(cluster.hosts))))
 
 
 def changed_owners(
@@ -71,7 +71,7 @@ def moved(
     given = part * owned[giver]
     owned[giver] -= given
     owned[taker] += given
-    return _of_hosts(cluster, owned)
+    return shares_of(cluster, owned)
 
 
 def host_parts(cluster: Cluster, shares: Shares | None) -> FloatArray:
@@ -83,7 +83,7 @@ def host_parts(cluster: Cluster, shares: Shares | None) -> FloatArray:
     return of_host
 
 
-def _of_hosts(cluster: Cluster, owned: FloatArray) -> Shares | None:
+def shares_of(cluster: Cluster, owned: FloatArray) -> Shares | None:
     """The shares of ranks whose hosts own these parts, rounded, so that few of them differ."""
     devices = np.array([host.devices for host in cluster.hosts])
     bounds = np.round(np.cumsum([0.0, *(owned / owned.sum())]), 6).tolist()
