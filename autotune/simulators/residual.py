@@ -35,6 +35,7 @@ from autotune.simulators.training import (
     torch_threads,
     train_ranking,
 )
+from autotune.simulators.widening import are_widened_by, widened
 
 _WEIGHTS = "weights.safetensors"
 _DESCRIPTION = "simulator.json"
@@ -189,8 +190,8 @@ class ResidualSimulator:
 
     def load(self, path: Path) -> None:
         stored = parse(_Description, read_json(path / _DESCRIPTION), str(path / _DESCRIPTION))
-        stored_features = (stored.schema, stored.raw_features, stored.global_features)
-        if stored_features != (SCHEMA, RAW_FEATURES, GLOBAL_FEATURES):
+        known = are_widened_by(stored.raw_features, RAW_FEATURES)
+        if not known or (stored.schema, stored.global_features) != (SCHEMA, GLOBAL_FEATURES):
             raise InvalidInput(
                 f"{path}: the simulator was trained on features that differ from this version's; "
                 "train it again"
@@ -211,10 +212,15 @@ class ResidualSimulator:
                 for name, tensor in tensors.items()
                 if name.startswith("network.")
             }
-            network.load_state_dict(weights)
+            shapes = {name: tensor.shape for name, tensor in network.state_dict().items()}
+            features = stored.raw_features, RAW_FEATURES
+            network.load_state_dict(widened(weights, shapes, *features))
             if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
                 raise ValueError("a weight is not finite")
             moments = {name: tensors[f"scaling.{name}"] for name in _MOMENTS}
+            length = torch.Size([len(RAW_FEATURES)])
+            for name, fill in (("shard_mean", 0.0), ("shard_std", 1.0)):
+                moments |= widened({name: moments[name]}, {name: length}, *features, fill)
             scaling = Scaling(
                 **moments,
                 base_mean=stored.base_mean,

@@ -17,13 +17,14 @@ from autotune.cluster import Cluster
 from autotune.rng import generator
 from autotune.sampler.random import sample, sample_many
 from autotune.strategy_space.builders.collectives import horovod_like
+from autotune.strategy_space.builders.direct import directly
 from autotune.strategy_space.builders.registry import BUILDERS, seed_strategies
 from autotune.strategy_space.builders.rows import with_rows
 from autotune.strategy_space.builders.servers import partitioned_ps
 from autotune.strategy_space.moves.neighbours import mutate
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import Strategy
+from autotune.strategy_space.strategy import Strategy, Synchronizer
 from autotune.workload import Variable, Workload
 
 
@@ -61,6 +62,8 @@ def test_seeds_lie_inside_the_space_and_differ(workload, cluster, space):
     seeds = list(seed_strategies(workload, cluster, space))
     for name, strategy in seeds:
         built = BUILDERS[name.removesuffix(", rows")](workload, cluster)
+        if Synchronizer.DIRECT_EXCHANGE in space.synchronizers:
+            built = directly(built, workload, cluster)
         assert strategy == (with_rows(built, workload) if name.endswith(", rows") else built)
         assert_inside(space, strategy, workload, cluster)
     assert len({strategy.id for _, strategy in seeds}) == len(seeds)
@@ -81,7 +84,7 @@ def test_strategy_and_plan_survive_json_with_the_same_id(workload, cluster, spac
 FRESH = """
 import json, sys
 from autotune.strategy_space.plan import plan
-from autotune.strategy_space.strategy import Strategy
+from autotune.strategy_space.strategy import Strategy, Synchronizer
 from autotune.workload import Workload
 data = json.load(sys.stdin)
 workload = Workload.from_data(data["workload"])
