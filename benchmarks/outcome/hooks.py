@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 
 from autotune.canonical import canonical_json
+from autotune.errors import InvalidInput, LaunchError
 from autotune.files import write_whole
 from autotune.jobs.campaign.session import TrialSession, trial_session
 from autotune.jobs.campaign.setups import Setup, varied
@@ -34,7 +35,9 @@ from benchmarks.outcome.measure import LENGTHS
 from benchmarks.outcome.searches import OURS, OURS_LOSSY
 
 FILE = "hooks.json"
-CAPS_MIB = (1, 4, 25)
+CAPS_MIB = (1, 4, 25, 1000)
+"""The last one means a single bucket. Callbacks of torch's PowerSGD hook wait for further sums on
+gloo's two threads, so that two buckets in flight wait for ever: such a setting counts as failed."""
 OURS_SIDES = {"ours": OURS, "ours with compressors": OURS_LOSSY}
 
 Say = Callable[[str], None]
@@ -55,11 +58,15 @@ class HookSide:
 
 @dataclass(frozen=True)
 class HookRivals:
-    """The sides of a domain. `sweep_s`: "HOOK, CAP MiB" -> median step of the sweep."""
+    """The sides of a domain.
+
+    `sweep_s`: "HOOK, CAP MiB" -> median step of the sweep; `failed`: the same -> reason.
+    """
 
     domain: str
     sides: tuple[HookSide, ...] = ()
     sweep_s: dict[str, float] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
 
     @property
     def rounds(self) -> int:
@@ -88,13 +95,15 @@ def measure_hooks(setup: Setup, folder: Path, rounds: int, say: Say) -> None:
     for hook in HOOKS:
         for cap in CAPS_MIB:
             title = f"{hook}, {cap} MiB"
-            if title not in rivals.sweep_s:
-                block_s = ranks.block(f"sweep, {title}", HookSide(title, hook, cap))
-                swept_s = {**rivals.sweep_s, title: median(block_s)}
-                rivals = replace(rivals, sweep_s=swept_s)
+            if title not in rivals.sweep_s | rivals.failed:
+                rivals = _with_setting(rivals, ranks, HookSide(title, hook, cap))
                 _write(folder, rivals)
     if not rivals.sides:
-        rivals = replace(rivals, sides=(*_best_hooks(rivals.sweep_s), *map(HookSide, OURS_SIDES)))
+        hooks = _best_hooks(rivals.sweep_s)
+        if not hooks:
+            reason = next(iter(rivals.failed.values()))
+            raise InvalidInput(f"a hook of torch must run in {setup.name}, but none does: {reason}")
+        rivals = replace(rivals, sides=(*hooks, *map(HookSide, OURS_SIDES)))
     began_s, done = time.monotonic(), rivals.rounds
     while rivals.rounds < rounds:
         rivals = _with_round(rivals, ranks)
@@ -107,13 +116,16 @@ def measure_hooks(setup: Setup, folder: Path, rounds: int, say: Say) -> None:
 
 
 def _best_hooks(sweep_s: Mapping[str, float]) -> list[HookSide]:
-    """Return each hook with the bucket size of its lowest median."""
-
-    def taken_s(hook: str, cap: int) -> float:
-        return sweep_s[f"{hook}, {cap} MiB"]
-
-    best = {hook: min(CAPS_MIB, key=lambda cap: taken_s(hook, cap)) for hook in HOOKS}
-    return [HookSide(f"DDP, {hook} hook", hook, cap) for hook, cap in best.items()]
+    """Return each hook that runs, with the bucket size of its lowest median."""
+    sides = []
+    for hook in HOOKS:
+        times_s = {
+            cap: sweep_s[title] for cap in CAPS_MIB if (title := f"{hook}, {cap} MiB") in sweep_s
+        }
+        if times_s:
+            best = min(times_s, key=times_s.__getitem__)
+            sides.append(HookSide(f"DDP, {hook} hook", hook, best))
+    return sides
 
 
 @dataclass(frozen=True)
@@ -151,6 +163,16 @@ def ours_at_last_mark(frozen: Frozen, job: str) -> Strategy | None:
     return strategy if strategy is None or compressors_are_shown(strategy) else None
 
 
+def _with_setting(rivals: HookRivals, ranks: _Ranks, side: HookSide) -> HookRivals:
+    """Measure a block of a setting of the sweep."""
+    try:
+        block_s = ranks.block(f"sweep, {side.name}", side)
+    except LaunchError as error:
+        ranks.say(f"{rivals.domain}: {side.name} failed: {error}")
+        return replace(rivals, failed={**rivals.failed, side.name: str(error)[:300]})
+    return replace(rivals, sweep_s={**rivals.sweep_s, side.name: median(block_s)})
+
+
 def _with_round(rivals: HookRivals, ranks: _Ranks) -> HookRivals:
     number = rivals.rounds
     rng = generator(ranks.frozen.settings.seed, "hooks", number)
@@ -177,7 +199,7 @@ def read_hooks(folder: Path) -> HookRivals | None:
 def hook_rounds(folder: Path) -> int:
     """Return the blocks that are on disk."""
     rivals = read_hooks(folder)
-    return 0 if rivals is None else rivals.rounds + len(rivals.sweep_s)
+    return 0 if rivals is None else rivals.rounds + len(rivals.sweep_s) + len(rivals.failed)
 
 
 def hook_ratios(folder: Path) -> HookRatios | None:

@@ -70,6 +70,9 @@ def test_each_hook_has_the_bucket_size_of_its_lowest_median():
     sweep_s |= {"fp16, 4 MiB": 0.09, "power_sgd_4, 25 MiB": 0.08}
     best = [(side.hook, side.bucket_cap_mb) for side in _best_hooks(sweep_s)]
     assert best == [("fp16", 4), ("power_sgd_4", 25)]
+    failed = {f"power_sgd_4, {cap} MiB" for cap in CAPS_MIB}
+    left = {title: step_s for title, step_s in sweep_s.items() if title not in failed}
+    assert [side.hook for side in _best_hooks(left)] == ["fp16"]
 
 
 def test_the_better_hook_is_compared_with_ours_with_compressors(tmp_path: Path):
@@ -81,6 +84,8 @@ def test_the_better_hook_is_compared_with_ours_with_compressors(tmp_path: Path):
     _write(tmp_path, RIVALS)
     assert read_hooks(tmp_path) == RIVALS and hook_ratios(tmp_path) == ratios
     assert hook_rounds(tmp_path) == ROUNDS + 1
+    _write(tmp_path, replace(RIVALS, failed={"power_sgd_4, 1 MiB": "hang"}))
+    assert hook_rounds(tmp_path) == ROUNDS + 2
     few = replace(RIVALS, sides=tuple(replace(s, rounds=s.rounds[:2]) for s in RIVALS.sides))
     _write(tmp_path, few)
     assert hook_ratios(tmp_path) is None
