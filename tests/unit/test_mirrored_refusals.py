@@ -8,12 +8,16 @@ pytest.importorskip("tensorflow", reason="the extra tensorflow is not installed"
 
 from dataclasses import replace
 
+import numpy as np
+import tensorflow as tf
+
 from autotune.errors import InvalidInput, InvalidStrategy
 from autotune.strategy_space.builders.collectives import per_variable, zero2_like
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import Compressor
 from autotune.workload import Variable, Workload
 from runtime_rewriter.mirrored.summed import refuse, refuse_model
+from runtime_rewriter.tensorflow.batch_kinds import batch_kind
 
 
 def test_plans_of_other_messages_are_refused_by_name() -> None:
@@ -44,3 +48,13 @@ def test_a_model_whose_gradients_no_plan_can_send_is_refused_before_any_trial() 
     refuse_model((Variable("a", (4, 2), "bfloat16"),))
     with pytest.raises(InvalidInput, match=r"the gradient of 'b' is complex64; train it with"):
         refuse_model((Variable("a", (4, 2)), Variable("b", (3,), "complex64")))
+
+
+def test_a_played_step_may_take_no_iterator_and_kinds_of_batches_are_shapes() -> None:
+    batches = tf.data.Dataset.from_tensor_slices(np.zeros((4, 3), "float32")).batch(2)
+    with pytest.raises(InvalidInput, match="takes its batch from an iterator"):
+        batch_kind((iter(batches),))
+    first, second = (batch_kind((np.ones((2, width)), "train")) for width in (3, 4))
+    assert first != second and first == batch_kind((np.zeros((2, 3)), "train"))
+    rows = tf.IndexedSlices(tf.ones([2, 3]), tf.constant([0, 1]), tf.constant([5, 3]))
+    assert batch_kind(rows) == batch_kind(rows) != batch_kind(tf.ones([2, 3]))
