@@ -1,7 +1,5 @@
 """What a replayed step shows of the situations in which replays go wrong.
 
-Four numbers carry as much of the replay's residual as fifty (docs/results/ranking.md).
-
 | symbol | meaning | unit |
 |---|---|---|
 | M | messages of the plan | - |

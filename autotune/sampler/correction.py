@@ -26,11 +26,12 @@ KERNEL = Kernel(
     noise_sd=0.029,
     lengths=(0.19, 1.6, 2.8, 0.25, 0.55),
 )
-"""Learned from `datasets/outcome` by `benchmarks.ranking` (docs/results/ranking.md)."""
+"""Maximum likelihood on the residuals of `datasets/outcome`, with a larger `offset_sd`: jobs on
+other machines may be off by more than those domains."""
 STRENGTH = 0.25
 """Strength in the ranking that these domains support, by the same command."""
 OPTIMISM = 0.5
-"""Standard deviations by which an uncertain candidate ranks as if it were faster."""
+"""Standard deviations by which an uncertain candidate ranks as if it were faster; assumed."""
 
 
 @dataclass(frozen=True, eq=False)

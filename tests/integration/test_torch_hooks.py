@@ -210,7 +210,7 @@ def test_plans_that_cannot_be_enacted_are_refused_before_any_step() -> None:
         "or set sparse = dense": factored_rows,
         "every rank": {"ranks": (0,)},
         "travel alone, whole or cut along axis 0, but the message holds 2 slice(s)": whole_rows,
-        "needs parameter_server, but the synchronizer is all_reduce": one_slice,
+        "needs parameter_server or direct_exchange, but the synchronizer is all_reduce": one_slice,
     }
     for rule, change in rules.items():
         bad = replace(plan, messages=(replace(message, **change), *plan.messages[1:]))

@@ -68,7 +68,7 @@ def test_the_choices_that_cause_the_times_explain_them(domain: Domain):
     assert result.strategies == len(plans) > 50 and result.together > 0.9 and result.noise < 0.01
     beyond = {name: influence.beyond for name, influence in result.choices.items()}
     assert max(beyond, key=beyond.__getitem__) == "across the step"
-    assert beyond["across the step"] > 0.3
+    assert beyond["across the step"] > 0.2
     without_effect = beyond.keys() & {"ring order", "compressor", "issue order"}
     assert all(beyond[name] < 0.1 for name in without_effect)
 
