@@ -231,14 +231,19 @@ class CrossStepUpdates:
             self._pending = {
                 position: _Pending(self._parameters[position].grad) for position in positions
             }
-            self.flush_variables(self._unwatchable())
+            unwatchable = self._unwatchable()
+            # Before anything is flushed: averages that have arrived here, and are still under way
+            # on another rank, must answer with the same norms.
+            for position, pending in self._pending.items():
+                if position not in unwatchable and pending.gradient is not None:
+                    flush = partial(self.flush_variables, (position,))
+                    pending.scaled = self._answering.begin(
+                        position, pending.gradient, flush, self._lock
+                    )
+            self.flush_variables(unwatchable)
             for position, pending in self._pending.items():
                 assert pending.gradient is not None
                 on_read = partial(self._on_read, position)
-                flush = partial(self.flush_variables, (position,))
-                pending.scaled = self._answering.begin(
-                    position, pending.gradient, flush, self._lock
-                )
                 watch(pending.gradient, on_read, pending.scaled)
                 watch(self._parameters[position], on_read)
             if self._pending:

@@ -6,6 +6,7 @@ Every script runs under torch's DDP, too. It must see the same norms and get the
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -200,6 +201,22 @@ def late_messages() -> Iterator[None]:
         MessagesUnderWay.next_arrived = own  # type: ignore[method-assign]
 
 
+@contextmanager
+def early_messages() -> Iterator[None]:
+    """What can arrive has arrived whenever this rank looks."""
+    own = MessagesUnderWay.next_arrived
+
+    def arrived(self: MessagesUnderWay) -> bool:
+        time.sleep(0.02)
+        return own(self)
+
+    MessagesUnderWay.next_arrived = arrived  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        MessagesUnderWay.next_arrived = own  # type: ignore[method-assign]
+
+
 def run_both(
     rank: int, size: int, script: Script, build: Callable[[nn.Module, int], Plan]
 ) -> tuple[Run, Run]:
@@ -253,6 +270,29 @@ def test_all_ranks_see_the_same_norms(rank: int, kind: str) -> None:
                 dist.broadcast(of_first, src=0)
                 assert torch.equal(tensor, of_first)
             mine.model.synchronizer.close()
+
+
+def cut_all_reduces(module: nn.Module, world_size: int) -> Plan:
+    """Sums without owners, which may arrive before the backward pass ends."""
+    return clipping(uniform(module, world_size, Synchronizer.ALL_REDUCE, partitioned=True))
+
+
+@on_ranks(2, each=(cut_all_reduces, scattered, direct))
+def test_norms_are_the_same_on_a_rank_on_which_the_averages_have_arrived(
+    rank: int, build: Callable[[nn.Module, int], Plan]
+) -> None:
+    for script in (clips, scales_and_clips):
+        torch.manual_seed(0)
+        model = PlannedDataParallel(Tied())
+        model.synchronizer.load(build(model.module, 2))
+        run = Run(model, rank)
+        with early_messages() if rank == 0 else late_messages():
+            script(run)
+        for tensor in (*run.seen, *(parameter.detach() for parameter in model.parameters())):
+            of_first = tensor.clone()
+            dist.broadcast(of_first, src=0)
+            assert torch.equal(tensor, of_first)
+        model.synchronizer.close()
 
 
 def hierarchical(module: nn.Module, world_size: int) -> Plan:
