@@ -86,9 +86,10 @@ class PlannedDataParallel(DistributedDataParallel):
 
     def _refusal_reason(self) -> str | None:
         """Why plans are refused: this DDP has features that only its own reducer supports."""
-        if self._has_script_hooks:
+        reason = self._unsupported()  # first: mixed precision registers a hook of its own
+        if reason is None and self._has_script_hooks:
             return "the script registered a communication hook, which only DDP's own reducer calls"
-        return self._unsupported()
+        return reason
 
     def _unsupported(self) -> str | None:
         """Why neither plans nor emulated accelerators are supported.
