@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
 
 import torch
@@ -26,25 +27,22 @@ Grant = Callable[[float, int, float], float]
 Report = Callable[[str], None]
 
 
-class PairProbe:
-    """Times the links of the hosts.
+@dataclass(frozen=True)
+class HostProbe:
+    """What a probe between hosts works with.
 
     `grant(needed_s, open_points, end)` is rank 0's decision for all, see `collectives`.
     """
 
-    def __init__(
-        self,
-        world: SynchronizerGroups,
-        device: Device,
-        grant: Grant,
-        byte_scale: float,
-        report: Report,
-    ) -> None:
-        self._world = world
-        self._device = device
-        self._grant = grant
-        self._byte_scale = byte_scale
-        self._report = report
+    world: SynchronizerGroups
+    device: Device
+    grant: Grant
+    byte_scale: float
+    report: Report
+
+
+class PairProbe(HostProbe):
+    """Times the links of the hosts."""
 
     def probe(self, devices: tuple[int, ...], end: float) -> ProbedLinks:
         """Collective over the world. Hosts for which the time did not suffice are left out."""
@@ -53,7 +51,7 @@ class PairProbe:
         rounds = first_rounds(len(devices)) if len(devices) > 1 else []
         inside: list[LinkCost | None] = []
         if crowded:
-            self._report("links inside the hosts")
+            self.report("links inside the hosts")
             pairs = [(first[host], first[host] + 1) for host in crowded]
             inside = self._round(pairs, len(rounds) + 1, end)
         between: dict[HostPair, LinkCost] = {}
@@ -73,7 +71,7 @@ class PairProbe:
         end: float,
     ) -> None:
         for number, pairs in enumerate(rounds):
-            self._report(f"links of the hosts, {number + 1} of {len(rounds)}")
+            self.report(f"links of the hosts, {number + 1} of {len(rounds)}")
             rank_pairs = [(first[a], first[b]) for a, b in pairs]
             round_costs = self._round(rank_pairs, len(rounds) - number, end)
             costs.update(
@@ -90,7 +88,7 @@ class PairProbe:
         for size in LINK_BYTES:
             repeats = SLOW_REPEATS if expected_s > SLOW_S else REPEATS
             needed_s = 2 * (repeats + 1) * expected_s
-            share_s = self._grant(needed_s, open_rounds, end)
+            share_s = self.grant(needed_s, open_rounds, end)
             if share_s <= 0 or (len(sizes) >= 2 and share_s <= needed_s):
                 break
             seconds = self._ping_pong(pairs, size, repeats)
@@ -110,22 +108,22 @@ class PairProbe:
         One more repeat runs first, untimed.
         """
         seconds = torch.zeros(len(pairs), repeats, dtype=torch.float64)
-        elements = max(int(size_bytes / self._byte_scale) // 4, 1)
-        tensor = torch.zeros(elements, device=self._device.device)
-        rank, group = self._world.rank, self._world.first
+        elements = max(int(size_bytes / self.byte_scale) // 4, 1)
+        tensor = torch.zeros(elements, device=self.device.device)
+        rank, group = self.world.rank, self.world.first
         number = next((number for number, pair in enumerate(pairs) if rank in pair), None)
         if number is not None:
             leader, follower = pairs[number]
             for repeat in range(-1, repeats):
-                start_s = self._device.now_s()
+                start_s = self.device.now_s()
                 if rank == leader:
                     dist.send(tensor, group=group, group_dst=follower)
                     dist.recv(tensor, group=group, group_src=follower)
                     if repeat >= 0:
-                        seconds[number, repeat] = (self._device.now_s() - start_s) / 2
+                        seconds[number, repeat] = (self.device.now_s() - start_s) / 2
                 else:
                     dist.recv(tensor, group=group, group_src=leader)
                     dist.send(tensor, group=group, group_dst=leader)
-        dist.all_reduce(seconds, group=self._world.control)
+        dist.all_reduce(seconds, group=self.world.control)
         rows: list[list[float]] = seconds.tolist()
         return rows

@@ -17,6 +17,7 @@ exchange.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -24,33 +25,20 @@ from torch import Tensor
 
 from autotune.recordings.probe import HostPair, LinkCost, PeerCost
 from runtime_rewriter.probe.groups import first_ranks
-from runtime_rewriter.probe.pairs import Grant, Report
+from runtime_rewriter.probe.pairs import HostProbe
 from runtime_rewriter.probe.rounds import pair_cost, peer_counts, peer_parts
-from runtime_rewriter.pytorch.exchange.device import Device
-from runtime_rewriter.pytorch.exchange.ranks import SynchronizerGroups
 
-PEER_BYTES = tuple(2**power for power in (10, 19, 21, 22))  # 1 KiB .. 4 MiB
+PEER_BYTES = tuple(2**power for power in (10, 14, 17, 19, 21, 22))  # 1 KiB .. 4 MiB
+"""Steps of at most 16 times: a size is expected to take longer than the one before in proportion."""
+FEWEST_SIZES = 5
+"""Two large messages, whose slope is the rate."""
 REPEATS = 5
 MOST_HOSTS = 16
 """Central hosts that a probe measures; the others of a large cluster keep assumed costs."""
 
 
-class PeerProbe:
-    """Times the interfaces of the hosts. `grant`: as in `pairs.PairProbe`."""
-
-    def __init__(
-        self,
-        world: SynchronizerGroups,
-        device: Device,
-        grant: Grant,
-        byte_scale: float,
-        report: Report,
-    ) -> None:
-        self._world = world
-        self._device = device
-        self._grant = grant
-        self._byte_scale = byte_scale
-        self._report = report
+class PeerProbe(HostProbe):
+    """Times the interfaces of the hosts."""
 
     def probe(
         self, devices: tuple[int, ...], between: Mapping[HostPair, LinkCost], end: float
@@ -69,7 +57,7 @@ class PeerProbe:
         ]
         costs = []
         for number, (host, count, outwards) in enumerate(todo):
-            self._report(f"host {host} {'to' if outwards else 'from'} {count} peers at once")
+            self.report(f"host {host} {'to' if outwards else 'from'} {count} peers at once")
             parts = peer_parts(host, count, hosts, between)
             peers = {first[peer]: share for peer, share in parts.items()}
             cost = self._cost(first[host], peers, outwards, len(todo) - number, end)
@@ -96,15 +84,15 @@ class PeerProbe:
         expected_s = 0.0
         for size in PEER_BYTES:
             needed_s = (REPEATS + 1) * expected_s
-            share_s = self._grant(needed_s, open_points, end)
-            if share_s <= 0 or (len(sizes) > 2 and share_s <= needed_s):
+            share_s = self.grant(needed_s, open_points, end)
+            if share_s <= 0 or (len(sizes) >= FEWEST_SIZES and share_s <= needed_s):
                 break
             row = self._exchange(centre, peers, size, outwards)
             sizes.append(size)
             seconds.append(row)
             following = PEER_BYTES[min(len(sizes), len(PEER_BYTES) - 1)]
-            expected_s = max(row) * following / size
-        if len(sizes) < 3:
+            expected_s = median(row) * following / size
+        if len(sizes) < FEWEST_SIZES:
             return None
         # A round trip of small messages is two ways of k messages.
         one_way_s = min(seconds[0]) / 2
@@ -115,27 +103,27 @@ class PeerProbe:
     ) -> list[float]:
         """Seconds of every repeat at the centre; one more repeat runs first, untimed."""
         seconds = torch.zeros(REPEATS, dtype=torch.float64)
-        rank = self._world.rank
+        rank = self.world.rank
         large = {peer: self._part(size_bytes, share) for peer, share in peers.items()}
-        small = {peer: torch.zeros(1, device=self._device.device) for peer in peers}
+        small = {peer: torch.zeros(1, device=self.device.device) for peer in peers}
         there, back = (large, small) if outwards else (small, large)
         for repeat in range(-1, REPEATS):
             if rank == centre:
-                start_s = self._device.now_s()
+                start_s = self.device.now_s()
                 self._send(there)
                 self._receive(back)
                 if repeat >= 0:
-                    seconds[repeat] = self._device.now_s() - start_s
+                    seconds[repeat] = self.device.now_s() - start_s
             elif rank in peers:
                 self._receive({centre: there[rank]})
                 self._send({centre: back[rank]})
-        dist.all_reduce(seconds, group=self._world.control)
+        dist.all_reduce(seconds, group=self.world.control)
         row: list[float] = seconds.tolist()
         return row
 
     def _part(self, size_bytes: int, share: float) -> Tensor:
-        elements = max(int(share * size_bytes / self._byte_scale) // 4, 1)
-        return torch.zeros(elements, device=self._device.device)
+        elements = max(int(share * size_bytes / self.byte_scale) // 4, 1)
+        return torch.zeros(elements, device=self.device.device)
 
     def _send(self, tensors: Mapping[int, Tensor]) -> None:
         self._run(dist.isend, tensors)
@@ -147,7 +135,7 @@ class PeerProbe:
         self, operation: Callable[..., dist.Work | None], tensors: Mapping[int, Tensor]
     ) -> None:
         """Start all messages together, as one group of NCCL, and wait for them."""
-        group = self._world.first
+        group = self.world.first
         ops = [
             dist.P2POp(operation, tensor, group=group, group_peer=peer)
             for peer, tensor in tensors.items()

@@ -144,8 +144,7 @@ def test_hosts_are_probed_inside_and_between_each_other_and_under_load() -> None
     }
     assert [host for host, _ in result.links.inside] == [0, 1]
     assert [pair for pair, _ in result.links.between] == [(0, 1)]
-    # A busy machine leaves no time for them within this budget.
-    assert {(one.host, one.peers) for one in result.links.peers} <= {(0, 1), (1, 1)}
+    assert {(one.host, one.peers) for one in result.links.peers} == {(0, 1), (1, 1)}
     for _, cost in (*result.links.inside, *result.links.between):
         assert cost.bytes_per_s > 0 and cost.latency_s >= 0
     assert any("links of the hosts" in line for line in reports)
