@@ -29,6 +29,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -153,7 +154,7 @@ def with_horovod(setup: Setup, folder: Path, settings: OutcomeSettings, quick: b
     )
 
 
-def parsed() -> argparse.Namespace:
+def parsed(words: Sequence[str] | None) -> argparse.Namespace:
     parser = option_parser(__doc__)
     parser.add_argument(
         "--folder",
@@ -222,7 +223,7 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only-evaluate", action="store_true", help="of what lies in the folder")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     # A quick run probes too little to judge a whole one.
     options.folder = options.folder or Path(
         "quick-outcome-trials" if options.quick else "outcome-trials"
@@ -278,8 +279,8 @@ def measure_all(options: argparse.Namespace) -> list[str]:
     return left
 
 
-def main() -> int:
-    options = parsed()
+def main(words: Sequence[str] | None = None) -> int:
+    options = parsed(words)
     left: list[str] = []
     if not options.only_evaluate:
         if not can_emulate():

@@ -29,7 +29,7 @@ from runtime_rewriter.probe.pairs import HostProbe
 from runtime_rewriter.probe.rounds import pair_cost, peer_counts, peer_parts
 
 PEER_BYTES = tuple(2**power for power in (10, 14, 17, 19, 21, 22))  # 1 KiB .. 4 MiB
-"""Steps of at most 16 times: a size is expected to take longer than the one before in proportion."""
+"""Steps of at most 16 times: the next size is expected to take as much longer as it is larger."""
 FEWEST_SIZES = 5
 """Two large messages, whose slope is the rate."""
 REPEATS = 5

@@ -21,16 +21,22 @@ MOST_BYTES = 2**28
 """Of one run: a session copies what it moves several times, and a message ends at 2 GiB."""
 
 
-def scatter(session: Any, graph: DistributedGraph, values: Mapping[str, np.ndarray]) -> None:
+def scatter(
+    session: Any,
+    graph: DistributedGraph,
+    values: Mapping[str, np.ndarray],
+    most_bytes: int = MOST_BYTES,
+) -> None:
     """Set every variable of the distributed graph from the values of a single-device program.
 
-    What compressors keep starts anew: a program on one device has no such state.
+    What compressors keep starts anew: a program on one device has no such state. `most_bytes`: of
+    one run.
     """
     missing = sorted({one.variable for one in graph.variables} - set(values))
     if missing:
         raise InvalidInput(f"a checkpoint needs every variable, but lacks {missing[0]!r}")
     given = [(one, one.part_of(values[one.variable])) for one in graph.variables]
-    _assign(session, [*given, *((one, one.initial) for one in graph.kept)])
+    _assign(session, [*given, *((one, one.initial) for one in graph.kept)], most_bytes)
 
 
 def scatter_kept(session: Any, graph: DistributedGraph, state: KeptState) -> None:
@@ -43,38 +49,48 @@ def gather_kept(session: Any, graph: DistributedGraph, state: KeptState) -> None
     state.take(graph.kept, _fetched(session, [one.value for one in graph.kept]))
 
 
-def gather(session: Any, graph: DistributedGraph) -> dict[str, np.ndarray]:
+def gather(
+    session: Any, graph: DistributedGraph, most_bytes: int = MOST_BYTES
+) -> dict[str, np.ndarray]:
     """Return the values of a single-device program that continues from here.
 
-    Statistics and seeds that replicas keep for themselves are those of the first.
+    Statistics and seeds that replicas keep for themselves are those of the first. `most_bytes`: of
+    one run.
     """
     held = [one for one in graph.variables if one.authoritative]
     parts: dict[str, list[tuple[PlacedVariable, np.ndarray]]] = defaultdict(list)
-    for one, value in zip(held, _fetched(session, [one.value for one in held]), strict=True):
+    values = _fetched(session, [one.value for one in held], most_bytes)
+    for one, value in zip(held, values, strict=True):
         parts[one.variable].append((one, value))
     return {name: _joined(found) for name, found in parts.items()}
 
 
-def _assign(session: Any, given: Sequence[tuple[PlacedVariable | KeptTensor, np.ndarray]]) -> None:
-    for first, end in _chunks([value.nbytes for _, value in given]):
+def _assign(
+    session: Any,
+    given: Sequence[tuple[PlacedVariable | KeptTensor, np.ndarray]],
+    most_bytes: int = MOST_BYTES,
+) -> None:
+    for first, end in _chunks([value.nbytes for _, value in given], most_bytes):
         some = given[first:end]
         session.run([one.assign for one, _ in some], {one.placeholder: v for one, v in some})
 
 
-def _fetched(session: Any, tensors: Sequence[str]) -> list[np.ndarray]:
+def _fetched(
+    session: Any, tensors: Sequence[str], most_bytes: int = MOST_BYTES
+) -> list[np.ndarray]:
     values: list[np.ndarray] = []
-    found = [session.graph.get_tensor_by_name(name) for name in tensors]
-    sizes_bytes = [(one.shape.num_elements() or 0) * one.dtype.size for one in found]
-    for first, end in _chunks(sizes_bytes):
+    in_graph = [session.graph.get_tensor_by_name(name) for name in tensors]
+    sizes_bytes = [(one.shape.num_elements() or 0) * one.dtype.size for one in in_graph]
+    for first, end in _chunks(sizes_bytes, most_bytes):
         values += session.run(tensors[first:end])
     return values
 
 
-def _chunks(sizes_bytes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ranges (first, end) of at most `MOST_BYTES` each, or of one."""
+def _chunks(sizes_bytes: Sequence[int], most_bytes: int) -> Iterator[tuple[int, int]]:
+    """Ranges (first, end) of at most `most_bytes` each, or of one."""
     first = total = 0
     for place, size_bytes in enumerate(sizes_bytes):
-        if place > first and total + size_bytes > MOST_BYTES:
+        if place > first and total + size_bytes > most_bytes:
             yield first, place
             first, total = place, 0
         total += size_bytes

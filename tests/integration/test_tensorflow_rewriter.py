@@ -166,8 +166,7 @@ def test_a_checkpoint_moves_between_plans_and_the_program():
     assert_close(dict(zip(names, continued.values(), strict=True)), expected, TOLERANCE)
 
 
-def test_a_run_moves_a_limited_number_of_bytes(monkeypatch):
-    monkeypatch.setattr(checkpoints, "MOST_BYTES", 300)
+def test_a_run_moves_a_limited_number_of_bytes():
     program = two_layers(Adam(1e-2))
     training, start = program.capture(), {n: v.numpy() for n, v in program.variables.items()}
     planned = _planned("uneven_partitioned_ps", workload_of(training, "model"))
@@ -182,8 +181,8 @@ def test_a_run_moves_a_limited_number_of_bytes(monkeypatch):
             return result
 
         running.run = counted
-        checkpoints.scatter(running, graph, start)
-        found = checkpoints.gather(running, graph)
+        checkpoints.scatter(running, graph, start, 300)
+        found = checkpoints.gather(running, graph, 300)
     assert max(moved) <= max(300, *(value.nbytes for value in start.values()))
     assert sum(moved) > 600 and found.keys() == start.keys()
     assert_close(found, start, 0.0)

@@ -20,7 +20,7 @@ from autotune.strategy_space.space import SearchSpace
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = Cluster.local(2)
-STRATEGIES = sample_many(WORKLOAD, CLUSTER, SearchSpace.default(lossy=True), 60, 0)
+STRATEGIES = sample_many(WORKLOAD, CLUSTER, SearchSpace.default(lossy=True), 120, 0)
 
 
 @pytest.fixture(autouse=True)
@@ -60,15 +60,16 @@ def domain(tmp_path: Path) -> Domain:
     return record(tmp_path, "small.local", 60)
 
 
-def test_the_choices_that_cause_the_times_explain_them(domain: Domain):
+def test_the_choices_that_cause_the_times_explain_them(tmp_path: Path):
     from influence import explained
 
+    domain = record(tmp_path, "small.local", len(STRATEGIES))
     result = explained(domain, 0.001)
     plans = {trial.plan_id for trial in domain.candidates}
     assert result.strategies == len(plans) > 50 and result.together > 0.9 and result.noise < 0.01
     beyond = {name: influence.beyond for name, influence in result.choices.items()}
     assert max(beyond, key=beyond.__getitem__) == "across the step"
-    assert beyond["across the step"] > 0.2
+    assert beyond["across the step"] > 0.3
     without_effect = beyond.keys() & {"ring order", "compressor", "issue order"}
     assert all(beyond[name] < 0.1 for name in without_effect)
 
