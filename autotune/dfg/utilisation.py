@@ -58,7 +58,7 @@ def covered_within_s(
     """
     order = np.argsort(start_s, kind="stable")
     starts_s, ends_s = start_s[order], np.maximum.accumulate(end_s[order])
-    # Where an interval begins after all before it have ended, nothing is covered.
+    # A gap lies between an interval and the latest end of all earlier ones.
     gaps_s = np.maximum(starts_s[1:] - ends_s[:-1], 0.0)
     gaps_until_s = np.concatenate([[0.0], np.cumsum(gaps_s)])
 

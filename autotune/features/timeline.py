@@ -1,4 +1,4 @@
-"""What a replayed step shows of the situations in which replays go wrong.
+"""Features of a replayed step that tell where replays tend to be wrong.
 
 | symbol | meaning | unit |
 |---|---|---|

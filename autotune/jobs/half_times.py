@@ -6,18 +6,14 @@ others convert each element. So a factor from another machine says little.
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
 from autotune.errors import InvalidInput
-from autotune.files import write_whole
-from autotune.jobs.operator_times import working_operators
+from autotune.jobs.operator_times import working_operators, write_means
 from autotune.whatif.base import Base, Operator
-from autotune.whatif.changes.kernel_times import inputs_text
 from autotune.whatif.changes.processor import MATRIX
 
 SINGLE, HALF = "float", "c10::BFloat16"
@@ -75,14 +71,5 @@ def write_half_times(path: Path, measured: Sequence[HalfTime]) -> int:
     """
     if not measured:
         raise InvalidInput("no matrix operator of the trace could be timed in both precisions")
-    factors: dict[tuple[str, str], list[float]] = {}
-    for one in measured:
-        key = one.operator.name, inputs_text(one.operator)
-        factors.setdefault(key, []).append(one.half_s / one.single_s)
-    text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(["operator", "inputs", "factor"])
-    for (name, inputs), of_call in factors.items():
-        writer.writerow([name, inputs, f"{sum(of_call) / len(of_call):.6g}"])
-    write_whole(path, text.getvalue(), "the factors of bfloat16")
-    return len(factors)
+    factors = [(one.operator, one.half_s / one.single_s) for one in measured]
+    return write_means(path, "factor", factors, "the factors of bfloat16")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -91,17 +91,27 @@ def write_operator_times(path: Path, measured: Sequence[MeasuredOperator]) -> in
     Operators of one name and inputs that differ otherwise, such as in strides, share a row with
     their mean. Raises `InvalidInput` if none was timed.
     """
-    rows: dict[tuple[str, str], list[float]] = {}
-    for one in measured:
-        if one.seconds is not None:
-            rows.setdefault((one.operator.name, inputs_text(one.operator)), []).append(one.seconds)
-    if not rows:
+    timed = [(one.operator, one.seconds) for one in measured if one.seconds is not None]
+    if not timed:
         reasons = sorted({one.reason for one in measured})
         raise InvalidInput(f"no operator could be timed: {'; '.join(reasons[:3])}")
+    return write_means(path, "seconds", timed, "the times of operators")
+
+
+def write_means(
+    path: Path, column: str, values: Iterable[tuple[Operator, float]], content: str
+) -> int:
+    """Write a CSV file with a row for each name and inputs, and the mean of its values in `column`.
+
+    `content` names the file in errors. Returns the number of rows.
+    """
+    rows: dict[tuple[str, str], list[float]] = {}
+    for operator, value in values:
+        rows.setdefault((operator.name, inputs_text(operator)), []).append(value)
     text = io.StringIO()
     writer = csv.writer(text)
-    writer.writerow(["operator", "inputs", "seconds"])
-    for (name, inputs), seconds in rows.items():
-        writer.writerow([name, inputs, f"{sum(seconds) / len(seconds):.9g}"])
-    write_whole(path, text.getvalue(), "the times of operators")
+    writer.writerow(["operator", "inputs", column])
+    for (name, inputs), of_row in rows.items():
+        writer.writerow([name, inputs, f"{sum(of_row) / len(of_row):.9g}"])
+    write_whole(path, text.getvalue(), content)
     return len(rows)

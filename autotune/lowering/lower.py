@@ -267,7 +267,7 @@ class _PlanGraph:
         sums = self.network.emit(self.to, issued)
         if self.halves is None:
             return sums, NONE
-        # What is issued in the backward pass is there before a result is: lanes keep this order.
+        # Lanes run in issue order, so every message of the backward pass precedes the results.
         summed = self._join("sums", [*sums.ends.tolist(), *issued[:, -1].tolist()])
         norms = self.to.op("norms", NONE, self.norms_s, Kind.RECV, (summed,))
         if self.results is None:

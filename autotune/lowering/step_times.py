@@ -229,7 +229,7 @@ class Timing:
 
 
 class _PeerCosts:
-    """What the probe found of hosts that exchange messages with several others at once."""
+    """Measured costs of hosts that exchange messages with several others at once."""
 
     def __init__(self, cluster: Cluster, ports: Ports, costs: RuntimeCosts) -> None:
         self._cluster, self._ports, self._costs = cluster, ports, costs

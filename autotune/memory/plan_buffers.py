@@ -307,10 +307,10 @@ class _Exchange:
             return
         bounds = owned_bounds(self._elements, self._shares, self._group, self._block)
         parts = [stop - start for start, stop in pairwise(bounds)]
-        own = self._own_elements(self._elements)
+        own_elements = self._own_elements(self._elements)
         yield self._make(sum(map(self._row_bytes, parts)), "what is sent")
-        yield self._make(self._m * self._row_bytes(own), "what is received")
-        yield self._make(own * self._item, "sum of what is received")
+        yield self._make(self._m * self._row_bytes(own_elements), "what is received")
+        yield self._make(own_elements * self._item, "sum of what is received")
         if self.message.compressor is Compressor.INT8:
             scratch = min(_SCRATCH_ELEMENTS, max(parts))
             yield self._make(scratch * self._item, "scratch", When.FLIGHT)

@@ -31,7 +31,8 @@ COLLECTIVES = (
     Synchronizer.DIRECT_EXCHANGE,
 )
 PIECES = 8
-"""Of each direct exchange in a start; a pass changes them."""
+"""Pieces of each direct exchange with which a search starts; the pass `direct_exchange` changes
+them."""
 ORDER_NODES = 40
 EVEN_BYTES = (2**18, 2**19, 2**20, 2**21, 2**22)
 

@@ -175,9 +175,8 @@ class Proposer:
         with collection_paused():
             self._add(pool, _passed_over(history), history, NO_DEADLINE, optimized=True)
             around = neighbourhood(start.strategy, workload, cluster, self._space(history))
-            around = islice(around, NEIGHBOURS)
-            found = (("neighbour", strategy) for strategy in around)
-            self._add(pool, found, history, deadline.share(0.5))
+            neighbours = (("neighbour", strategy) for strategy in islice(around, NEIGHBOURS))
+            self._add(pool, neighbours, history, deadline.share(0.5))
         what = f"neighbours of {incumbent}, each to be compared with it"
         if not pool.candidates:
             reason = _full_reason(f"{what}: all were tried", pool)
@@ -451,7 +450,7 @@ def _other_fusions(
 
 
 def _passed_over(history: History) -> Iterator[tuple[str, Strategy]]:
-    """What the optimizer found in earlier rounds and no round proposed, by its first prediction."""
+    """Strategies of the optimizer that no earlier round proposed, by ascending first prediction."""
     known: dict[str, Proposal] = {}
     for proposed in history.rounds:
         for proposal in proposed.passed_over:

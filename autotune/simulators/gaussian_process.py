@@ -158,8 +158,8 @@ def _own_covariance(kernel: Kernel, a: FloatArray, b: FloatArray) -> FloatArray:
 def _covariance(kernel: Kernel, of: Residuals) -> FloatArray:
     """Covariance of the residuals without noise, shape (n, n)."""
     near = kernel.near(of.x, of.x)
-    own = kernel.offset_sd**2 + kernel.own_sd**2 * near
-    covariance: FloatArray = kernel.shared_sd**2 * near + of.same * own
+    within_domain = kernel.offset_sd**2 + kernel.own_sd**2 * near
+    covariance: FloatArray = kernel.shared_sd**2 * near + of.same * within_domain
     return covariance
 
 
@@ -185,10 +185,10 @@ def learned_kernel(trials: Residuals, draw: np.random.Generator) -> Kernel:
     start = np.log([0.05, 0.05, 0.05, 0.02, *spread])
     bounds = [(math.log(1e-3), math.log(2.0))] * 4
     bounds += [(math.log(size), math.log(30 * size)) for size in spread]
-    found = minimize(
+    fitted = minimize(
         _negative_likelihood, start, (part, squared), "L-BFGS-B", jac=True, bounds=bounds
     )
-    offset_sd, shared_sd, own_sd, noise_sd, *lengths = np.exp(found.x).tolist()
+    offset_sd, shared_sd, own_sd, noise_sd, *lengths = np.exp(fitted.x).tolist()
     return Kernel(offset_sd, shared_sd, own_sd, max(noise_sd, SMALLEST_NOISE), tuple(lengths))
 
 

@@ -33,15 +33,15 @@ def widened(
 
     Tensors of other shapes stay as they are, for the network to refuse.
     """
-    kept = torch.tensor([index for index, name in enumerate(present) if name in set(stored)])
+    places = torch.tensor([index for index, name in enumerate(present) if name in set(stored)])
     return {
-        name: _widened(tensor, shapes.get(name), len(stored), len(present), kept, fill)
+        name: _widened(tensor, shapes.get(name), len(stored), len(present), places, fill)
         for name, tensor in tensors.items()
     }
 
 
 def _widened(
-    tensor: Tensor, shape: torch.Size | None, stored: int, present: int, kept: Tensor, fill: float
+    tensor: Tensor, shape: torch.Size | None, stored: int, present: int, places: Tensor, fill: float
 ) -> Tensor:
     if shape is None or tensor.shape == shape or tensor.dim() != len(shape):
         return tensor
@@ -49,4 +49,4 @@ def _widened(
     axes = [axis for axis, pair in enumerate(pairs) if pair == (stored, present)]
     if len(axes) != 1 or any(pair[0] != pair[1] for at, pair in enumerate(pairs) if at != axes[0]):
         return tensor
-    return torch.full(shape, fill, dtype=tensor.dtype).index_copy_(axes[0], kept, tensor)
+    return torch.full(shape, fill, dtype=tensor.dtype).index_copy_(axes[0], places, tensor)

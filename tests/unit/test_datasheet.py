@@ -66,7 +66,7 @@ def test_the_choices_that_cause_the_times_explain_them(tmp_path: Path):
     domain = record(tmp_path, "small.local", len(STRATEGIES))
     result = explained(domain, 0.001)
     plans = {trial.plan_id for trial in domain.candidates}
-    assert result.strategies == len(plans) > 50 and result.together > 0.9 and result.noise < 0.01
+    assert result.strategies == len(plans) > 100 and result.together > 0.9 and result.noise < 0.01
     beyond = {name: influence.beyond for name, influence in result.choices.items()}
     assert max(beyond, key=beyond.__getitem__) == "across the step"
     assert beyond["across the step"] > 0.3

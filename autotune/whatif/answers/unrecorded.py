@@ -72,16 +72,17 @@ def unrecorded(base: Base, *, by_recorder: bool, step_s: float | None = None) ->
         "unknown; state an unrecorded step with --unrecorded-step"
     )
     if by_recorder and base.on_device.any():
-        found = without_end_wait(base)
+        unwaiting = without_end_wait(base)
         how = "the recorder's wait at the end of each step"
-        return Start(found, (), f"{_removed_note(how, recorded_s, found)}; {unknown}")
+        note = _removed_note(how, recorded_s, unwaiting)
+        return Start(unwaiting, (), f"{note}; {unknown}")
     return Start(base, (), unknown)
 
 
-def _removed_note(what: str, recorded_s: float, found: Base) -> str:
+def _removed_note(what: str, recorded_s: float, unrecorded: Base) -> str:
     return (
         f"the cost of recording is removed ({what}): a step takes "
-        f"{format_seconds(steady(found).step_s)} instead of {format_seconds(recorded_s)}"
+        f"{format_seconds(steady(unrecorded).step_s)} instead of {format_seconds(recorded_s)}"
     )
 
 
