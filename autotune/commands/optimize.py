@@ -128,4 +128,6 @@ def _memory(
 def _space(source: Source, options: argparse.Namespace) -> SearchSpace:
     space = SearchSpace.default(lossy=options.lossy)
     refused = "--within-step was given" if options.within_step else source.cross_step_refused
+    if source.direct_refused:
+        space = space.without_direct()
     return space.without_cross_step(refused) if refused else space

@@ -161,6 +161,7 @@ def _execute(
             profile.op_fusions,
             profile.op_fusion_report,
             profile.mirrored,
+            profile.direct_refused,
         )
     if isinstance(instruction, Propose):
         return proposer.propose(

@@ -30,7 +30,8 @@ class Source:
     - `graph`: its ops; None if only the variables are known, and ops cannot be fused.
     - `times`: the origin of its times, if they were not measured.
     - `memory`: lifetimes of its tensors; None if not recorded, for the reason `no_memory`.
-    - `cross_step_refused`: why the script cannot synchronize across steps; empty if it can.
+    - `cross_step_refused`, `direct_refused`: why the script cannot synchronize across steps, and
+      why its ranks cannot exchange directly; empty if they can.
     - `notes`: further assumptions.
     """
 
@@ -40,6 +41,7 @@ class Source:
     memory: RecordedMemory | None = None
     no_memory: str = "it holds no activations and no optimizer state"
     cross_step_refused: str = ""
+    direct_refused: str = ""
     notes: tuple[str, ...] = ()
 
     def assumptions(self, assumed: tuple[str, ...]) -> list[str]:
@@ -143,4 +145,5 @@ def _recorded(folder: Path) -> Source:
         memory=RecordedMemory.read(folder),
         no_memory=missing_memory_reason(job.notes),
         cross_step_refused=job.cross_step_refused,
+        direct_refused=job.direct_refused,
     )

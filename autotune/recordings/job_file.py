@@ -94,7 +94,8 @@ class RecordedJob:
     - `plan`: the plan that the ranks used; None for DDP's own reducer. `buckets`: the reducer's
       variables in the order sent, where known.
     - `cross_step_refused`: why the script cannot synchronize across steps, according to its steps
-      until the end of the recording; "" for no known reason.
+      until the end of the recording; "" for no known reason. `direct_refused`: why its ranks cannot
+      exchange directly.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -116,6 +117,7 @@ class RecordedJob:
     options: dict[str, bool] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     cross_step_refused: str = ""
+    direct_refused: str = ""
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:

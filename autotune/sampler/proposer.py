@@ -325,6 +325,8 @@ class Proposer:
         space = replace(space, op_fusions=fusions)
         if history.profiled.mirrored:
             space = mirrored_space(space)
+        if history.profiled.direct_refused:
+            space = space.without_direct()
         refused = history.profiled.cross_step_refused
         return self._narrow(space.without_cross_step(refused) if refused else space)
 

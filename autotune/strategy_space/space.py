@@ -149,7 +149,7 @@ class SearchSpace:
         """
         compressors = Compressor.installed() if lossy else (Compressor.NONE,)
         return SearchSpace(
-            tuple(kind for kind in Synchronizer if kind is not Synchronizer.DIRECT_EXCHANGE),
+            tuple(Synchronizer),
             compressors,
             tuple(SparseHandling),
             hierarchical=True,
@@ -160,6 +160,11 @@ class SearchSpace:
     def without_cross_step(self, reason: str) -> SearchSpace:
         """Return this space for a script that cannot synchronize across steps, with the reason."""
         return replace(self, cross_step=False, cross_step_refused=reason)
+
+    def without_direct(self) -> SearchSpace:
+        """Return this space for a runtime whose ranks cannot send to each other."""
+        others = (kind for kind in self.synchronizers if kind is not Synchronizer.DIRECT_EXCHANGE)
+        return replace(self, synchronizers=tuple(others))
 
     def compressors_for(self, dtype: str) -> tuple[Compressor, ...]:
         """Compressors that a gradient of this dtype can take."""

@@ -57,7 +57,8 @@ class Profiled:
     `current_buckets`: variables of each bucket of the current setup, in its order; empty: not
     known. `op_fusions`: choices of sets of ops that the script's model can enact;
     `op_fusion_report`: what was measured of them, for people. `mirrored`: whether the script uses
-    MultiWorkerMirroredStrategy, see `strategy_space.mirrored`.
+    MultiWorkerMirroredStrategy, see `strategy_space.mirrored`. `direct_refused`: why ranks cannot
+    exchange directly; empty if they can.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -71,6 +72,7 @@ class Profiled:
     op_fusions: tuple[OpFusionChoice, ...] = field(default=(), metadata=LATER)
     op_fusion_report: str = field(default="", metadata=LATER)
     mirrored: bool = field(default=False, metadata=LATER)
+    direct_refused: str = field(default="", metadata=LATER)
 
     def in_words(self, plan: Plan) -> str:
         """The effect of a plan compared with the current setup."""
@@ -81,8 +83,12 @@ class Profiled:
         """The strategies that this script rules out or slows down, for people; empty if none."""
         if self.mirrored:
             return MIRRORED_LIMITS
-        if self.cross_step_refused:
-            return f"synchronization cannot cross the step: {self.cross_step_refused}"
+        refused = {
+            "synchronization cannot cross the step": self.cross_step_refused,
+            "no direct exchanges": self.direct_refused,
+        }
+        if any(refused.values()):
+            return "; ".join(f"{what}: {reason}" for what, reason in refused.items() if reason)
         read, count = self.workload.script_reads, len(self.workload.variables)
         if not read:
             return ""

@@ -98,9 +98,9 @@ def _none(_: object) -> None:
 
 OPERATIONS: dict[str, Preparation] = {
     "all_reduce": _exchange(Synchronizer.ALL_REDUCE),
+    "direct_exchange": _exchange(Synchronizer.DIRECT_EXCHANGE),
     "push_pull": _exchange(Synchronizer.PARAMETER_SERVER),
     "reduce_scatter_all_gather": _exchange(Synchronizer.REDUCE_SCATTER_ALL_GATHER),
-    "direct_exchange": _exchange(Synchronizer.DIRECT_EXCHANGE),
     "reduce_scatter": _reduce_scatter,
     "all_gather": _all_gather,
     "broadcast": _broadcast,

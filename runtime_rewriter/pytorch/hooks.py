@@ -170,6 +170,12 @@ class GradientSynchronizer:
         return self._plan
 
     @property
+    def direct_refused(self) -> str:
+        """Why no plan with direct exchanges is proposed here ("" if one is)."""
+        on_cpu = self.device.device.type == "cpu"
+        return "" if on_cpu else "gloo has no sends between GPUs, and those of NCCL are untested"
+
+    @property
     def own_buckets(self) -> Buckets | None:
         """The variables of each bucket of the module's own reducer, in its order, without a
         plan."""

@@ -173,6 +173,7 @@ class ProfileRun:
             refused,
             buckets or (),
             reads_norms=reads_norms,
+            direct_refused=synchronizer.direct_refused,
         )
 
 

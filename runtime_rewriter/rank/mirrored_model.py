@@ -39,9 +39,10 @@ from runtime_rewriter.protocol import (
 from runtime_rewriter.rank.activities import RECORDED_STEPS, FurtherTraining, TrialRun
 from runtime_rewriter.rank.exported import ExportSession
 from runtime_rewriter.rank.session import TuningSession
-from runtime_rewriter.rank.tensorflow_model import CROSSING_REFUSED, software
+from runtime_rewriter.rank.tensorflow_model import software
 from runtime_rewriter.rank.tuned_model import Activity
 from runtime_rewriter.scheduling import usable_cores
+from runtime_rewriter.tensorflow.refusals import CROSSING_REFUSED
 from runtime_rewriter.tolerances import GateResult
 
 MODEL = "train_step"

@@ -51,13 +51,13 @@ from runtime_rewriter.tensorflow.measured import (
 from runtime_rewriter.tensorflow.op_fusion import compilation_error, seen_options
 from runtime_rewriter.tensorflow.recording.recorder import StepRecording
 from runtime_rewriter.tensorflow.recording.step_events import step_events
+from runtime_rewriter.tensorflow.refusals import CROSSING_REFUSED, DIRECT_REFUSED
 from runtime_rewriter.tensorflow.running import RunningGraph
 from runtime_rewriter.tensorflow.script_recorder import ScriptRecorder
 from runtime_rewriter.tensorflow.servers import session_config, versions
 
 WARMUP_STEPS = 1
 """The first traced step allocates what the later ones use."""
-CROSSING_REFUSED = "a TensorFlow step ends with its updates"
 
 Batch = Mapping[str, np.ndarray]
 
@@ -286,6 +286,7 @@ class ProfileRun:
             (),
             fusions.choices,
             fusions.report,
+            direct_refused=DIRECT_REFUSED,
         )
 
     def _workload(self, recording: StepRecording) -> Workload:

@@ -73,6 +73,7 @@ class _Results:
     notes: list[str] = field(default_factory=list)
     evaluating: list[int] = field(default_factory=list)
     cross_step_refused: str = ""
+    direct_refused: str = ""
 
 
 class StepRecorder:
@@ -338,6 +339,7 @@ class StepRecorder:
         results, synchronizer = self._results, self._synchronizer
         refused = "" if synchronizer is None else synchronizer.cross_step.limits()[0]
         gathered = self._peers.gather((refused, results.evaluating))
+        results.direct_refused = "" if synchronizer is None else synchronizer.direct_refused
         results.cross_step_refused = next((reason for reason, _ in gathered if reason), "")
         results.evaluating = sorted(set().union(*(steps for _, steps in gathered)))
 
@@ -368,6 +370,7 @@ class StepRecorder:
             options=self.settings.options,
             notes=(*results.notes, *notes, *_evaluation_notes(results.evaluating)),
             cross_step_refused=results.cross_step_refused,
+            direct_refused=results.direct_refused,
         )
         (folder / MEMORY_FILE).unlink(missing_ok=True)  # of an earlier recording
         if results.memory is not None:

@@ -66,6 +66,10 @@ def _refuse_untouched_rows(training: TrainingGraph, variable: str, message: Mess
             )
 
 
+CROSSING_REFUSED = "a TensorFlow step ends with its updates"
+DIRECT_REFUSED = "TensorFlow's servers exchange tensors by collectives and reads only"
+
+
 def plan_refusal(plan: Plan) -> str | None:
     """Return the rule that keeps TensorFlow from enacting `plan`, or None."""
     if plan.cross_step:
@@ -79,10 +83,7 @@ def plan_refusal(plan: Plan) -> str | None:
 
 def _message_refusal(message: Message) -> str | None:
     if message.synchronizer is Synchronizer.DIRECT_EXCHANGE:
-        return (
-            "TensorFlow's servers exchange tensors by collectives and reads only; use "
-            "parameter_server or reduce_scatter_all_gather"
-        )
+        return f"{DIRECT_REFUSED}; use parameter_server or reduce_scatter_all_gather"
     if message.dtype not in _WIRE_DTYPES:
         return f"TensorFlow's collectives sum {', '.join(_WIRE_DTYPES)}, but it is {message.dtype}"
     if message.compressor not in tuple(Compressor):

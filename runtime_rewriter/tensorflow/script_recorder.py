@@ -18,6 +18,7 @@ from runtime_rewriter.tensorflow.measured import client_time, replica_times, wor
 from runtime_rewriter.tensorflow.recording.recorder import StepRecording, StepRecords
 from runtime_rewriter.tensorflow.recording.replicas import replicated, trained_variables
 from runtime_rewriter.tensorflow.recording.summary import device_summaries
+from runtime_rewriter.tensorflow.refusals import CROSSING_REFUSED, DIRECT_REFUSED
 from runtime_rewriter.tensorflow.running import RunningGraph
 
 
@@ -126,6 +127,8 @@ class ScriptRecorder:
                 f"{format_seconds(client_s)} of it are dispatch, feeds and results",
                 *loaded.notes,
             ),
+            cross_step_refused=CROSSING_REFUSED,
+            direct_refused=DIRECT_REFUSED,
         )
         (self._folder / MEMORY_FILE).unlink(missing_ok=True)  # of an earlier recording
         job.write(self._folder)

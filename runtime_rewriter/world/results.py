@@ -16,8 +16,8 @@ class Profile:
     `cores`: CPU cores of rank 0's host. `hosts`: name and number of ranks of every host, in rank
     order. `cross_step_refused`: why the script cannot synchronize across steps, as far as its steps
     show; empty if it can. `current_buckets`: variables of each bucket of the current setup, in its
-    order; empty: not known. `op_fusions`, `op_fusion_report`: see `ProfileAnswer`. `mirrored`: see
-    `Profiled`.
+    order; empty: not known. `op_fusions`, `op_fusion_report`: see `ProfileAnswer`. `mirrored`,
+    `direct_refused`: see `Profiled`.
     """
 
     workload: Workload
@@ -30,6 +30,7 @@ class Profile:
     op_fusions: tuple[OpFusionChoice, ...] = ()
     op_fusion_report: str = ""
     mirrored: bool = False
+    direct_refused: str = ""
 
 
 @dataclass(frozen=True)

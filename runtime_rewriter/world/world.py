@@ -157,6 +157,7 @@ class World:
             first.op_fusions,
             first.op_fusion_report,
             first.mirrored,
+            first.direct_refused,
         )
         if self._emulated:
             self.emulate(workload)

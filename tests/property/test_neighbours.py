@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product
 
 import pytest
 from hypothesis import given, settings
@@ -101,6 +101,9 @@ def test_every_field_is_reached_by_moves():
     space = replace(LOSSY, top_k_ratios=(0.001, 0.01, 0.1), power_sgd_ranks=(1, 2, 4, 8))
     for _ in range(500):
         path.append(mutate(path[-1], workload, on, space, rng))
+    others = [ddp_default(workload)]  # few of a path's messages stay without direct exchanges
+    for _ in range(100):
+        others.append(mutate(others[-1], workload, on, space.without_direct(), rng))
     for strategy in path[::20]:
         assert_inside(space, strategy, workload, on)
     shards = [shard for strategy in path for shard in all_shards(strategy)]
@@ -109,7 +112,10 @@ def test_every_field_is_reached_by_moves():
     assert {shard.synchronizer for shard in shards} == set(SearchSpace.default().synchronizers)
     assert {shard.hierarchical for shard in shards} == {True, False}
     assert {strategy.by_name["table"].sparse for strategy in path} == set(SparseHandling)
-    assert {(s.cross_step, s.in_flight) for s in path} == {(False, 1), (True, 1), (True, 2)}
+    assert {(s.cross_step, s.in_flight) for s in others} == {(False, 1), (True, 1), (True, 2)}
+    assert {(s.cross_step, s.in_flight) for s in path if s.direct} == set(
+        product((False, True), range(1, 9))
+    )
     assert len({strategy.ring_order for strategy in path}) > 5
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,8 @@ def slow_cost_s(message: Message, cluster: Cluster) -> float:
             if elsewhere or (len(cluster.hosts) == 1 and rank != message.owner):
                 seconds += message.wire_bytes / cluster.bandwidth_bytes_per_s(message.owner, rank)
         return seconds + world * phi + KERNEL_LATENCY_S
+    if message.synchronizer is Synchronizer.DIRECT_EXCHANGE:
+        return 2 * slow_round_s(message, cluster) + 2 * (world * phi + KERNEL_LATENCY_S)
     slowest = min(cluster.bandwidth_bytes_per_s(rank, (rank + 1) % world) for rank in range(world))
     factors = {
         Synchronizer.ALL_REDUCE: [2 * (world - 1) / world],
@@ -73,6 +76,19 @@ def slow_cost_s(message: Message, cluster: Cluster) -> float:
     return sum(
         factor * message.wire_bytes / slowest + world * phi + KERNEL_LATENCY_S for factor in factors
     )
+
+
+def slow_round_s(message: Message, cluster: Cluster) -> float:
+    """Each rank sends every other one its equal share over the links of their hosts."""
+    hosts, world = cluster.host_of_rank, cluster.world_size
+    links = [host.link_bytes_per_s for host in cluster.hosts]
+    if len(links) == 1:
+        hosts, links = tuple(range(world)), [cluster.hosts[0].inner_bytes_per_s] * world
+    busy_s = [0.0] * len(links)
+    for sender, receiver in permutations(range(world), 2):
+        if hosts[sender] != hosts[receiver]:
+            busy_s[hosts[sender]] += message.wire_bytes / world / links[hosts[sender]]
+    return max(busy_s)
 
 
 def with_hierarchy(drawn: Plan, messages: Iterable[Message], hierarchical: bool) -> Plan:

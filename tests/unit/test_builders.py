@@ -344,7 +344,7 @@ def test_the_default_space_is_what_the_runtime_enacts():
     lossless, lossy = SearchSpace.default(), SearchSpace.default(lossy=True)
     assert lossless.compressors == (Compressor.NONE,)
     assert set(lossy.compressors) == set(Compressor)
-    assert set(lossy.synchronizers) == set(Synchronizer) - {Synchronizer.DIRECT_EXCHANGE}
+    assert set(lossy.synchronizers) == set(Synchronizer)
     assert set(lossless.sparse) == set(SparseHandling)
     assert lossless.hierarchical and lossless.cross_step
     assert lossless.ring_orders and lossless.allow_uneven

@@ -33,7 +33,7 @@ from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import CASTS, Compressor, Strategy, Synchronizer
 from autotune.workload import Variable, Workload
 
-SMALL = Budget(replays=60)
+SMALL = Budget(replays=120)
 NETWORK = cluster(*[(1, 1000)] * 4, latency_s=1e-4, inner_latency_s=1e-5)
 TWO_LEVEL = cluster((4, 10_000), (4, 10_000), inner_latency_s=1e-5)
 
@@ -203,7 +203,7 @@ def test_other_climbs_end_apart_near_the_best_and_outside_avoided_plans() -> Non
     workload, space = chain().workload(), SearchSpace.default()
     # Packing costs enough on a CPU for plans to differ by more than `APART`.
     steps = LoweredSteps(workload, NETWORK, costs=RuntimeCosts())
-    budget = Budget(replays=300)
+    budget = Budget(replays=600)
     first = suggestions(steps, space, budget=budget)
     families = {"within the step", "across steps", "across steps, 2 in flight"}
     assert {one.name for one in first.best} == {f"lossless, {family}" for family in families}

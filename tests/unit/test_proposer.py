@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -61,6 +62,16 @@ def test_no_strategy_crosses_steps_where_the_script_cannot(refused: str) -> None
     assert any(proposal.strategy.cross_step for proposal in proposals) is not bool(refused)
 
 
+@pytest.mark.parametrize("refused", ["", "no sends between ranks"])
+def test_no_strategy_exchanges_directly_where_ranks_cannot(refused: str) -> None:
+    spec = job(Cluster.local(4), samples_per_round=60)
+    history = profiled(spec)
+    assert history.profiled is not None
+    history = History((replace(history.profiled, direct_refused=refused),), 0.1)
+    proposals = Proposer(spec, {}).propose(history, 0, 40).proposals
+    assert any(proposal.strategy.direct for proposal in proposals) is not bool(refused)
+
+
 @pytest.mark.parametrize(("byte_scale", "fed_back"), [(1.0, True), (8.0, False)])
 def test_compressors_that_scaled_bytes_refuse_are_not_drawn(byte_scale, fed_back) -> None:
     conditions = Conditions(Network.EMULATED, Accelerators.REAL, byte_scale)
@@ -111,7 +122,7 @@ def test_proposals_depend_on_the_speed_of_the_machine_only_if_they_say_so() -> N
         return proposer.propose(profiled(spec, model=SMALL), 0, 8), next(looks) * look_s
 
     fast, _ = proposed(1e-6)
-    slow, took_s = proposed(0.001)
+    slow, took_s = proposed(0.002)
     assert took_s > 10 and slow == fast
     stuck, _ = proposed(1000.0)
     assert CUT_SHORT in stuck.reason and CUT_SHORT not in fast.reason

@@ -104,7 +104,7 @@ def test_optimize_writes_a_strategy_that_plans_and_predicts_no_slower_than_ddp(
     assert "next forward pass" not in output(capsys, *words, "--within-step")
 
 
-def test_optimize_crosses_the_step_only_if_the_recorded_script_can(tmp_path, capsys) -> None:
+def test_optimize_keeps_to_what_the_recorded_script_can(tmp_path, capsys) -> None:
     ranks = tuple(
         RankRecord(rank, "host", "cpu", "x", 1, f"rank{rank}.json.gz", (), (0.1,))
         for rank in range(2)
@@ -114,12 +114,17 @@ def test_optimize_crosses_the_step_only_if_the_recorded_script_can(tmp_path, cap
     slow.write_text(HOSTS.replace("1Gbit/s", "10Mbit/s"))
     words = ("optimize", tmp_path, "--cluster", slow, "--report", tmp_path / "report.html")
     job.write(tmp_path)
-    assert "next forward pass" in output(capsys, *words)
-    replace(job, cross_step_refused="gradients are clipped").write(tmp_path)
+    text = output(capsys, *words)
+    assert "next forward pass" in text
+    replace(job, cross_step_refused="gradients are clipped", direct_refused="no sends").write(
+        tmp_path
+    )
     text = output(capsys, *words)
     assert "synchronization stays within the step: gradients are clipped\n" in text
+    assert "no direct exchanges: no sends\n" in text
     assert "next forward pass" not in text
-    assert "gradients are clipped" in (tmp_path / "report.html").read_text()
+    report = (tmp_path / "report.html").read_text()
+    assert "gradients are clipped" in report and "no sends" in report
 
 
 @pytest.mark.parametrize(

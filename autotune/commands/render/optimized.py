@@ -61,6 +61,7 @@ class OptimizedResult:
             },
             "assumed": self.assumptions,
             "cross_step_refused": self.source.cross_step_refused,
+            "direct_refused": self.source.direct_refused,
             "log": to_data(best.log),
             "rounds": best.rounds,
             "replays": best.replays,
@@ -87,6 +88,8 @@ class OptimizedResult:
             lines.append(f"assumed, not measured: {', '.join(self.assumptions)}")
         if self.source.cross_step_refused:
             lines.append(f"synchronization stays within the step: {self.source.cross_step_refused}")
+        if self.source.direct_refused:
+            lines.append(f"no direct exchanges: {self.source.direct_refused}")
         lines.append(whole_text(best.strategy))
         search = (
             f"{best.rounds} rounds, {best.replays} replays and {best.partial_replays} of single "
@@ -143,6 +146,8 @@ class OptimizedResult:
         if self.source.cross_step_refused:
             reason = self.source.cross_step_refused
             notes.append(f"Synchronization stays within the step: {reason}.")
+        if self.source.direct_refused:
+            notes.append(f"No direct exchanges: {self.source.direct_refused}.")
         kicker = (
             f"autotune optimize · {self.source.workload.model} · {self.cluster.world_size} workers "
             f"on cluster {self.cluster.name} · predicted, nothing was run"

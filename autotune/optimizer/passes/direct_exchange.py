@@ -73,6 +73,8 @@ def _owned(shares: Shares | None, shard: Shard) -> Shard:
 
 
 def _cut(factor: float, shard: Shard) -> Shard:
+    if shard.compressor.error_feedback:
+        return shard  # needs the whole message
     return replace(shard, pieces=min(max(int(factor * shard.pieces), 1), MOST_PIECES))
 
 
