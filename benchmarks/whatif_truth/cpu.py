@@ -6,7 +6,7 @@
   `autotune.jobs.check`, in turns with the unchanged script.
 - `distributed`, other bucket sizes and fp16 gradients on an emulated cluster (root): predicted from
   the recording of one process and the probe of the cluster, and measured on its hosts with real
-  computation. The baseline is one replica alone in the same world.
+  computation, in turns with the same replicas without messages during the step.
 
 The error is |predicted / measured step time - 1|. Nothing is left out: a script that cannot be
 changed so has its reason in the table. Each row is kept in the folder when it is measured, so a run
@@ -97,7 +97,7 @@ def _measured(run: Run, example: str, change: str) -> list[CpuRow]:
     try:
         if change == "distributed":
             job = _recorded(run.folder, example, "")
-            return list(cluster_rows(run.folder, example, job, lambda text: None))
+            return cluster_rows(run.folder, example, job, lambda text: None)
         return [_local_row(run, example, change)]
     except AutotuneError as error:
         return [CpuRow(example, change, reason=str(error))]

@@ -1,18 +1,23 @@
 """Part (b) on an emulated cluster of two hosts: distributed, other buckets, fp16 gradients.
 
-A rank computes really, on a core of its own. The baseline is one replica alone in the same world.
+A rank computes really, on a core of its own. The baseline is the same replicas without messages
+during the step (`World.profile`). Baseline and changes take turns, and each round's ratios are of
+turns that follow each other, so a load that changes slowly cancels out.
+
+The recording was made alone, the replicas compute side by side. What-ifs start from the recorded
+step with all of its host's times scaled such that it takes as long as the baseline.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 from autotune.commands.what_if import register_all
-from autotune.errors import InvalidInput
-from autotune.jobs.campaign.session import TrialLength, trial_session
+from autotune.jobs.campaign.session import TrialLength, TrialSession, trial_session
 from autotune.jobs.campaign.setups import script_setup
 from autotune.profiling.traces.job import TraceJob
 from autotune.records import Accelerators
@@ -30,12 +35,38 @@ from benchmarks.whatif_truth.cpu_rows import CpuRow
 CLUSTER = "two_hosts"
 SMALL_BUCKET_MIB = 1
 MIB = 2**20
-LENGTH = TrialLength(warmup_steps=2, timed_steps=12)
+LENGTH = TrialLength(warmup_steps=2, timed_steps=8)
+ROUNDS = 5
+CHANGES = ("distributed", f"bucket_size={SMALL_BUCKET_MIB}", "distributed+fp16_gradients")
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Step times in seconds by round: of the baseline, and of each change.
+
+    `failures`: why a change could not be measured. `load`: the largest of the machine.
+    """
+
+    baseline_s: Sequence[float]
+    changed_s: dict[str, list[float]]
+    failures: dict[str, str]
+    load: float
+
+    def row(self, example: str, name: str, predicted_speedup: float) -> CpuRow:
+        """The row of a change, by the median of the rounds' ratios."""
+        baseline_s = median(self.baseline_s)
+        ratios = [
+            changed_s / before_s
+            for before_s, changed_s in zip(self.baseline_s, self.changed_s[name], strict=True)
+        ]
+        measured_s = baseline_s * median(ratios)
+        predicted_s = baseline_s / predicted_speedup
+        return CpuRow(example, name, baseline_s, predicted_s, measured_s, load=self.load)
 
 
 def cluster_rows(
     folder: Path, example: str, job: TraceJob, log: Callable[[str], None]
-) -> Iterator[CpuRow]:
+) -> list[CpuRow]:
     """Measure an example on the emulated cluster (root); `job`: the recording of one process."""
     base = recorded_base(job, 0)
     gradients = gradients_of(job, 0, base)
@@ -43,26 +74,64 @@ def cluster_rows(
         ROOT / "examples" / f"{example}.py", cluster_file(CLUSTER), Accelerators.REAL
     )
     with trial_session(folder / setup.name, setup, LENGTH, log, quick=True) as session:
+        turns = _measured(session, ROUNDS)
         described = session.writer.described
         assert described is not None
-        workers = described.cluster.world_size
-        question = Question(cluster=described.cluster, workers=workers, gradients=gradients)
-        alone_s = described.workload.compute_s
-        for name, strategy in _strategies(described.workload).items():
-            load = os.getloadavg()[0]
+        cluster = described.cluster
+    question = Question(cluster=cluster, workers=cluster.world_size, gradients=gradients)
+    base = at_step(base, median(turns.baseline_s))
+    return [_row(example, name, base, question, turns) for name in CHANGES]
+
+
+def _row(example: str, name: str, base: Base, question: Question, turns: Turns) -> CpuRow:
+    if name in turns.failures:
+        return CpuRow(example, name, reason=turns.failures[name])
+    register_all([])
+    (asked,) = read_asked(name)
+    found = answer(base, asked, question)
+    if found.prediction is None:
+        return CpuRow(example, name, reason=found.reason)
+    return turns.row(example, name, found.prediction.speedup)
+
+
+def at_step(base: Base, step_s: float) -> Base:
+    """The step of a host that is slower or faster throughout, such that it takes `step_s`."""
+    factor = step_s / steady(base).step_s
+    return replace(
+        base,
+        duration_s=factor * base.duration_s,
+        gap_s=factor * base.gap_s,
+        delay_s=factor * base.delay_s,
+        unknown_gap_s=factor * base.unknown_gap_s,
+        unknown_delay_s=factor * base.unknown_delay_s,
+        loading_s=factor * base.loading_s,
+        between_s=factor * base.between_s,
+    )
+
+
+def _measured(session: TrialSession, rounds: int) -> Turns:
+    """Let the baseline and the changes take turns; every other round is in reverse order."""
+    strategies = _strategies(session.profile.workload)
+    failures: dict[str, str] = {}
+    baseline_s: list[float] = []
+    changed_s: dict[str, list[float]] = {name: [] for name in CHANGES}
+    load = 0.0
+    for number in range(rounds):
+        order: list[str] = ["", *CHANGES]
+        for name in order if number % 2 == 0 else reversed(order):
+            if name in failures:
+                continue
+            load = max(load, os.getloadavg()[0])
+            if not name:
+                baseline_s.append(session.world.profile().workload.compute_s)
+                continue
+            strategy = strategies[name]
             trial = session.reference() if strategy is None else session.candidate(name, strategy)
             if trial.failure:
-                yield CpuRow(example, name, reason=trial.failure)
-                continue
-            try:
-                predicted_s = alone_s + _added_s(base, name, question)
-            except InvalidInput as error:
-                yield CpuRow(example, name, reason=str(error))
-                continue
-            yield CpuRow(example, name, alone_s, predicted_s, trial.median_s, load=load)
-
-
-CHANGES = ("distributed", f"bucket_size={SMALL_BUCKET_MIB}", "distributed+fp16_gradients")
+                failures[name] = trial.failure
+            else:
+                changed_s[name].append(trial.median_s)
+    return Turns(baseline_s, changed_s, failures, load)
 
 
 def _strategies(workload: Workload) -> dict[str, Strategy | None]:
@@ -85,13 +154,3 @@ def _halved(strategy: Strategy) -> Strategy:
             for variable in strategy.variables
         ),
     )
-
-
-def _added_s(base: Base, name: str, question: Question) -> float:
-    """How much a what-if adds to the recorded step. Raises `InvalidInput` for a refused one."""
-    register_all([])
-    (asked,) = read_asked(name)
-    found = answer(base, asked, question)
-    if found.prediction is None:
-        raise InvalidInput(found.reason)
-    return found.prediction.after_s - steady(base).step_s

@@ -16,10 +16,14 @@ from typing import Any
 
 import torch
 
+from runtime_rewriter.probe import recurrent
+
 WARM_UP, MOST_REPEATS = 2, 20
 ENOUGH_S = 0.2
 """An operator is repeated for this long, at most `MOST_REPEATS` times."""
 MAX_ELEMENTS = 2**31
+CALLED_SHARE = 0.1
+"""An operator is timed with what it calls if that takes less: a recurrent layer adds its biases."""
 _PLAIN = re.compile(
     r"aten::(?:empty|as_strided|resize|view|reshape|_unsafe_view|expand|set_|detach|slice|alias|t$|"
     r"transpose|permute|squeeze|unsqueeze|select|narrow|resolve_|copy_|fill_|zero_|is_|item|"
@@ -97,6 +101,8 @@ def prepared(one: Invocation, device: str) -> Callable[[], Any]:
         raise ValueError(f"{one.name} is no operator of torch")
     packet = getattr(torch.ops.aten, name)
     inputs = [_input(one, number, device) for number in range(len(one.types))]
+    if one.name == recurrent.BACKWARD:
+        return recurrent.backward_call(inputs)
     problem = "its inputs fit no overload"
     for overload in packet.overloads():
         function = getattr(packet, overload)
@@ -120,14 +126,22 @@ def prepared(one: Invocation, device: str) -> Callable[[], Any]:
 
 
 def _called(call: Callable[[], Any], name: str) -> str:
-    """An operator with work of its own that this one calls; "" if there is none."""
+    """The longest operator with work of its own that this one calls; "" if none takes long.
+
+    What several of them take together counts: at least `CALLED_SHARE` of the operator's time.
+    """
     with torch.no_grad(), torch.autograd.profiler.profile(use_cpu=True) as profile:
         call()
     for event in profile.function_events:
         if event.name == name and event.cpu_parent is None:
-            for child in event.cpu_children:
-                if not _PLAIN.match(child.name) or (_COPIERS.match(name) and "copy" in child.name):
-                    return str(child.name)
+            children = [
+                child
+                for child in event.cpu_children
+                if not _PLAIN.match(child.name) or (_COPIERS.match(name) and "copy" in child.name)
+            ]
+            called = sum(child.cpu_time_total for child in children)
+            if children and called >= CALLED_SHARE * event.cpu_time_total:
+                return str(max(children, key=lambda child: child.cpu_time_total).name)
     return ""
 
 

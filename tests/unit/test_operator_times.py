@@ -28,6 +28,15 @@ from autotune.whatif.recording.recorded import recorded_base
 from autotune.whatif.registry import combined
 from runtime_rewriter.probe.operators import Invocation, operator_times
 
+RECURRENT = ((8, 4, 16), (64, 16), (64, 16), (64,), (64,), (4, 16), (4, 16))
+"""Input, weights, biases and states of an LSTM layer of torch, over 8 positions."""
+FORWARD_VALUES = ("False", "[]", "2", "16", "1", "True", "False", "False", "True")
+BACKWARD_VALUES = ("False", "2", "16", "1", "True", "True", "False", "[]", "False")
+
+
+def literals(values: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple("ScalarList" if value == "[]" else "Scalar" for value in values)
+
 
 @pytest.fixture(scope="module")
 def cpu_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -149,6 +158,18 @@ def test_what_cannot_be_called_has_a_reason(invocation: Invocation, reason: str)
         ),
         Invocation("aten::add_", ((4,), (4,), ()), ("float", "float", "Scalar"), ("", "", "1")),
         Invocation("aten::gelu", ((4,),), ("c10::BFloat16",)),
+        Invocation(  # it adds its biases by an operator of its own
+            "aten::mkldnn_rnn_layer",
+            (*RECURRENT, *((),) * 9),
+            (*("float",) * 7, *literals(FORWARD_VALUES)),
+            (*("",) * 7, *FORWARD_VALUES),
+        ),
+        Invocation(  # as recorded: without gradients of the states, with a workspace
+            "aten::mkldnn_rnn_layer_backward",
+            (*RECURRENT, RECURRENT[0], (4, 16), (4, 16), RECURRENT[0], *((),) * 11, (4096,)),
+            (*("float",) * 11, "", "", *literals(BACKWARD_VALUES), "unsigned char"),
+            (*("",) * 13, *BACKWARD_VALUES, ""),
+        ),
     ],
 )
 def test_tensors_and_written_values_make_a_call(invocation: Invocation) -> None:

@@ -13,6 +13,7 @@ from autotune.dfg.graph import Kind
 from autotune.errors import InvalidInput
 from autotune.whatif.base import Base, steady
 from autotune.whatif.recording.recorded import recorded_base
+from benchmarks.whatif_truth.cpu_cluster import Turns, at_step
 from benchmarks.whatif_truth.cpu_factors import RecordedPair, predicted_speedup
 from benchmarks.whatif_truth.cpu_rows import CpuRow, KeptRows, keys
 
@@ -48,3 +49,12 @@ def test_a_slower_machine_cancels_out_of_the_optimizer_s_factor() -> None:
     assert step_s / speedup == pytest.approx(step_s - 75e-6, rel=1e-6)
     with pytest.raises(InvalidInput, match="none of 0 other recordings"):
         predicted_speedup(model, [])
+
+
+def test_a_load_that_changes_between_rounds_cancels_out() -> None:
+    turns = Turns([1.0, 4.0, 2.0], {"distributed": [1.5, 6.0, 3.0]}, {}, load=8.0)
+    row = turns.row("gpt_text", "distributed", predicted_speedup=1 / 1.5)
+    assert (row.baseline_s, row.measured_s) == (2.0, 3.0) and row.error == pytest.approx(0.0)
+    base = recorded_base(training(host_us=100, kernel_us=1), 0)
+    step_s = steady(base).step_s
+    assert steady(at_step(base, 2 * step_s)).step_s == pytest.approx(2 * step_s)
