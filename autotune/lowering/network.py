@@ -21,7 +21,7 @@ from autotune.dfg.graph import NONE, Kind
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.messages import Batch, TimedStep
 from autotune.lowering.step_times import StepTimes
-from autotune.lowering.template import Op, Rounds, StepOps, Template
+from autotune.lowering.template import Op, Rounds, Stage, StepOps, Template
 from autotune.lowering.traffic import DIRECT, IN, OUT, Collective, Ports
 
 CORES = "cores"
@@ -109,7 +109,8 @@ class Network:
         self._batches = batches
         self._ports = ports
         self._costs = costs
-        self._used_ports = deciding([step.ports for step in times], symmetric).tolist()
+        stages = [ports for step in times for ports in step.stages]
+        self._used_ports = deciding(stages, symmetric).tolist()
         self._used_cores = deciding([step.cores for step in times], symmetric).tolist()
         self._workers = workers
         self._limit = limit
@@ -214,8 +215,12 @@ class Network:
         last: list[int] = []
         for _ in range(batch.pieces):
             behind: list[int] = []
+            before: Collective | None = None
             for lane, step in enumerate(steps):
-                behind = step.add(template, lane, behind)
+                collective = batch.steps[lane].step.collective
+                pulls = (before, collective) == DIRECT
+                behind = step.add(template, lane, behind, behind if pulls else [])
+                before = collective
             last += behind
         if len(last) > 1 or len(template.ops) - 1 not in last:
             template.add("out", Op(), last)
@@ -260,8 +265,6 @@ class Network:
         """The rounds of a collective for each piece."""
         collective = timed.step.collective
         assert collective is not None
-        loaded = [port for port in self._used_ports if times.ports[port] > 0]
-        busy = [host for host in self._used_cores if times.cores[host] > 0]
         rounds = min(times.rounds, MAX_ROUNDS)
         if times.rounds == 1 and collective is not Collective.ALL_TO_ALL:
             rounds = -(-STAR_PIECES // batch.pieces)
@@ -279,24 +282,20 @@ class Network:
             beyond_s = times.cpu_s - within_s
         most_s = np.maximum(times.link_s, within_s * crowded)
         rest_s = np.maximum(times.alone_s - most_s, 0.0)  # the product may round up to more
-        rest = template.duration(rest_s / rounds)
-        template.sizes.append(timed.step.size_bytes / rounds)
+        stages = times.stages
+        if rounds < len(stages):  # pieces overlap each other
+            stages = (times.ports,)
+        busy = [host for host in self._used_cores if times.cores[host] > 0]
+        in_each = max(rounds // len(stages), 1)
+        count = in_each * len(stages)
+        rest = template.duration(rest_s / (in_each if collective is Collective.PULL else count))
+        template.sizes.append(timed.step.size_bytes / count)
         size = len(template.sizes) - 1
-        ports = [
-            Op(
-                to.queue(self._ports.name(port)),
-                self._turns(to, timed, lane, port),
-                Kind.SEND,
-                slot=template.duration(times.link_s * times.ports[port] / rounds),
-                size_slot=size,
-            )
-            for port in loaded
-        ]
         cores = [
             Op(
                 to.queue(self._cores_name(host)),
                 kind=Kind.COPY,
-                slot=template.duration(within_s * times.cores[host] / rounds),
+                slot=template.duration(within_s * times.cores[host] / count),
             )
             for host in busy
         ]
@@ -308,9 +307,23 @@ class Network:
             )
             for host in (busy if beyond_s.any() else ())
         ]
-        names = [self._ports.name(port) for port in loaded]
-        names += [self._cores_name(host) for host in busy]
-        return Rounds(collective, rounds, (*ports, *cores), tuple(names), rest, lock, tuple(beyond))
+        parts = []
+        for share in stages:
+            loaded = [port for port in self._used_ports if share[port] > 0]
+            ports = [
+                Op(
+                    to.queue(self._ports.name(port)),
+                    self._turns(to, timed, lane, port),
+                    Kind.SEND,
+                    slot=template.duration(times.link_s * share[port] / in_each),
+                    size_slot=size,
+                )
+                for port in loaded
+            ]
+            names = [self._ports.name(port) for port in loaded]
+            names += [self._cores_name(host) for host in busy]
+            parts.append(Stage(in_each, (*ports, *cores), tuple(names), rest))
+        return Rounds(collective, tuple(parts), lock, tuple(beyond))
 
     def _cores_name(self, host: int) -> str:
         if self._crowd > 0:

@@ -18,16 +18,17 @@ The probe's root is rank 0 and its ring follows the ranks. Another root or ring 
 t'(S) = t(S) + g (a' - a) S. Without a fit, t(S) = a S / payload + 2 latencies per round +
 `collective_s`.
 
-A direct exchange was probed with equal shares; others have another a'. Its ports have the rates
-that the probe found with all peers at once (`Cluster.peer_fits`), for each host and direction, or
-else the hosts' own. Without a fit, each of its rounds costs the messages of one rank, by the same
-probe or the assumed `message_s`.
+A direct exchange was probed with equal shares; others have another a'. If only k of n ranks own
+something, there are k/n of the probe's messages, and as much of their CPU time. Its ports have the
+rates that the probe found with all peers at once (`Cluster.peer_fits`), for each host and
+direction, or else the hosts' own. Without a fit, each of its rounds costs the messages of one rank,
+by the same probe or the assumed `message_s`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -35,7 +36,7 @@ from autotune.arrays import FloatArray
 from autotune.cluster import Cluster, CollectiveFit, Where
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.steps import Scope, Step
-from autotune.lowering.traffic import DIRECT, IN, OUT, Collective, Ports, Traffic
+from autotune.lowering.traffic import DIRECT, IN, OUT, Collective, Ports, Traffic, owners_by_end
 from autotune.strategy_space.shares import Shares
 from autotune.strategy_space.strategy import Synchronizer
 
@@ -59,7 +60,8 @@ class StepTimes:
 
     `alone_s` (K,): the whole step. `link_s` (K,): the slowest port is occupied. `ports` (P,): the
     share of `link_s` that each port is occupied. `cpu_s` (K,): CPU time of one rank; times `cores`
-    (C,) it is the time that the cores of each host are busy.
+    (C,) it is the time that the cores of each host are busy. `stages`: parts of `ports` that end
+    one after the other; in a direct exchange, owners have their parts at their ends.
     """
 
     alone_s: FloatArray
@@ -68,6 +70,7 @@ class StepTimes:
     rounds: int
     cpu_s: FloatArray
     cores: FloatArray
+    stages: tuple[FloatArray, ...]
 
 
 class Timing:
@@ -92,7 +95,8 @@ class Timing:
         cores = self._cores(groups)
         if not groups:
             none = np.zeros(len(size_bytes))
-            return StepTimes(none, none, np.zeros(self.ports.count), 1, none, cores)
+            ports = np.zeros(self.ports.count)
+            return StepTimes(none, none, ports, 1, none, cores, (ports,))
         traffics = [
             self.traffic(step.collective, members, _root(step.root, members), step.shares)
             for members in groups
@@ -119,8 +123,27 @@ class Timing:
             g = min(slope / probed, 1 / self.costs["payload"]) if probed > 0 else 0.0
             alone_s = np.maximum(fitted_s + g * (whole - probed) * size_bytes, 0.0)
             link_s = np.minimum(g * slowest * size_bytes, alone_s)
-        shares = s_per_byte / slowest if slowest > 0 else s_per_byte
-        return StepTimes(alone_s, link_s, shares, rounds, cpu_s, cores)
+            if step.collective in DIRECT:
+                saved_s = (1 - _senders(step, groups[0])) * self._message_cpu_s(step, size)
+                cpu_s = cpu_s - saved_s
+                alone_s = np.maximum(alone_s - max(1.0, float(cores.max())) * saved_s, link_s)
+        stages = [s_per_byte]
+        if step.collective in DIRECT:
+            stages = self._stages(step, groups[0])
+        scale = slowest if slowest > 0 else 1.0
+        parts = tuple(stage / scale for stage in stages)
+        return StepTimes(alone_s, link_s, s_per_byte / scale, rounds, cpu_s, cores, parts)
+
+    def _stages(self, step: Step, members: tuple[int, ...]) -> list[FloatArray]:
+        """Seconds per byte on each port in every stage of a push or pull."""
+        assert step.collective is not None
+        at = DIRECT.index(step.collective)
+        parts = [parts[at] for parts in owners_by_end(_owned(step, members))]
+        factors = self._peers.factors(members)
+        return [
+            self.ports.traffic(step.collective, members, owned=part).s_per_byte * factors
+            for part in parts
+        ]
 
     def fitted(self, collective: Collective, size: int, scope: Scope) -> bool:
         """Whether the collective itself was probed on this many ranks."""
@@ -171,6 +194,12 @@ class Timing:
             seconds, slope, cpu_s = _of_fit(joint, size_bytes)
             return share * seconds, large * slope, share * cpu_s
         return _of_fit(alone, size_bytes) if alone is not None else None
+
+    def _message_cpu_s(self, step: Step, size: int) -> float:
+        """CPU time of a rank in this round of the smallest exchange between equal owners."""
+        nothing = replace(step, size_bytes=np.zeros(1))
+        fitted = self._fitted(nothing, size)
+        return 0.0 if fitted is None else float(fitted[2][0])
 
     def _cpu_s(self, size_bytes: FloatArray, size: int, scope: Scope) -> FloatArray:
         """CPU time of a collective without a fit.
@@ -266,6 +295,21 @@ class _PeerCosts:
         ]
         each_s = max((fit.message_s for fit in fits), default=self._costs["message_s"])
         return (members - 1) * each_s
+
+
+def _owned(step: Step, members: tuple[int, ...]) -> FloatArray:
+    """The share of each member of a direct exchange."""
+    if step.shares is None:
+        return np.full(len(members), 1 / len(members))
+    return np.array(step.shares)[list(members)]
+
+
+def _senders(step: Step, members: tuple[int, ...]) -> float:
+    """Messages of a direct exchange by those between as many equal owners.
+
+    All others send to each owner, and it sends to all others.
+    """
+    return float((_owned(step, members) > 0).mean())
 
 
 def _of_fit(fit: CollectiveFit, size_bytes: FloatArray) -> tuple[FloatArray, float, FloatArray]:

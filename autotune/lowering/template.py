@@ -64,35 +64,52 @@ class Template:
 
 
 @dataclass(frozen=True)
-class Rounds:
-    """The rounds of a collective. In each, every port sends its share, then the `rest` passes.
+class Stage:
+    """Equal rounds. In each, every port sends its share, then the `rest` passes.
 
-    `ports`: ops of one round, with their `names`. `rest`: the slot of a round's rest. `lock`: held
-    from the first round to the last. `beyond`: work of cores after the end.
+    `ports`: ops of one round, with their `names`. `rest`: the slot of a round's rest.
     """
 
-    collective: Collective
     count: int
     ports: tuple[Op, ...]
     names: tuple[str, ...]
     rest: int
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The rounds of a collective, in its stages. Only direct exchanges have several.
+
+    `lock`: held from the first round to the last. `beyond`: work of cores after the end.
+    """
+
+    collective: Collective
+    stages: tuple[Stage, ...]
     lock: int
     beyond: tuple[Op, ...]
 
-    def add(self, template: Template, behind: Sequence[int]) -> int:
-        """Add all rounds; their last op, which gives the lock back."""
-        entry = template.add(f"{self.collective} in", Op(acquires=self.lock), behind)
-        template.ops += [*self.ports, Op(slot=self.rest)] * self.count
-        template.ops[-1] = Op(slot=self.rest, releases=self.lock)
-        template.names += round_names(self.collective, self.names, self.count)
-        template.edges += [
-            (entry + parent, entry + child)
-            for parent, child in round_edges(len(self.names), self.count)
-        ]
-        last = len(template.ops) - 1
+    def add(self, template: Template, behind: Sequence[int], parts: Sequence[int]) -> list[int]:
+        """Add all rounds; the last op of each stage. The last one gives the lock back.
+
+        Stages follow one another, or else (a pull) each follows the op of `parts` with which its
+        owners have their parts.
+        """
+        ends: list[int] = []
+        for number, stage in enumerate(self.stages):
+            lock = self.lock if number == 0 else NONE
+            after = [*behind, parts[number]] if parts else ends[-1:] or behind
+            entry = template.add(f"{self.collective} in", Op(acquires=lock), after)
+            template.ops += [*stage.ports, Op(slot=stage.rest)] * stage.count
+            template.names += round_names(self.collective, stage.names, stage.count)
+            template.edges += [
+                (entry + parent, entry + child)
+                for parent, child in round_edges(len(stage.names), stage.count)
+            ]
+            ends.append(len(template.ops) - 1)
+        template.ops[-1] = Op(slot=self.stages[-1].rest, releases=self.lock)
         for op in self.beyond:
-            template.add(f"{self.collective} beyond", op, [last])
-        return last
+            template.add(f"{self.collective} beyond", op, ends[-1:])
+        return ends
 
 
 @dataclass(frozen=True)
@@ -107,16 +124,20 @@ class StepOps:
     rounds: Rounds | None
     workers: int
 
-    def add(self, template: Template, lane: int, behind: list[int]) -> list[int]:
-        """Add the ops of a piece behind those of the step before; the ops that they end with."""
-        threads = [template.add(name, op, behind) for name, op in self.threads]
+    def add(self, template: Template, lane: int, behind: list[int], parts: list[int]) -> list[int]:
+        """Add the ops of a piece behind those of the step before; the ops that they end with.
+
+        `parts`: the ends of the stages of a push, directly before its pull.
+        """
+        threads = [template.add(name, op, parts[:1] or behind) for name, op in self.threads]
         behind = threads or behind
         if self.root is not None:
             behind = [template.add("sum", self.root, behind)]
         if self.rounds is not None:
-            behind = [self.rounds.add(template, behind)]
+            behind = self.rounds.add(template, behind, parts)
         template.threads[lane].append(threads)
-        template.ends[lane].append(behind * self.workers if len(behind) == 1 else behind)
+        alone = self.rounds is not None or len(behind) == 1
+        template.ends[lane].append(behind[-1:] * self.workers if alone else behind)
         return behind
 
 

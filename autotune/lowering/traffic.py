@@ -33,6 +33,10 @@ from autotune.cluster import Cluster
 from autotune.lowering.tree import senders, tree_s_per_byte
 
 OUT, IN, INSIDE = 0, 1, 2
+MOST_STAGES = 4
+"""Groups of owners of a direct exchange, whose parts arrive one after the other."""
+APART = 0.1
+"""Owners are in two groups if their shares differ by more than this part of the largest one."""
 
 
 class Collective(StrEnum):
@@ -71,6 +75,25 @@ class Traffic:
     def even(s_per_byte: FloatArray, rounds: int) -> Traffic:
         """Traffic whose slowest port is never idle."""
         return Traffic(s_per_byte, rounds, float(s_per_byte.max(initial=0.0)))
+
+
+def owners_by_end(owned: FloatArray) -> list[tuple[FloatArray, FloatArray]]:
+    """The stages of a direct exchange: what is pushed, and what is pulled behind it, both (n,).
+
+    A rank's sends share its link evenly, so the owners of the smallest shares have their parts
+    first. They send their sums while the others still receive. Similar shares count
+    as one, and below `MOST_STAGES` of them all.
+    """
+    ends: list[float] = []
+    for share in np.unique(owned[owned > 0])[::-1].tolist():
+        if len(ends) < MOST_STAGES and (not ends or ends[-1] - share > APART * ends[0]):
+            ends.append(share)
+    stages, reached = [], 0.0
+    for end in ends[::-1]:
+        pushed = np.clip(owned, 0.0, end) - np.clip(owned, 0.0, reached)
+        stages.append((pushed, np.where((owned > reached) & (owned <= end), owned, 0.0)))
+        reached = end
+    return stages
 
 
 class Ports:
@@ -118,7 +141,8 @@ class Ports:
     ) -> Traffic:
         """`root`: the rank that gathers, scatters, broadcasts or receives the sum.
 
-        `owned` (n,): the share of a direct exchange that each member owns; None: equal shares.
+        `owned` (n,): the share of a direct exchange that each member owns; None: equal shares. They
+        sum to less than 1 in a part of an exchange.
         """
         ranks = np.asarray(members, dtype=np.int64)
         count = len(ranks)
@@ -214,13 +238,13 @@ class Ports:
     def _direct(self, ranks: IntArray, owned: FloatArray, pull: bool) -> FloatArray:
         """Every rank sends to each other one what that owns; a pull is the reverse.
 
-        Host h has d of the n ranks, which own s together. It sends d (1 - s) of the tensor to other
-        hosts, and receives (n - d) s. O(ranks + pairs with a link of their own).
+        Host h has d of the n ranks, which own s together. If all own w, it sends d (w - s) of the
+        tensor to other hosts, and receives (n - d) s. O(ranks + pairs with a link of their own).
         """
         hosts = self.host_of_rank[ranks]
         devices = np.bincount(hosts, minlength=self.hosts).astype(np.float64)
         shares = np.bincount(hosts, weights=owned, minlength=self.hosts)
-        sent, received = devices * (1 - shares), (len(ranks) - devices) * shares
+        sent, received = devices * (owned.sum() - shares), (len(ranks) - devices) * shares
         inside = np.zeros(self.hosts)
         # The busiest device sends to, and receives from, the others of its host.
         np.maximum.at(

@@ -33,7 +33,14 @@ from autotune.dataset.trials import Domain
 from autotune.jobs.campaign.domain_features import domain_extractor
 from autotune.simulators.evaluation import kendall_tau
 from autotune.strategy_space.plan import Plan, PlannedStrategy, plan
-from benchmarks.replay_accuracy.trials import CLUSTERS, MODELS, collect, collected
+from benchmarks.replay_accuracy.trials import (
+    ALL_CLUSTERS,
+    ALL_MODELS,
+    CLUSTERS,
+    MODELS,
+    collect,
+    collected,
+)
 from benchmarks.repository import can_emulate, emulated_setting, option_parser, setup_of
 
 console = Console(stderr=True, highlight=False, markup=False)
@@ -177,8 +184,8 @@ def main() -> int:
         choices=["torch", "horovod", "tensorflow"],
         help="what is predicted (default torch)",
     )
-    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--clusters", nargs="*", default=list(CLUSTERS), choices=list(CLUSTERS))
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(ALL_MODELS))
+    parser.add_argument("--clusters", nargs="*", default=list(CLUSTERS), choices=list(ALL_CLUSTERS))
     parser.add_argument(
         "--strategies",
         type=int,

@@ -7,25 +7,34 @@ no trial.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from autotune.cluster import Cluster
 from autotune.dataset.folder import SUMS, read_domain
 from autotune.dataset.trials import DatasetTrial, Domain
+from autotune.jobs.campaign import domains
 from autotune.jobs.campaign.session import TrialLength, trial_line, trial_session
 from autotune.jobs.campaign.setups import Setup
 from autotune.jobs.campaign.strategy_sources import Sourced, built, drawn, shuffled
+from autotune.sampler.random import sample_many
+from autotune.strategy_space.builders.direct import directly
 from autotune.strategy_space.space import SearchSpace
+from autotune.strategy_space.strategy import Synchronizer
 from autotune.workload import Workload
 
 LENGTHS = TrialLength(warmup_steps=3, timed_steps=8, most_steps=24, precision=0.01)
 REFERENCE_EVERY = 8
+DIRECT_SEED = 100
+"""Added to the seed for direct exchanges, so that they are not drawn as the others are."""
 MODELS = ("resnet_digits", "gpt_text", "layers")
 CLUSTERS = {
     "four_hosts": "even",
     "four_hosts_uneven": "uneven",
     "two_hosts_two_devices": "two devices a host",
 }
+ALL_MODELS = tuple(dict.fromkeys((*MODELS, *domains.MODELS)))
+ALL_CLUSTERS = tuple(dict.fromkeys((*CLUSTERS, *domains.CLUSTERS)))
 
 
 def collected(folder: Path, setup: Setup) -> Domain | None:
@@ -35,12 +44,23 @@ def collected(folder: Path, setup: Setup) -> Domain | None:
 
 
 def strategies(workload: Workload, cluster: Cluster, count: int, seed: int) -> list[Sourced]:
-    """Return (source, strategy): builders', random, random and compressed; a third each."""
-    spaces = SearchSpace.default(), SearchSpace.default(lossy=True)
-    builders = built(workload, cluster, spaces[1])
-    chosen = shuffled(builders, seed, "accuracy", workload.id, cluster.id)[: count // 3]
-    random = drawn(workload, cluster, spaces, count - len(chosen), seed)
-    return shuffled([*chosen, *random], seed, "order", workload.id)
+    """Return (source, strategy): the builders', random, random and compressed, and direct ones.
+
+    A quarter each. Half of the direct exchanges are the builders', the others random.
+    """
+    lossless, lossy = SearchSpace.default(), SearchSpace.default(lossy=True)
+    builders = built(workload, cluster, lossy)
+    order = shuffled(builders, seed, "accuracy", workload.id, cluster.id)
+    chosen = order[: count // 4]
+    on_direct = [(f"direct:{source}", directly(one, workload, cluster)) for source, one in order]
+    on_direct = [(source, one) for source, one in on_direct if one.direct][: count // 8]
+    only_direct = replace(lossless, synchronizers=(Synchronizer.DIRECT_EXCHANGE,))
+    drawn_direct = sample_many(
+        workload, cluster, only_direct, count // 4 - len(on_direct), seed + DIRECT_SEED
+    )
+    chosen += on_direct + [("random:direct", one) for one in drawn_direct]
+    chosen += drawn(workload, cluster, (lossless, lossy), count - len(chosen), seed)
+    return shuffled(chosen, seed, "order", workload.id)
 
 
 def collect(folder: Path, setup: Setup, count: int, seed: int, say: Callable[[str], None]) -> None:

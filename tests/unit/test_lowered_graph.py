@@ -288,6 +288,41 @@ def test_a_slow_host_alternates_between_serving_and_sending() -> None:
     assert overlap(slow) > 0.9 > overlap(FOUR)
 
 
+def direct(shares: tuple[float, ...] | None, elements: int = 4_000_000) -> Message:
+    """A direct exchange in one piece, of 16 MB by default."""
+    how = (Synchronizer.DIRECT_EXCHANGE, Compressor.NONE, "float32")
+    return Message((TensorSlice("v0", elements),), *how, shares=shares)
+
+
+def test_owners_of_small_shares_send_their_sums_while_others_still_receive() -> None:
+    """The slowest link sends 16 MB to three owners at once and receives their sums.
+
+    Two owners of a quarter have their parts after 3/4 of this time, so all takes 7/4 of it.
+    """
+    mixed = cluster((1, 2000), (1, 1000), (1, 1000), (1, 500))
+    lowering = Lowering(GPU, mixed, FREE)
+    once_s = 16e6 / 500e6 * 8 / FREE["payload"]
+    taken_s = sync_s(lowering, direct((0.5, 0.25, 0.25, 0.0)))
+    assert taken_s == pytest.approx(1.75 * once_s, rel=0.01)
+    nearly_even_s = sync_s(lowering, direct((0.34, 0.33, 0.33, 0.0)))
+    assert nearly_even_s == pytest.approx(2 * once_s, rel=0.01)
+
+
+def test_one_owner_costs_the_cores_a_quarter_of_the_sends_of_four() -> None:
+    """An exchange between four equal owners, of 4 ms, takes 2 ms of CPU from each of 4 ranks."""
+    lowering = Lowering(GPU, replace(probed("direct_exchange", 0.004, 0.0, 0.002), machine_cores=2))
+
+    def busy_s(shares: tuple[float, ...] | None) -> float:
+        graph = lowering.message_graph([direct(shares, 4)])
+        return float(graph.duration_s[graph.kind == Kind.COPY].sum())
+
+    assert busy_s(None) == pytest.approx(0.004)
+    assert busy_s((0.0, 1.0, 0.0, 0.0)) == pytest.approx(0.001)
+    assert busy_s((0.5, 0.25, 0.25, 0.0)) == pytest.approx(0.003)
+    shared_s, alone_s = (sync_s(lowering, direct(one, 4)) for one in (None, (0.0, 1.0, 0.0, 0.0)))
+    assert shared_s - alone_s == pytest.approx(0.003, rel=0.05)
+
+
 def test_stars_of_a_tensorflow_graph_share_the_links_of_both_directions() -> None:
     """Four owners get 30 MB each, then send as much, as fast as one of them alone.
 
