@@ -6,7 +6,8 @@
   `autotune.jobs.check`, in turns with the unchanged script.
 - `distributed`, other bucket sizes and fp16 gradients on an emulated cluster (root): predicted from
   the recording of one process and the probe of the cluster, and measured on its hosts with real
-  computation, in turns with the same replicas without messages during the step.
+  computation, in turns with the same replicas without messages during the step. `stored`: two of
+  them on stored trials of a quieter day (`cpu_stored`).
 
 The error is |predicted / measured step time - 1|. Nothing is left out: a script that cannot be
 changed so has its reason in the table. Each row is kept in the folder when it is measured, so a run
@@ -42,15 +43,18 @@ from benchmarks.repository import ROOT, can_emulate, machine, option_parser, run
 from benchmarks.whatif_truth.cpu_cluster import CHANGES, cluster_rows
 from benchmarks.whatif_truth.cpu_factors import RecordedPair, predicted_speedup
 from benchmarks.whatif_truth.cpu_rows import CpuRow, KeptRows, keys, table
+from benchmarks.whatif_truth.cpu_stored import STORED_CHANGES, stored_domain, stored_rows
 from runtime_rewriter.world.command import read_command
 
 EXAMPLES = ("resnet_digits", "gpt_text", "lstm_text", "ncf_ratings")
 LOCAL = ("fused_adam", "amp")
-PARTS = ("local", "distributed")
+PARTS = ("local", "distributed", "stored")
 ENACTED = Path(__file__).with_name("enacted_script.py")
 RECORDED = ("--shapes", "--warmup", "3", "--steps", "5", "--no-workload")
 PLAN = CheckPlan(pairs=6, steps=2)
 HALF_BUDGET_S = 15.0
+OF_PART = {"distributed": CHANGES, "stored": STORED_CHANGES}
+"""The rows of an example in a part that measures several changes at once."""
 
 Progress = Callable[[str], None]
 
@@ -70,10 +74,13 @@ class Run:
 
     @property
     def items(self) -> list[tuple[str, str]]:
-        """(example, change); "distributed" stands for all changes on the emulated cluster."""
+        """(example, change); "distributed" and "stored" stand for all changes of their part."""
         local = LOCAL if "local" in self.parts else ()
         changes = (*local, *(("distributed",) if self.distributed else ()))
-        return [(example, change) for example in self.examples for change in changes]
+        items = [(example, change) for example in self.examples for change in changes]
+        if "stored" in self.parts:
+            items += [(one, "stored") for one in self.examples if stored_domain(one).exists()]
+        return items
 
 
 def rows(run: Run, progress: Progress = lambda item: None) -> list[CpuRow]:
@@ -84,7 +91,7 @@ def rows(run: Run, progress: Progress = lambda item: None) -> list[CpuRow]:
     found: list[CpuRow] = []
     for example, change in run.items:
         progress(f"{example} {change}")
-        wanted = CHANGES if change == "distributed" else (change,)
+        wanted = OF_PART.get(change, (change,))
         if any(kept.of(example, one) is None for one in wanted):
             for row in _measured(run, example, change):
                 kept.add(row)
@@ -95,8 +102,10 @@ def rows(run: Run, progress: Progress = lambda item: None) -> list[CpuRow]:
 
 def _measured(run: Run, example: str, change: str) -> list[CpuRow]:
     try:
-        if change == "distributed":
+        if change in OF_PART:
             job = _recorded(run.folder, example, "")
+            if change == "stored":
+                return stored_rows(example, job)
             return cluster_rows(run.folder, example, job, lambda text: None)
         return [_local_row(run, example, change)]
     except AutotuneError as error:

@@ -52,16 +52,18 @@ class Turns:
     failures: dict[str, str]
     load: float
 
-    def row(self, example: str, name: str, predicted_speedup: float) -> CpuRow:
-        """The row of a change, by the median of the rounds' ratios."""
+    def row(self, example: str, name: str) -> CpuRow:
+        """What was measured of a change, by the median of the rounds' ratios."""
+        if name in self.failures:
+            return CpuRow(example, name, reason=self.failures[name])
         baseline_s = median(self.baseline_s)
         ratios = [
             changed_s / before_s
             for before_s, changed_s in zip(self.baseline_s, self.changed_s[name], strict=True)
         ]
-        measured_s = baseline_s * median(ratios)
-        predicted_s = baseline_s / predicted_speedup
-        return CpuRow(example, name, baseline_s, predicted_s, measured_s, load=self.load)
+        return CpuRow(
+            example, name, baseline_s, measured_s=baseline_s * median(ratios), load=self.load
+        )
 
 
 def cluster_rows(
@@ -80,18 +82,19 @@ def cluster_rows(
         cluster = described.cluster
     question = Question(cluster=cluster, workers=cluster.world_size, gradients=gradients)
     base = at_step(base, median(turns.baseline_s))
-    return [_row(example, name, base, question, turns) for name in CHANGES]
+    return [predicted_row(turns.row(example, name), name, base, question) for name in CHANGES]
 
 
-def _row(example: str, name: str, base: Base, question: Question, turns: Turns) -> CpuRow:
-    if name in turns.failures:
-        return CpuRow(example, name, reason=turns.failures[name])
+def predicted_row(measured: CpuRow, name: str, base: Base, question: Question) -> CpuRow:
+    """The row with the prediction of a what-if, or with the reason why there is none."""
+    if measured.reason:
+        return measured
     register_all([])
     (asked,) = read_asked(name)
     found = answer(base, asked, question)
     if found.prediction is None:
-        return CpuRow(example, name, reason=found.reason)
-    return turns.row(example, name, found.prediction.speedup)
+        return CpuRow(measured.example, measured.change, reason=found.reason)
+    return replace(measured, predicted_s=measured.baseline_s / found.prediction.speedup)
 
 
 def at_step(base: Base, step_s: float) -> Base:

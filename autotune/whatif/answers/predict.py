@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from autotune.errors import InvalidInput
 from autotune.whatif.base import Base, Steady, steady
 from autotune.whatif.memory import NOT_RECORDED, MemoryOutcome, outcome
+from autotune.whatif.messages.shared_cores import on_shared_cores
 from autotune.whatif.question import Question, Reading
 from autotune.whatif.registry import WhatIf
 
@@ -39,10 +40,13 @@ class Prediction:
 
 
 def changed(base: Base, what_ifs: Sequence[WhatIf], question: Question) -> Base:
-    """The base after all what-ifs, in order. Raises `InvalidInput` where one does not apply."""
+    """The base after all what-ifs, in order. Raises `InvalidInput` where one does not apply.
+
+    On a processor the messages that they added share its cores with computation.
+    """
     for one in what_ifs:
         base = one.change(base, question)
-    return base
+    return on_shared_cores(base, question)
 
 
 def predict(

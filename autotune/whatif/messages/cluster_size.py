@@ -11,9 +11,13 @@ from autotune.whatif.question import Question
 
 
 def training_cluster(question: Question) -> Cluster:
-    """The cluster of the question, with its number of workers. Raises `InvalidInput`."""
+    """The cluster of the question, with its number of workers: that of what-if `workers` first.
+
+    Raises `InvalidInput`.
+    """
     cluster = question.known_cluster()
-    return cluster if question.workers is None else sized(cluster, question.workers)
+    workers = question.amounts.get("workers", question.workers)
+    return cluster if workers is None else sized(cluster, int(workers))
 
 
 def sized(cluster: Cluster, workers: int) -> Cluster:
