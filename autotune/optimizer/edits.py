@@ -124,12 +124,19 @@ def like(state: State, problem: Problem, kinds: Mapping[int, Shard]) -> Strategy
     A rooted message goes to the server that would finish first.
     """
     draft = draft_of(state, problem)
+    loads = draft.server_loads()
     for number, shard in kinds.items():
         problem.deadline.check()
         message = draft.messages[number]
         if draft.sparse_of(message) is SparseHandling.DENSE:
+            size = sum(map(draft.shard_bytes, message.members))
+            if message.shard.placement in loads:
+                loads[message.shard.placement] -= size
             plain = replace(shard, placement=None) if shard.synchronizer not in ROOTED else shard
-            message.shard = draft.with_synchronizer(plain, shard.synchronizer, message.members)
+            kind = shard.synchronizer
+            message.shard = draft.with_synchronizer(plain, kind, message.members, loads)
+            if message.shard.placement is not None:
+                loads[message.shard.placement] += size
     return draft.written()
 
 

@@ -104,7 +104,7 @@ class Message:
         """Size before compression."""
         return self.elements * DTYPE_BYTES[self.dtype]
 
-    @property
+    @cached_property
     def wire_bytes(self) -> int:
         """c(m) of Eq. 2 and 3: size of the compressed message.
 

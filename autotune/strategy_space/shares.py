@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 MOST_PIECES = 64
@@ -25,7 +26,8 @@ _TOLERANCE = 1e-6
 Shares = tuple[float, ...]
 
 
-def shares_error(shares: Sequence[float]) -> str | None:
+@lru_cache(maxsize=1 << 10)  # thousands of shards have the same few shares
+def shares_error(shares: Shares) -> str | None:
     """Return the rule that these shares break, or None."""
     in_range = all(0 <= share <= 1 for share in shares)
     if in_range and math.isclose(math.fsum(shares), 1, rel_tol=0, abs_tol=_TOLERANCE):

@@ -38,12 +38,20 @@ def directly(
         shard = _direct(message, cluster.world_size, shares)
         if shard is not None:
             shards.update({(part.variable, part.start): shard for part in message.slices})
+    placed: dict[tuple[int, int], Shard] = {}  # by the ids of both: few of thousands are distinct
     choices = []
     for choice in strategy.variables:
         parts = slices_of(workload.variables[workload.index[choice.variable]], choice)
-        pairs = zip(choice.shards, parts, strict=True)
-        replaced = tuple(_placed(shards, shard, part.variable, part.start) for shard, part in pairs)
-        choices.append(replace(choice, shards=replaced))
+        replaced = list(choice.shards)
+        for number, part in enumerate(parts):
+            direct = shards.get((part.variable, part.start))
+            if direct is None:
+                continue
+            key = id(choice.shards[number]), id(direct)
+            if key not in placed:
+                placed[key] = _placed(choice.shards[number], direct)
+            replaced[number] = placed[key]
+        choices.append(replace(choice, shards=tuple(replaced)))
     count = max(in_flight, strategy.in_flight) if shards else strategy.in_flight
     return replace(strategy, variables=tuple(choices), in_flight=count)
 
@@ -67,10 +75,7 @@ def pieces_by_size(message: Message) -> int:
     return max(min(-(-message.grad_bytes // PIECE_BYTES), MOST_PIECES), 1)
 
 
-def _placed(shards: dict[tuple[str, int], Shard], shard: Shard, variable: str, start: int) -> Shard:
-    direct = shards.get((variable, start))
-    if direct is None:
-        return shard
+def _placed(shard: Shard, direct: Shard) -> Shard:
     return replace(
         shard,
         synchronizer=direct.synchronizer,

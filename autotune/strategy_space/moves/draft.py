@@ -7,6 +7,7 @@ order. So a change has no side effects, and equal results are equal strategies.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -186,21 +187,31 @@ class Draft:
         dense = all(self.sparse[position] is SparseHandling.DENSE for position, _ in members)
         return dense and not shard.compressor.error_feedback
 
+    def server_loads(self, without: Collection[Member] = ()) -> dict[int, int]:
+        """Bytes of the messages of each server, without these members."""
+        loads = dict.fromkeys(self.servers.ranks, 0)
+        for message in self.messages:
+            if message.shard.placement in loads:
+                others = [member for member in message.members if member not in without]
+                loads[message.shard.placement] += sum(map(self.shard_bytes, others))
+        return loads
+
     def with_synchronizer(
-        self, shard: Shard, synchronizer: Synchronizer, members: list[Member]
+        self,
+        shard: Shard,
+        synchronizer: Synchronizer,
+        members: list[Member],
+        loads: Mapping[int, int] | None = None,
     ) -> Shard:
         """`shard` with another synchronizer; a rooted one serves where it would finish first.
 
-        A new direct exchange has owners by bandwidth, and pieces by its size.
+        A new direct exchange has owners by bandwidth, and pieces by its size. `loads`: the
+        `server_loads` without the members, for callers that keep them.
         """
         placement = None
         if synchronizer in ROOTED:
-            taken = set(members)
-            loads = dict.fromkeys(self.servers.ranks, 0)
-            for message in self.messages:
-                if message.shard.placement in loads:
-                    others = [member for member in message.members if member not in taken]
-                    loads[message.shard.placement] += sum(map(self.shard_bytes, others))
+            if loads is None:
+                loads = self.server_loads(set(members))
             size = sum(self.shard_bytes(member) for member in members)
             server = least_loaded(list(loads.values()), self.servers.shares, size)
             placement = self.servers.ranks[server]
