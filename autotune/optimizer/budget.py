@@ -54,14 +54,17 @@ NO_DEADLINE = Deadline()
 class Budget:
     """Limits of a whole search: replayed steps, ops of all replayed graphs, seconds of wall clock.
 
+    `stale`: climbs from neighbors without a gain after which the search ends.
+
     Replays and ops are equal on every machine, so they decide; remembered replays count, too. The
     seconds hold for any number of variables. They are a distant safety net by default, and a search
     that they end reports it.
     """
 
-    replays: int = 400
-    ops: int = 7_500_000
+    replays: int = 250
+    ops: int = 4_700_000
     seconds: float = 600.0
+    stale: int = 4
 
     def __post_init__(self) -> None:
         if self.replays < 1 or self.ops < 1 or self.seconds <= 0:

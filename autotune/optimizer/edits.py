@@ -124,7 +124,8 @@ def like(state: State, problem: Problem, kinds: Mapping[int, Shard]) -> Strategy
     A rooted message goes to the server that would finish first.
     """
     draft = draft_of(state, problem)
-    loads = draft.server_loads()
+    served = any(shard.synchronizer in ROOTED for shard in kinds.values())
+    loads = draft.server_loads() if served else {}
     for number, shard in kinds.items():
         problem.deadline.check()
         message = draft.messages[number]

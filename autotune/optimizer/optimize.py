@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from autotune.cluster import Cluster
 from autotune.costs.row_traffic import RowTraffic
@@ -14,7 +15,7 @@ from autotune.lowering.device_costs import costs_of
 from autotune.optimizer.bounds import least_transfer_s
 from autotune.optimizer.budget import Budget, Deadline
 from autotune.optimizer.fused_time import ASSUMED, LaunchGaps
-from autotune.optimizer.registry import all_starts, default_passes
+from autotune.optimizer.registry import default_passes, first_starts, later_starts
 from autotune.optimizer.replays import Replays
 from autotune.optimizer.search import Improvement, Search
 from autotune.optimizer.state import Pass, Problem, Speedups, State, planned
@@ -120,7 +121,8 @@ def optimize(
         problem, replays, default_passes() if passes is None else passes, budget, seed, allowed
     )
     name = DDP if before is None else "before"
-    result = search.run(all_starts(problem, (name, first.strategy)))
+    starts = first_starts(problem, (name, first.strategy))
+    result = search.run(starts, partial(later_starts, problem))
     best = result.best or first
     assumed = list(best.assumed)
     if best.fusion != OpFusion() and fused_s is None:

@@ -14,7 +14,7 @@ from autotune.optimizer.passes.op_fusion import ChooseOpFusion, FuseOps
 from autotune.optimizer.passes.partition import Partition
 from autotune.optimizer.passes.synchronizers import Synchronizers
 from autotune.optimizer.passes.tensor_fusion import TensorFusion, TensorSplit
-from autotune.optimizer.starts import started
+from autotune.optimizer.starts import computed, hand_made, started
 from autotune.optimizer.state import Pass, Problem, State
 from autotune.plugins import Registry
 from autotune.profiling.op_graph import OpFusion
@@ -54,21 +54,33 @@ def default_passes() -> list[Pass]:
     return passes
 
 
-def all_starts(
+def first_starts(
     problem: Problem, before: tuple[str, Strategy] | None = None
 ) -> list[tuple[str, State]]:
-    """(name, state) of every start. `before` comes first, so that no search ends slower than it.
+    """(name, state) of the starts that are built fast. `before` comes first, so that no search ends
+    slower than it.
 
     The layers of the coarsened view are fused from the start (Alg. 1, line 2). Starts may take
     `STARTS` of the time until the problem's deadline; those that were built until then count.
     """
-    problem = replace(problem, deadline=problem.deadline.share(STARTS))
-    fusion = OpFusion()
-    if problem.graph is not None and problem.speedups.coarsened:
-        fusion = coarse_fusion(problem.graph)
-    starts = started(problem, fusion)
+    starts = started(_in_time(problem), _fusion(problem), computed)
     if before is None:
         return starts
     name, strategy = before
     others = [start for start in starts if start[1].strategy != strategy]
-    return [(name, State(strategy, fusion)), *others]
+    return [(name, State(strategy, _fusion(problem))), *others]
+
+
+def later_starts(problem: Problem) -> list[tuple[str, State]]:
+    """(name, state) of the hand-made strategies and even buckets, like `first_starts`."""
+    return started(_in_time(problem), _fusion(problem), hand_made)
+
+
+def _in_time(problem: Problem) -> Problem:
+    return replace(problem, deadline=problem.deadline.share(STARTS))
+
+
+def _fusion(problem: Problem) -> OpFusion:
+    if problem.graph is not None and problem.speedups.coarsened:
+        return coarse_fusion(problem.graph)
+    return OpFusion()

@@ -36,8 +36,10 @@ NEIGHBOURS = 8
 """Random neighbors of a state; the fastest begins a climb."""
 APART = 0.002
 """Relative difference of predicted times below which two plans are nearly equal."""
-STALE = 12
-"""Climbs without a gain after which the search ends."""
+WORTH = 1e-4
+"""Share of the step that a round of all passes, or a climb from a neighbor, must gain to go on."""
+
+LaterStarts = Callable[[], Sequence[tuple[str, State]]]
 
 
 @dataclass(frozen=True)
@@ -102,34 +104,57 @@ class Search:
         self._ops_before = replays.ops
         self._step_s: PlanMemory[float] = PlanMemory(budget.replays)
 
-    def run(self, starts: Sequence[tuple[str, State]]) -> SearchResult:
-        """Climb from the fastest starts, one of each family at least, then from neighbors."""
+    def run(
+        self, starts: Sequence[tuple[str, State]], later: LaterStarts | None = None
+    ) -> SearchResult:
+        """Climb from the fastest starts, one of each family at least, then from neighbors.
+
+        `later` builds further starts, after the climb from the fastest of `starts`.
+        """
         try:
-            self._run(starts)
+            self._run(starts, later)
         except TimeUp:
             self.result.cut_short = True
         return self.result
 
-    def _run(self, starts: Sequence[tuple[str, State]]) -> None:
+    def _run(self, starts: Sequence[tuple[str, State]], later: LaterStarts | None) -> None:
+        replayed = self._replayed(starts, 0)
+        climbed: tuple[float, int, State] | None = None
+        if later is not None and replayed and not self._spent():
+            climbed = min(replayed, key=lambda start: start[:2])
+            replayed.remove(climbed)
+            self.climb(climbed[2], climbed[0])
+        if later is not None:
+            replayed += self._replayed(later(), len(starts))
+        replayed.sort(key=lambda start: start[:2])
+        fastest: dict[int | None, tuple[float, int, State]] = {}
+        for start in replayed:
+            fastest.setdefault(start[2].strategy.limit, start)
+        if climbed is not None:
+            family = climbed[2].strategy.limit
+            if family in fastest and fastest[family][0] > climbed[0]:
+                del fastest[family]
+        chosen = list(fastest.values())
+        numbers = {number for _, number, _ in chosen}
+        others = [start for start in replayed if start[1] not in numbers]
+        chosen += others[: max(CLIMBS - len(chosen) - (climbed is not None), 0)]
+        for step_s, _, state in chosen:
+            if not self._spent():
+                self.climb(state, step_s)
+        self._wander()
+
+    def _replayed(
+        self, starts: Sequence[tuple[str, State]], first: int
+    ) -> list[tuple[float, int, State]]:
+        """(step, number from `first`, state) of each start that could be replayed."""
         replayed = []
-        for number, (name, state) in enumerate(starts):
+        for number, (name, state) in enumerate(starts, first):
             step_s = self.step_s(state)
             if step_s is not None:
                 self.result.starts_s[name] = step_s
                 self._keep(state, step_s, name)
                 replayed.append((step_s, number, state))
-        replayed.sort(key=lambda start: start[:2])
-        fastest: dict[int | None, tuple[float, int, State]] = {}
-        for start in replayed:
-            fastest.setdefault(start[2].strategy.limit, start)
-        chosen = list(fastest.values())
-        numbers = {number for _, number, _ in chosen}
-        others = [start for start in replayed if start[1] not in numbers]
-        chosen += others[: max(CLIMBS - len(chosen), 0)]
-        for step_s, _, state in chosen:
-            if not self._spent():
-                self.climb(state, step_s)
-        self._wander()
+        return replayed
 
     def step_s(self, state: State) -> float | None:
         """The replayed step; None if the state is not allowed or the budget is spent."""
@@ -151,12 +176,12 @@ class Search:
         return step_s
 
     def climb(self, state: State, step_s: float) -> tuple[State, float]:
-        """Rounds of all passes until no pass finds a gain."""
+        """Rounds of all passes until one gains too little."""
         self._climbed = None
         self._note(state, step_s)
         gained = True
         while gained and not self._spent():
-            gained = False
+            before_s = step_s
             self.result.rounds += 1
             for one_pass in self.passes:
                 if self._spent():
@@ -164,8 +189,8 @@ class Search:
                 better = self._best_of(one_pass, state, step_s)
                 if better is not None:
                     state, step_s = better
-                    gained = True
                     self._keep(state, step_s, one_pass.name)
+            gained = step_s <= before_s * (1 - WORTH)
         if self._climbed is not None:
             plan_id = self.replays.plan_of(self._climbed[1]).id
             self.result.optima.setdefault(plan_id, self._climbed)
@@ -203,7 +228,7 @@ class Search:
         """
         rng, stale = generator(self.seed, "optimizer"), 0
         families = self.result.families
-        while not self._spent() and families and stale < STALE and not self._hidden():
+        while not self._spent() and families and stale < self.budget.stale and not self._hidden():
             ranked = sorted(families.values(), key=lambda best: best[0])
             turn = 0 if stale % 3 < 2 or len(ranked) < 2 else 1 + stale // 3 % (len(ranked) - 1)
             neighbours = [self._neighbour(ranked[turn][1], rng) for _ in range(NEIGHBOURS)]
@@ -220,7 +245,7 @@ class Search:
             self._keep(neighbours[number], step_s, "neighbour")
             self.climb(neighbours[number], step_s)
             if any(
-                best_s < before_s.get(limit, float("inf")) * (1 - GAIN)
+                best_s < before_s.get(limit, float("inf")) * (1 - WORTH)
                 for limit, (best_s, _) in families.items()
             ):
                 stale = 0

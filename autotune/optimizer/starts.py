@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -34,10 +34,11 @@ PIECES = 8
 """Pieces of each direct exchange with which a search starts; the pass `direct_exchange` changes
 them."""
 ORDER_NODES = 40
+Builders = Callable[[Problem, OpFusion], Iterator[tuple[str, Strategy]]]
 EVEN_BYTES = (2**18, 2**19, 2**20, 2**21, 2**22)
 
 
-def started(problem: Problem, fusion: OpFusion) -> list[tuple[str, State]]:
+def started(problem: Problem, fusion: OpFusion, built_by: Builders) -> list[tuple[str, State]]:
     """(name, state) of each strategy in the space, the shortest estimate first, with this fusion.
 
     All are kept: estimates with one channel were up to four times the replay with threads and
@@ -46,7 +47,7 @@ def started(problem: Problem, fusion: OpFusion) -> list[tuple[str, State]]:
     names: dict[Strategy, str] = {}
     estimated_s: dict[Strategy, float] = {}
     with suppress(TimeUp):
-        for name, built in _built(problem, fusion):
+        for name, built in built_by(problem, fusion):
             problem.deadline.check()
             rows = not problem.space.dense_rows
             strategy = with_rows(built, problem.workload) if rows else built
@@ -59,9 +60,9 @@ def started(problem: Problem, fusion: OpFusion) -> list[tuple[str, State]]:
     return [(names[strategy], State(strategy, fusion)) for strategy in ranked]
 
 
-def _built(problem: Problem, fusion: OpFusion) -> Iterator[tuple[str, Strategy]]:
+def hand_made(problem: Problem, fusion: OpFusion) -> Iterator[tuple[str, Strategy]]:
+    """Hand-made strategies, then even buckets."""
     yield from seed_strategies(problem.workload, problem.cluster, problem.space)
-    yield from _best_cuts(problem, fusion)
     yield from _even_buckets(problem, fusion)
 
 
@@ -112,7 +113,7 @@ def _timed(problem: Problem, fusion: OpFusion) -> Workload:
     return problem.graph.workload(fusion, problem.fused_s)
 
 
-def _best_cuts(problem: Problem, fusion: OpFusion) -> Iterator[tuple[str, Strategy]]:
+def computed(problem: Problem, fusion: OpFusion) -> Iterator[tuple[str, Strategy]]:
     """The best messages of consecutive groups by every collective of the space.
 
     They are sent within the step and, in the planned order, across it.

@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from autotune.cluster import Cluster
 from autotune.lowering.replayed import LoweredSteps
 from autotune.optimizer.budget import Budget, Deadline
-from autotune.optimizer.registry import all_starts, default_passes
+from autotune.optimizer.registry import default_passes, first_starts, later_starts
 from autotune.optimizer.replays import Replays
 from autotune.optimizer.search import APART, Search, SearchResult
 from autotune.optimizer.state import Problem, State
@@ -81,7 +82,12 @@ def suggestions(
     deadline = Deadline.after(total.seconds, clock)
     searches = _searches(steps, space, begin)
     share = max(len(searches), 1)
-    each = Budget(max(total.replays // share, 1), max(total.ops // share, 1), total.seconds / share)
+    each = replace(
+        total,
+        replays=max(total.replays // share, 1),
+        ops=max(total.ops // share, 1),
+        seconds=total.seconds / share,
+    )
     passes = default_passes()
     best: dict[Strategy, Suggested] = {}
     others: dict[Strategy, Suggested] = {}
@@ -89,10 +95,11 @@ def suggestions(
     cut_short = False
     for number, (name, untimed, given) in enumerate(searches):
         problem = replace(untimed, deadline=deadline.share(1 / (share - number)))
-        starts = given or all_starts(problem)
+        starts = given or first_starts(problem)
+        later = None if given else partial(later_starts, problem)
         replays = Replays(problem, lower)
         search = Search(problem, replays, passes, each, seed, allowed, avoid)
-        result = search.run([*previous, *starts])
+        result = search.run([*previous, *starts], later)
         cut_short |= result.cut_short
         families = sorted(result.families.items(), key=lambda entry: entry[0] or 0)
         for _, (step_s, state) in families:

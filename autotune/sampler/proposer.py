@@ -42,8 +42,8 @@ SURVIVORS = 0.3
 FIRST_EXPLORERS = 0.5
 EXPLORERS = 0.17
 """Share of the first and of a later round's trials that explores strategies the ranker rejects."""
-OPTIMIZER = Budget(1600, 40_000_000, seconds=1200)
-AGAIN = Budget(400, 10_000_000, seconds=600)
+OPTIMIZER = Budget(1600, 40_000_000, seconds=1200, stale=12)
+AGAIN = Budget(400, 10_000_000, seconds=600, stale=12)
 """The optimizer's replays before the first round, about 10 s, and before a later one.
 
 The seconds are a safety limit only."""

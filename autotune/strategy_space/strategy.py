@@ -365,4 +365,4 @@ def direct_error(compressor: Compressor, shares: Shares | None, pieces: int) -> 
             f"compressor {compressor} needs the whole message, but a direct exchange has {pieces} "
             "pieces; set pieces = 1, or cut its variables by a partition"
         )
-    return pieces_error(pieces) or (None if shares is None else shares_error(shares))
+    return pieces_error(pieces) or (None if shares is None else shares_error(tuple(shares)))

@@ -13,7 +13,8 @@ replays only. It stops a variant after `--ablation-seconds` and reports "more th
 replay is loaded before.
 
 Budgets, logs and `anytime` count CPU time, so a busy machine changes no figure. `anytime`: the best
-step time known after so many CPU seconds, relative to the final one.
+step time known after so many CPU seconds, relative to the final one. `by_replays`: the same after so
+many replays, which no load changes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ VARIANTS = {
     "+ symmetry (full method)": Speedups(True, True, True),
 }
 ANYTIME_S = (0.25, 0.5, 1.0, 2.0, 4.0)
+BY_REPLAYS = (40, 60, 80, 160)
 UNBOUNDED_S, UNBOUNDED_OPS = 3600.0, 10**15
 
 
@@ -132,13 +134,23 @@ def row(optimized: Optimized, wall_s: float) -> dict[str, Any]:
 
 def anytime(optimized: Optimized) -> dict[str, float | None]:
     """Return the best step after each of `ANYTIME_S` over the final one; None before any."""
+    spent = [(entry.seconds, entry.step_s) for entry in optimized.log]
+    return _curve(spent, ANYTIME_S, optimized.predicted_step_s)
+
+
+def by_replays(optimized: Optimized) -> dict[str, float | None]:
+    """Return the best step after each of `BY_REPLAYS` over the final one; None before any."""
+    spent = [(float(entry.replays), entry.step_s) for entry in optimized.log]
+    return _curve(spent, BY_REPLAYS, optimized.predicted_step_s)
+
+
+def _curve(
+    spent: Sequence[tuple[float, float]], limits: Sequence[float], final_s: float
+) -> dict[str, float | None]:
     curve: dict[str, float | None] = {}
-    for seconds in ANYTIME_S:
-        known_s = [entry.step_s for entry in optimized.log if entry.seconds <= seconds]
-        best = min(known_s, default=None)
-        curve[f"{seconds:g}"] = (
-            None if best is None else round(best / optimized.predicted_step_s, 5)
-        )
+    for limit in limits:
+        best_s = min((step_s for cost, step_s in spent if cost <= limit), default=None)
+        curve[f"{limit:g}"] = None if best_s is None else round(best_s / final_s, 5)
     return curve
 
 
@@ -171,6 +183,7 @@ def measure(case: Case, budget: Budget, ablation_s: float) -> dict[str, Any]:
         "cross_step": full.strategy.cross_step,
         **row(full, wall_s),
         "anytime": curve,
+        "by_replays": by_replays(full),
         "ablation": {},
     }
     for label, speedups in VARIANTS.items() if ablation_s > 0 else ():

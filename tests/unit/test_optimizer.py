@@ -95,6 +95,16 @@ def test_equal_inputs_give_equal_results() -> None:
     assert looked_at[0] == looked_at[1]
 
 
+def test_passes_improve_the_best_cuts_before_hand_made_strategies_are_replayed() -> None:
+    graph = chain()
+    optimized = optimize(graph.workload(), NETWORK, graph=graph, budget=Budget(replays=30))
+    gains = [entry.by for entry in optimized.log if entry.by not in optimized.starts_s]
+    assert {one.name for one in default_passes()} & set(gains)
+    longer = optimize(graph.workload(), NETWORK, graph=graph, budget=SMALL)
+    assert "parameter_server" in longer.starts_s
+    assert longer.predicted_step_s <= optimized.predicted_step_s
+
+
 def test_a_space_with_one_synchronizer_within_the_step_is_respected() -> None:
     workload = chain().workload()
     space = SearchSpace((Synchronizer.ALL_REDUCE,), max_shards=1)
