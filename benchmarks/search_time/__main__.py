@@ -13,8 +13,8 @@ replays only. It stops a variant after `--ablation-seconds` and reports "more th
 replay is loaded before.
 
 Budgets, logs and `anytime` count CPU time, so a busy machine changes no figure. `anytime`: the best
-step time known after so many CPU seconds, relative to the final one. `by_replays`: the same after so
-many replays, which no load changes.
+step time known after so many CPU seconds, relative to the final one. `by_replays`: the same after
+so many replays, which no load changes.
 """
 
 from __future__ import annotations
