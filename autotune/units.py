@@ -77,6 +77,11 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e9:.3g} ns"
 
 
+def format_ratio(ratio: float) -> str:
+    """Two decimals, or three digits of a small ratio: `1.54x`, `0.0132x`."""
+    return f"{ratio:.2f}x" if ratio >= 0.1 else f"{ratio:.3g}x"
+
+
 def format_rate(bytes_per_s: float) -> str:
     """Bits per second, as link rates are quoted: `250 Mbit/s`."""
     for scale, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):

@@ -8,7 +8,7 @@ from typing import Any
 from autotune.reports.pages import write_page
 from autotune.reports.plot import SERIES
 from autotune.reports.whatif_charts import PARTS, curve_chart, limits_chart
-from autotune.units import format_rate, format_seconds
+from autotune.units import format_rate, format_ratio, format_seconds
 from autotune.whatif.answers.answered import Answered, MeasuredChange
 from autotune.whatif.answers.answers import Answer
 from autotune.whatif.answers.curves import Curve
@@ -39,7 +39,7 @@ def _title(best: Answer | None) -> str:
     speedup = best.prediction.speedup
     if speedup <= 1:
         return "No what-if is faster"
-    return f"{best.asked.text}: {speedup:.2f}x"
+    return f"{best.asked.text}: {format_ratio(speedup)}"
 
 
 def _row(one: Answer) -> dict[str, Any]:
@@ -55,8 +55,11 @@ def _row(one: Answer) -> dict[str, Any]:
         "title": one.title,
         "workers": "" if one.workers is None else str(one.workers),
         "step": format_seconds(prediction.after_s),
-        "speedup": f"{prediction.speedup:.2f}x",
-        "interval": f"{prediction.speedup_low:.2f}x to {prediction.speedup_high:.2f}x",
+        "speedup": format_ratio(prediction.speedup),
+        "interval": (
+            f"{format_ratio(prediction.speedup_low)} to {format_ratio(prediction.speedup_high)}"
+        ),
+        "samples": "" if one.samples_ratio is None else format_ratio(one.samples_ratio),
         "exposed": format_seconds(limits.exposed_communication_s),
         "path": ", ".join(path),
         "enact": one.enact,

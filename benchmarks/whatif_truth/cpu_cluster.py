@@ -75,7 +75,7 @@ def cluster_rows(
     setup = script_setup(
         ROOT / "examples" / f"{example}.py", cluster_file(CLUSTER), Accelerators.REAL
     )
-    with trial_session(folder / setup.name, setup, LENGTH, log, quick=True) as session:
+    with trial_session(folder / setup.name, setup, LENGTH, log) as session:
         turns = _measured(session, ROUNDS)
         described = session.writer.described
         assert described is not None

@@ -10,6 +10,7 @@ from autotune.errors import InvalidInput
 from autotune.units import (
     format_bytes,
     format_rate,
+    format_ratio,
     format_seconds,
     parse_bytes,
     parse_bytes_per_s,
@@ -72,3 +73,11 @@ def test_rates_of_links_are_formatted_in_bits():
     bits = {250e6: "250 Mbit/s", 1e9: "1 Gbit/s", 997.3e6: "997.3 Mbit/s", 2.5e9: "2.5 Gbit/s"}
     bits |= {64e3: "64 kbit/s", 10: "10 bit/s"}
     assert {value: format_rate(value / 8) for value in bits} == bits
+
+
+def test_small_ratios_keep_three_digits() -> None:
+    assert [format_ratio(ratio) for ratio in (12.345, 0.1, 0.0132)] == [
+        "12.35x",
+        "0.10x",
+        "0.0132x",
+    ]

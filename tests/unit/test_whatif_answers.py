@@ -59,6 +59,13 @@ def invented() -> Iterator[None]:
             base = connect(base, kernels[-1], sent)
             return connect(base, sent, kernels[0], later=1)
 
+        @what_if("hosts", title="needs four workers", source="invented", enact="-")
+        def hosts(base: Base, question: Question) -> Base:
+            """As `message`, on several hosts."""
+            if question.workers < 4:
+                raise InvalidInput("one host only")
+            return message(base, question)
+
         yield
 
 
@@ -149,6 +156,12 @@ def test_there_is_a_row_for_each_number_of_workers_where_it_matters() -> None:
     assert np.diff(steps_s) == pytest.approx([2e-3, 4e-3], rel=0.01)
     (row,) = next(answers(base_of(), read_asked("message"), replace(question, workers=2)))
     assert row.workers == 2
+    assert row.samples_ratio == pytest.approx(2 * row.prediction.speedup)
+    assert twice[0].samples_ratio is None
+    (found,) = answers(base_of(), read_asked("hosts"), question, (2, 4, 8))
+    assert [(row.workers, row.reason) for row in found] == [(2, "one host only"), (4, ""), (8, "")]
+    (found,) = answers(base_of(), read_asked("refused"), question, (2, 4, 8))
+    assert [row.workers for row in found] == [None]
 
 
 def test_curves_follow_workers_and_bandwidth() -> None:

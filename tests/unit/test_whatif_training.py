@@ -170,6 +170,14 @@ def test_recomputation_adds_the_forward_pass_of_the_blocks() -> None:
     assert step_us(recompute(replace(passes, kind=kind), ASKED)) == pytest.approx(3600, rel=0.01)
     with pytest.raises(InvalidInput, match="equal blocks"):
         recompute(base, ASKED)
+    few = recorded_base(training(5, 400, kernels=9), 0)  # three equal kernels of eight
+    names = tuple(
+        "gemm" if name in ("gemm_1", "gemm_2", "gemm_3") else name for name in few.names.ops
+    )
+    kind = few.kind.copy()
+    kind[few.launched] = [Kind.FORWARD] * 8 + [Kind.BACKWARD]
+    with pytest.raises(InvalidInput, match=r"50% of the forward pass's 8 kernels.* has 3;"):
+        recompute(replace(few, names=replace(few.names, ops=names), kind=kind), ASKED)
 
 
 def test_a_recorder_s_wait_and_cost_are_removed() -> None:

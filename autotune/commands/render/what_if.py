@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from autotune.commands.render.tables import plain_table
-from autotune.units import format_bytes, format_seconds
+from autotune.units import format_bytes, format_ratio, format_seconds
 from autotune.whatif.answers.answered import Answered, MeasuredChange
 from autotune.whatif.answers.answers import Answer
 from autotune.whatif.answers.curves import Curve
@@ -14,7 +14,16 @@ from autotune.whatif.answers.limits import Limits
 from autotune.whatif.memory import MemoryOutcome
 
 SHOWN_PARTS = 3
-COLUMNS = ("what-if", "workers", "step", "speed-up", "interval", "host/device/both/comm/idle")
+COLUMNS = (
+    "what-if",
+    "workers",
+    "step",
+    "speed-up",
+    "interval",
+    "samples",
+    "host/device/both/comm/idle",
+    "critical path",
+)
 
 
 def answered_text(found: Answered) -> str:
@@ -23,9 +32,8 @@ def answered_text(found: Answered) -> str:
     predicted = found.predicted
     if predicted:
         rows = [_row(one) for one in predicted]
-        columns = (*COLUMNS, "critical path")
-        keep = [k for k, _ in enumerate(columns) if k != 1 or any(row[1] for row in rows)]
-        table = plain_table([columns[k] for k in keep], [[row[k] for k in keep] for row in rows])
+        keep = [k for k, _ in enumerate(COLUMNS) if any(row[k] for row in rows)]
+        table = plain_table([COLUMNS[k] for k in keep], [[row[k] for k in keep] for row in rows])
         lines += [table.rstrip("\n"), "", *_enacting(predicted), *_memory(predicted)]
         lines += _sources(predicted)
     lines += _refused(found)
@@ -72,8 +80,9 @@ def _row(one: Answer) -> tuple[str, ...]:
         one.asked.text,
         "" if one.workers is None else str(one.workers),
         format_seconds(prediction.after_s),
-        f"{prediction.speedup:.2f}x",
-        f"{prediction.speedup_low:.2f}-{prediction.speedup_high:.2f}x",
+        format_ratio(prediction.speedup),
+        f"{format_ratio(prediction.speedup_low)[:-1]}-{format_ratio(prediction.speedup_high)}",
+        "" if one.samples_ratio is None else format_ratio(one.samples_ratio),
         shares_text(limits),
         path_text(limits),
     )
@@ -90,7 +99,7 @@ def _sources(predicted: tuple[Answer, ...]) -> list[str]:
     """The notes of all rows, each once: amounts that were assumed or measured elsewhere."""
     notes = (one.prediction.base.notes for one in predicted if one.prediction is not None)
     listed = dict.fromkeys(note for of_row in notes for note in of_row)
-    return ["taken from elsewhere:", *(f"  {note}" for note in listed)] if listed else []
+    return ["", "taken from elsewhere:", *(f"  {note}" for note in listed)] if listed else []
 
 
 def _memory(predicted: tuple[Answer, ...]) -> list[str]:
@@ -103,7 +112,7 @@ def _memory(predicted: tuple[Answer, ...]) -> list[str]:
             lines.append(f"  {one.asked.text}: {memory_text(memory)}")
         elif reason:
             lines.append(f"  {one.asked.text}: {reason}")
-    return ["memory of a replica:", *lines] if lines else []
+    return ["", "memory of a replica:", *lines] if lines else []
 
 
 def memory_text(memory: MemoryOutcome) -> str:
@@ -120,8 +129,12 @@ def memory_text(memory: MemoryOutcome) -> str:
 
 
 def _refused(found: Answered) -> list[str]:
-    rows = list(dict.fromkeys((one.asked.text, one.reason) for one in found.refused))
+    rows = list(dict.fromkeys((_named(one), one.reason) for one in found.refused))
     return ["", "do not apply:", *(f"  {name}: {reason}" for name, reason in rows)] if rows else []
+
+
+def _named(one: Answer) -> str:
+    return one.asked.text if one.workers is None else f"{one.asked.text} on {one.workers} workers"
 
 
 def _slow_rank(found: Answered) -> list[str]:
@@ -233,6 +246,7 @@ def _answer_data(one: Answer) -> dict[str, Any]:
         "speedup": prediction.speedup,
         "speedup_low": prediction.speedup_low,
         "speedup_high": prediction.speedup_high,
+        "samples_ratio": one.samples_ratio,
         "limits": limits_data(limits),
         "memory": None if prediction.memory is None else asdict(prediction.memory),
         "memory_reason": prediction.memory_reason,

@@ -54,6 +54,19 @@ class Answer:
         return "; ".join(one.title for one in self.what_ifs)
 
     @property
+    def samples_ratio(self) -> float | None:
+        """Samples of all workers per second, over those of the recorded one.
+
+        None where the number of workers is unknown.
+        """
+        workers = self.asked.amounts.get("workers", self.workers)
+        return (
+            None
+            if workers is None or self.prediction is None
+            else (workers * self.prediction.speedup)
+        )
+
+    @property
     def enact(self) -> str:
         """The lines of code that make the changes in a script."""
         return "\n".join(one.enact for one in self.what_ifs)
@@ -117,8 +130,8 @@ def answers(
 ) -> Iterator[list[Answer]]:
     """The answers of each combination in turn: one, or one for each number of workers.
 
-    They are one where the prediction is the same on the first and the last number. `others`: as in
-    `predict`.
+    They are one where the prediction is the same on the first and the last number, or the reason
+    why there is none. `others`: as in `predict`.
     """
 
     def of(one: Asked, workers: int | None) -> Answer:
@@ -128,9 +141,9 @@ def answers(
     for one in asked:
         first = of(one, counts[0])
         rows = [first]
-        if first.prediction is not None and len(counts) > 1:
+        if len(counts) > 1:
             last = of(one, counts[-1])
-            if not _same(first, last):
+            if not _same(first, last) and (first.reason != last.reason or not first.reason):
                 rows = [first, *(of(one, count) for count in counts[1:-1]), last]
                 rows = [replace(row, workers=row.question.workers) for row in rows]
         elif first.prediction is not None and counts[0] is not None:

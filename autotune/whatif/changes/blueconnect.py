@@ -34,7 +34,7 @@ def blueconnect(base: Base, question: Question) -> Base:
     if times.on_one_host or times.most_on_a_host < 2:
         raise InvalidInput(
             "BlueConnect needs several hosts with several devices each, but cluster "
-            f"{times.cluster.name!r} has {len(times.cluster.hosts)} hosts with at most "
+            f"{times.cluster.name!r} has {len(times.cluster.hosts)} host(s) with at most "
             f"{times.most_on_a_host} devices"
         )
     messages = np.flatnonzero(collectives(base))

@@ -18,6 +18,9 @@ from autotune.whatif.registry import what_if
 
 FEWEST_BLOCKS = 3
 """A part of the forward pass that repeats itself this often is a model's stack of blocks."""
+LEAST_SHARE = 0.5
+"""Equal blocks with fewer of the forward pass's kernels are a part that happens to repeat itself,
+such as convolutions in a row, rather than the model's blocks."""
 AGAIN = Factor(
     1.0, 0.95, 1.1, "assumed: inputs may lie in a cache, states of random numbers are kept"
 )
@@ -65,6 +68,12 @@ def recompute(base: Base, question: Question) -> Base:
         raise InvalidInput(
             f"recomputation needs a forward pass with at least {FEWEST_BLOCKS} equal blocks, but "
             "its kernels do not repeat themselves"
+        )
+    if blocks.size < LEAST_SHARE * len(forward):
+        raise InvalidInput(
+            f"recomputation needs equal blocks with at least {LEAST_SHARE:.0%} of the forward "
+            f"pass's {len(forward)} kernels, but the longest stretch of equal ones has "
+            f"{blocks.size}; which layers would be computed again is unknown"
         )
     backward = _in_launch_order(base, Kind.BACKWARD)
     if len(backward) < blocks.count:
