@@ -22,7 +22,7 @@ from autotune.dfg.build import DfgBuilder
 from autotune.dfg.graph import NONE, Discipline, Kind
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.messages import SliceTable
-from autotune.lowering.pass_times import PassTimes
+from autotune.lowering.pass_times import PassTimes, first_of_groups
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class HostCosts:
     issue_s: FloatArray
     taken_s: FloatArray
     write_s: FloatArray
-    flush_s: float
+    flush_s: FloatArray
     flush_each_s: FloatArray
     defer_s: float
     buffers_s: float
@@ -81,19 +81,26 @@ class HostCosts:
         if results:
             flushed_s = flushed_s + costs["unpack_s_per_byte"] * times.grad_bytes
         workload = times.workload
+        issued_at = np.maximum.accumulate(slices.last)
+        first_issues = first_of_groups(times.ready_group[issued_at])
+        read_group = np.full(len(issued_at), len(times.read_group))
+        np.minimum.at(read_group, slices.message, times.read_group[slices.variable])
+        flush_s: FloatArray = np.full(len(issued_at), costs["settle_s"])
+        flush_s[first_of_groups(read_group)] += costs["settle_first_s"]
+        wakes_read_s = wake_s * first_of_groups(times.read_group)
         return HostCosts(
             hand_out_s=costs["hand_out_s_per_byte"] * times.grad_bytes,
-            fill_s=fill_s + wake_s * times.wakes_ready + packed_s,
-            issue_s=costs["issue_s"] + prepare_s,
+            fill_s=fill_s + wake_s * first_of_groups(times.ready_group) + packed_s,
+            issue_s=costs["issue_s"] + costs["issue_first_s"] * first_issues + prepare_s,
             taken_s=taken_s,
             write_s=write_s + costs["unpack_s_per_byte"] * times.grad_bytes,
-            flush_s=costs["settle_s"],
-            flush_each_s=costs["settle_each_s"] + wake_s * times.wakes_read + flushed_s,
+            flush_s=flush_s,
+            flush_each_s=costs["settle_each_s"] + wakes_read_s + flushed_s,
             defer_s=costs["defer_s"] * count + costs["issue_s"] * results,
             buffers_s=costs["buffer_s"] * workload.buffers,
             update_s=costs["real_update"] * workload.update_s,
             early_update=costs["early_update"],
-            issued_at=np.maximum.accumulate(slices.last),
+            issued_at=issued_at,
         )
 
 

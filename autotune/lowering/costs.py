@@ -60,9 +60,11 @@ class RuntimeCosts:
     | `pack_s_per_byte` | scale a gradient into its message, per byte of the gradient | s/B |
     | `cast_s_per_byte` | the same with rounding to 16 bits | s/B |
     | `issue_s` | start a message, except the collective itself | s |
+    | `issue_first_s` | emulated accelerators: more for the first message after a wake-up | s |
     | `lane_s` | pass a message to the thread of its next step | s |
     | `defer_s` | leave one variable to the next forward pass | s |
     | `settle_s` | flush one message when a variable of it is read, with its update | s |
+    | `settle_first_s` | emulated accelerators: more for the first one after a wake-up | s |
     | `settle_each_s` | average and update one variable there, except its bytes | s |
     | `settle_s_per_byte` | the same per byte of the gradient | s/B |
     | `buffer_s` | a buffer of the module that is broadcast before a forward pass | s |
@@ -101,9 +103,11 @@ class RuntimeCosts:
     pack_s_per_byte: Constant = Constant(1.2e-10, _HERE)
     cast_s_per_byte: Constant = Constant(2.3e-10, _HERE)
     issue_s: Constant = Constant(0.00019, _HERE)
+    issue_first_s: Constant = Constant(0.0, "`issue_s` contains it unless both were measured")
     lane_s: Constant = Constant(0.00015, _HERE)
     defer_s: Constant = Constant(1e-05, _HERE)
     settle_s: Constant = Constant(0.00059, _HERE)
+    settle_first_s: Constant = Constant(0.0, "`settle_s` contains it unless both were measured")
     settle_each_s: Constant = Constant(1.1e-05, _HERE)
     settle_s_per_byte: Constant = Constant(2.1e-10, _HERE)
     buffer_s: Constant = Constant(2.2e-05, _HERE)
@@ -161,8 +165,15 @@ class RuntimeCosts:
         return {field.name: getattr(self, field.name).source for field in fields(self)}
 
 
+_FOUR_HERE = _HERE.replace("--emulated`, one process", "--emulated --ranks 4`")
 EMULATED_COSTS = replace(
-    RuntimeCosts(), wake_s=Constant(0.00037, _HERE), hand_out_s_per_byte=Constant(1.6e-10, _HERE)
+    RuntimeCosts(),
+    wake_s=Constant(0.00037, _HERE),
+    hand_out_s_per_byte=Constant(1.6e-10, _HERE),
+    issue_s=Constant(1.6e-05, _FOUR_HERE),
+    issue_first_s=Constant(0.00011, _FOUR_HERE),
+    settle_s=Constant(7e-06, _FOUR_HERE),
+    settle_first_s=Constant(0.00032, _FOUR_HERE),
 )
 """Costs of a rank with an emulated accelerator."""
 

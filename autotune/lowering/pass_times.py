@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.arrays import BoolArray, FloatArray
+from autotune.arrays import BoolArray, FloatArray, IntArray
 from autotune.costs.timing import close_groups, needed_times_s, ready_times_s
 from autotune.lowering.messages import SliceTable
 from autotune.workload import DTYPE_BYTES, Workload
@@ -16,15 +16,15 @@ from autotune.workload import DTYPE_BYTES, Workload
 class PassTimes:
     """Times that all plans of a workload share, shape (V,).
 
-    `wakes_ready`, `wakes_read`: whether an emulated accelerator wakes up for this variable's
-    gradient or first read, and not for one just before it.
+    `ready_group`, `read_group`: an emulated accelerator wakes up once for all gradients, or first
+    reads, of a group. Numbered in their order.
     """
 
     workload: Workload
     ready_s: FloatArray
     needed_s: FloatArray
-    wakes_ready: BoolArray
-    wakes_read: BoolArray
+    ready_group: IntArray
+    read_group: IntArray
     elements: FloatArray
     grad_bytes: FloatArray
     computes_on_cpu: bool
@@ -41,8 +41,8 @@ class PassTimes:
             workload=workload,
             ready_s=ready_s,
             needed_s=needed_s,
-            wakes_ready=_first_of_groups(ready_s),
-            wakes_read=_first_of_groups(needed_s),
+            ready_group=_groups(ready_s),
+            read_group=_groups(needed_s),
             elements=elements,
             grad_bytes=elements * element_bytes,
             computes_on_cpu=workload.device == "cpu" and workload.threads > 0,
@@ -54,9 +54,17 @@ class PassTimes:
         return slices.elements / elements
 
 
-def _first_of_groups(times_s: FloatArray) -> BoolArray:
-    """Whether each time is the first of its close group."""
-    order = np.argsort(times_s, kind="stable")
-    first = np.zeros(len(times_s), dtype=np.bool_)
-    first[order[[group[0] for group in close_groups(times_s[order].tolist())]]] = True
+def first_of_groups(groups: IntArray) -> BoolArray:
+    """Whether each is the first one of its group."""
+    first = np.zeros(len(groups), dtype=np.bool_)
+    first[np.unique(groups, return_index=True)[1]] = True
     return first
+
+
+def _groups(times_s: FloatArray) -> IntArray:
+    """The number of each time's close group."""
+    order = np.argsort(times_s, kind="stable")
+    sizes = [len(group) for group in close_groups(times_s[order].tolist())]
+    groups = np.empty(len(times_s), dtype=np.int64)
+    groups[order] = np.repeat(np.arange(len(sizes)), sizes)
+    return groups

@@ -211,6 +211,19 @@ def test_emulated_accelerators_wake_up_once_per_close_group(apart_s: float, wake
     timed = replace(model(apart_s), threads=1)
     waking_s = more_s(timed, bucket(timed), RuntimeCosts(), wake_s=2e-3)
     assert waking_s == pytest.approx(wakes * 2e-3)
+    # Messages that start together find threads awake and caches warm, except the first.
+    firsts_s = more_s(timed, ring(), FREE, issue_first_s=2e-3)
+    assert firsts_s == pytest.approx(wakes * 2e-3)
+
+
+def test_messages_that_are_read_together_cost_a_first_flush_once() -> None:
+    """Reads 10 ms apart, or all at once; the first one cannot hide behind the pass."""
+    crossing = replace(ring(), cross_step=True)
+    for apart_s, firsts in ((0.01, 5), (0.0, 1)):
+        variables = (replace(v, needed_s=apart_s * (4 - i)) for i, v in enumerate(GPU.variables))
+        timed = replace(CPU, variables=tuple(variables))
+        flushed_s = more_s(timed, crossing, FREE, settle_first_s=2e-3)
+        assert flushed_s == pytest.approx(firsts * 2e-3)
 
 
 def test_buffers_travel_before_every_forward_pass() -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
@@ -379,10 +379,33 @@ def hooks(count: int, way: CostConditions) -> dict[str, float]:
     if way.emulated:
         results_s["hand_out_s_per_byte"] = (large.backward_s - apart.backward_s) * per_byte
         at_once = spent(count, few, False, replace(way, pause_s=0.0), None)
+        results_s |= behind_another(count, few, way, at_once, results_s)
         results_s["wake_s"] = (together.backward_s - at_once.backward_s) / count
         results_s["real_update"] = results_s["early_update"] = 0.0
         results_s["fill_s"] -= results_s["wake_s"]
     return {name: max(value, 0.0) for name, value in results_s.items()}
+
+
+def behind_another(
+    count: int, elements: int, way: CostConditions, together: Spent, alone_s: Mapping[str, float]
+) -> dict[str, float]:
+    """Issuing and applying a message directly behind another, and what more the first one costs.
+
+    After a pause, threads sleep and caches are cold. `together`: one message, without pauses.
+    `alone_s`: costs after a pause.
+    """
+    busy = replace(way, pause_s=0.0)
+    apart, crossing = (spent(count, elements, cross_step, busy) for cross_step in (False, True))
+    crossing_together = spent(count, elements, True, busy, None)
+    issue_s = (apart.whole_s - together.whole_s) / count
+    settled_s = crossing.forward_s - apart.forward_s
+    settled_together_s = crossing_together.forward_s - together.forward_s
+    behind_s = {"issue": issue_s, "settle": (settled_s - settled_together_s) / count}
+    costs_s = {}
+    for name, value in behind_s.items():
+        costs_s[f"{name}_s"] = max(value, 0.0)
+        costs_s[f"{name}_first_s"] = alone_s[f"{name}_s"] - costs_s[f"{name}_s"]
+    return costs_s
 
 
 def one_process(way: CostConditions) -> dict[str, float]:
