@@ -50,7 +50,7 @@ from autotune.units import format_seconds
 if TYPE_CHECKING:
     from autotune.profiling.alignment.result import Alignment
 
-SHOWN_REPAIRS, SHOWN_STEPS, SHOWN_CATEGORIES = 8, 12, 8
+SHOWN_REPAIRS, SHOWN_STEPS = 8, 12
 MOST_RANK_ROWS = 64
 
 
@@ -209,7 +209,7 @@ def _head(shown: _Shown) -> list[str]:
     lines += [f"  repaired: {repair}" for repair in repairs[:SHOWN_REPAIRS]]
     if len(repairs) > SHOWN_REPAIRS:
         lines.append(f"  and {len(repairs) - SHOWN_REPAIRS} more (all with --json)")
-    lines += _dropped_lines(job)
+    lines += [f"  {line}" for line in job.unknown_lines]
     lines += [
         f"execution trace of rank {link.rank}: {link.by_id} of {link.collectives} collectives "
         "linked by id"
@@ -227,15 +227,6 @@ def _head(shown: _Shown) -> list[str]:
             "traces, kept as measured (rank with the most)"
         )
     return lines
-
-
-def _dropped_lines(job: TraceJob) -> list[str]:
-    """The categories of events that are not read, in one line."""
-    listed = [f"{category} {count}" for category, count in job.dropped.items()]
-    if not listed:
-        return []
-    more = f" and {len(listed) - SHOWN_CATEGORIES} more" * (len(listed) > SHOWN_CATEGORIES)
-    return [f"  not read, by category: {', '.join(listed[:SHOWN_CATEGORIES])}{more}"]
 
 
 def _clock_lines(aligned: Alignment | None) -> list[str]:
@@ -292,7 +283,7 @@ def _page(shown: _Shown) -> Page:
     )
     listings = memory_listings(shown.memory)
     notes = [job.hosts.text(job.rank_numbers)] if len(job.ranks) > 1 else []
-    notes += [*repair_lines(job.repairs)[:SHOWN_REPAIRS], *map(str.strip, _dropped_lines(job))]
+    notes += [*repair_lines(job.repairs)[:SHOWN_REPAIRS], *job.unknown_lines]
     if aligned is not None:
         listings = (_clocks(job, aligned), *listings)
         notes += aligned.notes

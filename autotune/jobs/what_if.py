@@ -97,7 +97,7 @@ def answered(job: TraceJob, wanted: Wanted, progress: Progress = lambda item: No
         slow=slow,
         over_workers=tuple(over_workers),
         over_bandwidth=tuple(over_bandwidth),
-        notes=(start.note, *repairs, *notes, *problem, *lacks),
+        notes=(start.note, *repairs, *job.unknown_lines, *notes, *problem, *lacks),
     )
 
 

@@ -234,3 +234,15 @@ def test_progress_is_called_for_each_part(trace) -> None:
     wanted = Wanted((Asked("quick", "quick"), Asked("never", "never")))
     answered(job, wanted, seen.append)
     assert seen == ["rank 0", "quick", "never"]
+
+
+def test_events_of_unknown_categories_are_named_with_their_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rank0.json"
+    text = json.loads(training_text(5, 100))
+    kinds = ("martian", "martian", "overhead")
+    text["traceEvents"] += [span("zap", 10.0, 3.0, cat=kind) for kind in kinds]
+    path.write_text(json.dumps(text))
+    data = json_output(capsys, "what-if", path, "--only", "faster_gpu")
+    assert "events of unknown categories, which are not read: martian 2" in data["notes"]

@@ -83,6 +83,18 @@ def test_factors_of_another_device_are_noted_as_assumed(base: Base) -> None:
         assert note == f"factors on kernels: measured on {H100.device}, assumed for NVIDIA A100"
 
 
+def test_precisions_that_a_device_has_no_tensor_cores_for_are_refused(base: Base) -> None:
+    for name in ("Tesla V100-DGXS-32GB", "Tesla T4", "Quadro P4000", "NVIDIA GeForce GTX 1080 Ti"):
+        old = replace(base, device=name)
+        with pytest.raises(InvalidInput, match=f"bfloat16 .* of {name}; ask for amp_fp16"):
+            amp(old, ASKED)
+        with pytest.raises(InvalidInput, match="TF32 needs tensor cores"):
+            tf32(old, ASKED)
+        assert amp_fp16(old, ASKED).ops > base.ops
+    for name in ("NVIDIA L4", "NVIDIA A10G", "AMD Instinct MI300X", ""):
+        assert amp(replace(base, device=name), ASKED).ops >= base.ops
+
+
 def test_tf32_doubles_all_but_the_fixed_part(base: Base) -> None:
     faster = tf32(base, ASKED, TABLE)
     products = select(faster, name="sgemm", on_device=True)

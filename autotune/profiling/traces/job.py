@@ -32,6 +32,14 @@ from autotune.recordings.job_file import JOB_FILE
 from autotune.recordings.memory_file import MEMORY_FILE
 
 _SNIFFED_BYTES = 2**16
+SHOWN_CATEGORIES = 8
+NOT_NEEDED = frozenset(
+    {"ac2g", "async", "async_cpu_to_gpu", "async_gpu", "overhead", "python_function", "Trace"}
+    | {"without a category"}
+)
+"""Categories of Kineto that say nothing about the order or the time of work: arrows from calls to
+kernels (correlation ids state them, too), the profiler's own time, frames of other functions than
+modules, the whole recording, and instants."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +80,18 @@ class TraceJob:
         for trace in self.ranks:
             total.update(trace.dropped)
         return dict(total.most_common())
+
+    @property
+    def unknown_lines(self) -> list[str]:
+        """A line with the categories of `dropped` that are not `NOT_NEEDED`, if there are any."""
+        listed = [
+            f"{name} {count}" for name, count in self.dropped.items() if name not in NOT_NEEDED
+        ]
+        if not listed:
+            return []
+        more = f" and {len(listed) - SHOWN_CATEGORIES} more" * (len(listed) > SHOWN_CATEGORIES)
+        shown = ", ".join(listed[:SHOWN_CATEGORIES])
+        return [f"events of unknown categories, which are not read: {shown}{more}"]
 
     @cached_property
     def joint_of(self) -> list[dict[int, int]]:

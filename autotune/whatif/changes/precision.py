@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -25,6 +26,9 @@ PRODUCTS = (KernelClass.CONVOLUTION, KernelClass.GEMM)
 LAYOUT_KERNEL = "nchwToNhwc and back (predicted)"
 KEPT_KERNELS = 2
 """Kernels per direction that a product still has on tensor cores; the others go."""
+BEFORE_AMPERE = re.compile(r"\b(?:[KMP]\d+|V100S?|T4G?|GTX|TITAN|RTX 20\d\d|Quadro RTX)\b")
+"""Names of NVIDIA's devices below compute capability 8.0, whose tensor cores take float16 at most
+(CUDA C++ Programming Guide, "Compute Capabilities")."""
 
 
 @what_if(
@@ -44,6 +48,11 @@ def amp(base: Base, question: Question, table: FactorTable = H100) -> Base:
     - Parameters are cast to 16 bit before their first use and their gradients back, and inputs of
       matrix products are cast in models with layer normalization, which stays in fp32.
     """
+    _require_ampere(base, "bfloat16", "ask for amp_fp16")
+    return _in_16_bit(base, question, table)
+
+
+def _in_16_bit(base: Base, question: Question, table: FactorTable) -> Base:
     base = table.noted(base)
     if not _has_products(base):
         raise InvalidInput(
@@ -68,7 +77,7 @@ def amp_fp16(base: Base, question: Question, table: FactorTable = H100) -> Base:
     Then the host waits for the device, because infinite gradients skip the update.
     """
     base = table.noted(base)
-    faster = amp(base, question, table)
+    faster = _in_16_bit(base, question, table)
     backward = np.flatnonzero(faster.on_device & (faster.kind == Kind.BACKWARD))
     launched = faster.launched[np.isin(faster.launched, backward)]
     update = faster.launched[faster.kind[faster.launched] == Kind.UPDATE]
@@ -95,6 +104,7 @@ def tf32(base: Base, question: Question, table: FactorTable = H100) -> Base:
       of a kernel's time does not grow.
     - Memory-efficient attention in fp32 stays as it is: its kernels emulate fp32 in any case.
     """
+    _require_ampere(base, "TF32", "fp32 stays as it is there")
     base = table.noted(base)
     if not _has_products(base):
         raise InvalidInput(
@@ -109,6 +119,14 @@ def tf32(base: Base, question: Question, table: FactorTable = H100) -> Base:
         factor,
         question.reading,
     )
+
+
+def _require_ampere(base: Base, precision: str, otherwise: str) -> None:
+    if BEFORE_AMPERE.search(base.device):
+        raise InvalidInput(
+            f"{precision} needs tensor cores of NVIDIA's Ampere or later, but the trace is of "
+            f"{base.device}; {otherwise}"
+        )
 
 
 @what_if(
