@@ -153,11 +153,14 @@ class _Steering:
     def _step(
         self, function: Any, run: Callable[[], Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a `tf.function`, or let an emulated accelerator play it."""
+        """Run a `tf.function`, or let a recorder run or an emulated accelerator play it."""
         if function not in self._steps:
             return run()
         self._start()
-        accelerator: Any = self._synchronizer and self._synchronizer.accelerator
+        synchronizer = self._synchronizer
+        if synchronizer is not None and synchronizer.graph_recorder is not None:
+            return synchronizer.graph_recorder.run_step(function, args, kwargs)
+        accelerator: Any = synchronizer and synchronizer.accelerator
         if accelerator is None:
             return run()
         return accelerator.run_step(function, run, (args, kwargs))
@@ -268,6 +271,8 @@ class _Steering:
         if self._synchronizer is None:
             self._synchronizer = self._built(settings, gradients, variables)
         synchronizer = self._synchronizer
+        if synchronizer.graph_recorder is not None and synchronizer.graph_recorder.capturing:
+            return own(gradients, variables, generic_names)
         known = [number for number, one in enumerate(variables) if one.ref() in self._positions]
         if not known:
             return own(gradients, variables, generic_names)  # another model's
@@ -322,8 +327,10 @@ class _Steering:
     ) -> list[Any]:
         from runtime_rewriter.horovod.tensorflow_tape import EAGER_REFUSAL, averaged_eagerly
 
+        if synchronizer.graph_recorder is not None:
+            raise InvalidInput(EAGER_REFUSAL.format(what="the step cannot be recorded"))
         if synchronizer.accelerator is not None:
-            raise InvalidInput(EAGER_REFUSAL)
+            raise InvalidInput(EAGER_REFUSAL.format(what="accelerators cannot be emulated"))
         if synchronizer.plan is None:
             averages = own(gradients)
             self._end()

@@ -9,11 +9,11 @@ gradient that is None on this rank and not on all counts as zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import numpy as np
@@ -33,10 +33,18 @@ from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 
 NO_CROSSING = "tape.gradient() returns the averages, so it waits for all of them"
 
-NO_RECORDING = (
-    "steps of TensorFlow under Horovod cannot be recorded this way; `autotune tune` profiles them, "
-    "and HOROVOD_TIMELINE records the operations of rank 0"
-)
+
+class GraphRecorder(Protocol):
+    """Runs the calls of a step's function, and records some of them.
+
+    `capturing`: the function is being traced for it, with Horovod's own averages.
+    """
+
+    @property
+    def capturing(self) -> bool: ...
+
+    def run_step(self, function: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """Return the results of the function."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +110,8 @@ class TensorflowSynchronizer(GradientSynchronizer):
         self.library = Library.HOROVOD
         self.world = connection.world.as_default
         self.cross_step.forbidden = NO_CROSSING
-        self.recording_refusal = NO_RECORDING
+        self.records_graph = True
+        self.graph_recorder: GraphRecorder | None = None
         self.accelerator_of = _accelerator
         self.failure: BaseException | None = None
         """What ended a step inside TensorFlow, which would report it as an error of an

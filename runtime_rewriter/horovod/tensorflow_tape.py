@@ -25,8 +25,7 @@ from autotune.errors import InvalidInput
 from runtime_rewriter.horovod.tensorflow_synchronizer import TensorflowSynchronizer
 
 EAGER_REFUSAL = (
-    "accelerators cannot be emulated: the step is eager, so there is no function to replace; put "
-    "it into a tf.function"
+    "{what}: the step is eager, so there is no function to replace; put it into a tf.function"
 )
 _BRANCHES = "autotune_averages"
 OWN_BRANCH = f"{_BRANCHES}_false"

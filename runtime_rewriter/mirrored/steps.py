@@ -36,13 +36,20 @@ _ONE_CALL = (
 )
 
 
+BeforeCall = Callable[[Any, Sequence[Any], Mapping[str, Any]], None]
+
+
+def _no_call(function: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+    """Nothing comes before the call of a step."""
+
+
 class StepObserver(Protocol):
     """Steers the steps of a script."""
 
     def found(self, variables: Sequence[Variable], buckets: Sequence[Sequence[str]]) -> Plan | None:
         """Take what a step sums, in its own messages `buckets`; return the plan to begin with."""
 
-    def boundary(self, now_s: float, clean: bool) -> None:
+    def between_steps(self, now_s: float, clean: bool) -> None:
         """Between two steps. `clean`: the script called no other `tf.function` since."""
 
     def stepped(self, observation: Observation | None) -> None:
@@ -54,10 +61,12 @@ class Steps:
 
     `plan`: that of further steps; None: the script's own messages. `observed`: whether they note
     their times. `turns`: lets the first worker compute before the others. `gated`: whether they
-    compare the plan's sums with the script's own. `accelerator`: plays them.
+    compare the plan's sums with the script's own. `accelerator`: plays them. `before_call` gets the
+    function and the arguments of each further step, between the boundary and the call. `marks`:
+    those of the gradients, while the script is steered.
     """
 
-    def __init__(self, observer: StepObserver) -> None:
+    def __init__(self, observer: StepObserver, before_call: BeforeCall = _no_call) -> None:
         self.plan: Plan | None = None
         self.observed = self.gated = False
         self.turns: Turns | None = None
@@ -66,7 +75,7 @@ class Steps:
         """Of the gated steps."""
         self.script_sums: ScriptSums | None = None
         """Known from the first step on."""
-        self._observer = observer
+        self._observer, self._before_call = observer, before_call
         self._step: Any = None
         self._traces: dict[tuple[str, bool, bool, bool], Any] = {}
         self._inside = False
@@ -82,7 +91,7 @@ class Steps:
     def steered(self) -> Iterator[None]:
         """Within, TensorFlow's functions, tapes and collectives report to these steps."""
         with ExitStack() as undo:
-            self._marks = undo.enter_context(marked_gradients())
+            self.marks = undo.enter_context(marked_gradients())
             for owner, name, substitute in (
                 (Function, "__call__", self._call),
                 (CollectiveAllReduce, "_all_reduce", self._all_reduce),
@@ -100,8 +109,9 @@ class Steps:
             return original(function, *args, **keywords)
         if function is not self._step:
             return self._other_call(original, function, args, keywords)
-        self._observer.boundary(time.perf_counter(), not self._others)
+        self._observer.between_steps(time.perf_counter(), not self._others)
         self._others = 0
+        self._before_call(function, args, keywords)
         if self.accelerator is not None:
             results = self._played(self.accelerator, original, args, keywords)
             self._observer.stepped(None)
@@ -203,7 +213,7 @@ class Steps:
     ) -> Any:
         flat = tf.nest.flatten(value)
         _refuse_place(tf.compat.v1.get_default_graph(), self._summed_in)
-        variables = described(flat, self._marks)
+        variables = described(flat, self.marks)
         if self._variables is None:
             self._variables = variables
             self.script_sums = ScriptSums(original, own, operation, rest)

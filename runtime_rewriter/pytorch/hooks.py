@@ -107,8 +107,8 @@ class GradientSynchronizer:
         self.listeners: list[StepListener] = []
         self.observers: list[BackwardObserver] = []
         self.library = Library.DDP
-        self.recording_refusal: str | None = None
-        """Why steps of this model cannot be recorded."""
+        self.records_graph = False
+        """Whether steps are recorded as a graph of TensorFlow, not as operators of torch."""
         self.accelerator_of: Callable[[Any, Timetable | None], Any] | None = None
         """Builds an emulated accelerator of this model; None: that of a module of torch."""
         self.accelerator: Accelerator | None = None  # None: the module itself computes

@@ -13,7 +13,6 @@ from statistics import median
 from autotune.errors import InvalidInput
 from autotune.export import check_model
 from autotune.recordings.probe import ProbedLinks, ProbeSeries
-from autotune.strategy_space.mirrored import MIRRORED
 from autotune.strategy_space.plan import Plan
 from autotune.workload import Variable, Workload, model_id
 from runtime_rewriter.active import Session
@@ -38,9 +37,11 @@ from runtime_rewriter.protocol import (
 )
 from runtime_rewriter.rank.activities import RECORDED_STEPS, FurtherTraining, TrialRun
 from runtime_rewriter.rank.exported import ExportSession
+from runtime_rewriter.rank.mirrored_recorder import MirroredRecorder
 from runtime_rewriter.rank.session import TuningSession
 from runtime_rewriter.rank.tensorflow_model import software
 from runtime_rewriter.rank.tuned_model import Activity
+from runtime_rewriter.recording.session import RecordingSession
 from runtime_rewriter.scheduling import usable_cores
 from runtime_rewriter.tensorflow.refusals import CROSSING_REFUSED
 from runtime_rewriter.tolerances import GateResult
@@ -55,12 +56,11 @@ _SHORTEST_S = 1e-6
 
 def steer_mirrored(session: Session, until_end: ExitStack) -> None:
     """Let `session` steer the steps of the strategy that the script has built."""
-    if not isinstance(session, TuningSession | ExportSession):
-        raise InvalidInput(
-            f"steps of {MIRRORED} cannot be recorded this way; use `autotune tune`, which profiles "
-            "them"
-        )
     world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    if isinstance(session, RecordingSession):
+        until_end.enter_context(MirroredRecorder(session, rank).script_steps.steered())
+        return
+    assert isinstance(session, TuningSession | ExportSession)
     model = MirroredModel(session, world_size, rank)
     until_end.enter_context(model.steps.steered())
 
@@ -103,7 +103,7 @@ class MirroredModel:
         plan = None if export.strategy is None else export.plan()
         return None if plan is None else self._checked(plan)
 
-    def boundary(self, now_s: float, clean: bool) -> None:
+    def between_steps(self, now_s: float, clean: bool) -> None:
         if isinstance(self._session, TuningSession):
             self._session.on_boundary(now_s, clean)
 

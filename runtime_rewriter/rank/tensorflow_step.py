@@ -27,7 +27,7 @@ from runtime_rewriter.rank.session import TuningSession
 from runtime_rewriter.rank.tensorflow_model import TensorflowModel
 from runtime_rewriter.recording.session import RecordingSession
 from runtime_rewriter.software import software_versions
-from runtime_rewriter.tensorflow.capture import CapturedStep, capture_step
+from runtime_rewriter.tensorflow.capture import CapturedStep, capture_step, untraced
 from runtime_rewriter.tensorflow.local_device import LocalDevice
 from runtime_rewriter.tensorflow.program_variables import ProgramVariables
 from runtime_rewriter.tensorflow.running import Combine, RunningGraph, Target
@@ -152,10 +152,10 @@ class DistributedStep:
         pairs = zip(self._captured.arguments, flat, strict=True)
         results = self._model.step({name: value for name, value in pairs if name in needed})
         self._program.stepped()
-        return self._packed(list(results.values()))
+        return self._captured.packed(list(results.values()))
 
     def _built(self, arguments: tuple[Any, ...]) -> TensorflowModel:
-        self._captured = capture_step(_untraced(self._step), signature_of(arguments, self._step))
+        self._captured = capture_step(untraced(self._step), signature_of(arguments, self._step))
         waits = TRAINING_TIMEOUTS if self._session is None else self._session.timeouts
         running = RunningGraph(
             self._captured.training, self._target, waits.message_s, self._combine
@@ -185,21 +185,6 @@ class DistributedStep:
             software=software_versions() | model.software,
         )
         session.graph_built(model.recorder)
-
-    def _packed(self, values: list[np.ndarray]) -> Any:
-        assert self._captured is not None
-        leaves = nest.flatten(self._captured.results, expand_composites=True)
-        tensors = iter(values)
-        filled = [None if leaf is None else tf.constant(next(tensors)) for leaf in leaves]
-        return nest.pack_sequence_as(self._captured.results, filled, expand_composites=True)
-
-
-def _untraced(step: Any) -> Any:
-    """The step for a trace of its own, in which gradients are marked."""
-    python_function = getattr(step, "python_function", None)
-    if python_function is None:
-        return step
-    return tf.function(python_function, input_signature=step.input_signature)
 
 
 def signature_of(arguments: tuple[Any, ...], step: Any) -> Sequence[Any]:

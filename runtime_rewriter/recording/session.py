@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from autotune.errors import AutotuneError, InvalidInput, LaunchError
+from autotune.errors import AutotuneError, LaunchError
 from runtime_rewriter.pytorch.exchange.ranks import Timeouts
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.recording.recorder import StepRecorder
@@ -61,10 +61,13 @@ class RecordingSession:
     def model_built(self, synchronizer: GradientSynchronizer) -> None:
         """Collective, like the building of the model. Further models are not recorded."""
         if self.recorder is None:
-            if synchronizer.recording_refusal is not None:
-                raise InvalidInput(synchronizer.recording_refusal)
             self._synchronizer = synchronizer
-            self.recorder = StepRecorder(self.settings, synchronizer)
+            if synchronizer.records_graph:
+                from runtime_rewriter.recording.horovod_graph import HorovodGraphRecorder
+
+                self.recorder = HorovodGraphRecorder(self.settings, synchronizer)
+            else:
+                self.recorder = StepRecorder(self.settings, synchronizer)
             synchronizer.listeners.append(self)
 
     def graph_built(self, recorder: Recording) -> None:

@@ -19,6 +19,10 @@ from runtime_rewriter.tensorflow.graph_view import GraphView, control_inputs
 def graph_of_rank(graph: DistributedGraph, rank: int) -> DistributedGraph:
     """Return the part of a distributed graph that a client on `rank` runs, with its own batch.
 
+    For programs that run the rewriter's graphs themselves, and for `benchmarks.tensorflow_pairs`,
+    which counts the graphs that split. Jobs do not use it: `autotune.distribute` has one client,
+    and clients on each rank are those of MultiWorkerMirroredStrategy (`runtime_rewriter.mirrored`).
+
     Its session must be filtered to the rank's own task: a session that spans tasks aborts the
     collectives of the others. Raises `InvalidInput` for a plan by which ranks meet outside of
     collectives.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,23 +36,41 @@ class CapturedStep:
     arguments: tuple[str, ...]
     results: Any
 
+    def packed(self, values: Sequence[np.ndarray]) -> Any:
+        """What the function returns if its fetches have these values."""
+        leaves = nest.flatten(self.results, expand_composites=True)
+        tensors = iter(values)
+        filled = [None if leaf is None else tf.constant(next(tensors)) for leaf in leaves]
+        return nest.pack_sequence_as(self.results, filled, expand_composites=True)
+
+
+def untraced(step: Any) -> Any:
+    """The step for a trace of its own, in which gradients are marked."""
+    python_function = getattr(step, "python_function", None)
+    if python_function is None:
+        return step
+    return tf.function(python_function, input_signature=step.input_signature)
+
 
 def capture_function(step: Any, signature: Sequence[tf.TensorSpec]) -> TrainingGraph:
     """Trace `step` as `capture_step` does, for its graph alone."""
     return capture_step(step, signature).training
 
 
-def capture_step(step: Any, signature: Sequence[Any]) -> CapturedStep:
+def capture_step(
+    step: Any, signature: Sequence[Any], named: Mapping[str, Any] = {}, marks: Marks | None = None
+) -> CapturedStep:
     """Trace `step`, a function of tensors that computes gradients and updates variables.
 
-    `step` may be a `tf.function`. `signature`: its arguments. Give a batch dimension as None: such
-    feeds are split between replicas. Variables must exist before, as for every `tf.function`.
+    `step` may be a `tf.function`. `signature`, `named`: its arguments. Give a batch dimension as
+    None: such feeds are split between replicas. Variables must exist before, as for every
+    `tf.function`. `marks`: those of `marked_gradients`, if it is in force already.
     """
-    with marked_gradients() as marks:
+    with nullcontext(marks) if marks else marked_gradients() as marks_in_force:
         traced = hasattr(step, "get_concrete_function")
         function = step if traced else tf.function(step, autograph=False)
-        concrete = function.get_concrete_function(*signature)
-    return _from_concrete(concrete, marks)
+        concrete = function.get_concrete_function(*signature, **named)
+    return _from_concrete(concrete, marks_in_force)
 
 
 def _from_concrete(concrete: Any, marks: Marks) -> CapturedStep:
@@ -124,8 +143,14 @@ def capture_graph(
 
 
 def _marked_names(marks: Marks, variables: Mapping[int, GraphVariable]) -> list[str | None]:
-    found = [variables.get(id(variable)) for variable in marks.variables]
+    found = [variables.get(id(_on_this_worker(variable))) for variable in marks.variables]
     return [None if variable is None else variable.name for variable in found]
+
+
+def _on_this_worker(variable: Any) -> Any:
+    """The variable of this worker of one that a strategy mirrors."""
+    mirrored = getattr(variable, "values", None)
+    return mirrored[0] if isinstance(mirrored, tuple) else variable
 
 
 def _initial_values(variables: Sequence[Any], session: Any) -> dict[str, np.ndarray]:

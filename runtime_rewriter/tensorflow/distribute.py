@@ -48,8 +48,8 @@ def distribute(
     """Return the graph that enacts `plan` on `devices`, one per rank.
 
     `first_key`: the first collective key that the servers have not seen, which is `next_key` of
-    the graph that they ran before. `gated`: with a numerics gate. Raises `InvalidInput` for what
-    cannot be enacted.
+    the graph that they ran before. `gated`: with a numerics gate, if there are
+    gradients. Raises `InvalidInput` for what cannot be enacted.
     """
     refuse(training, plan, devices, circumstances.hosts)
     return _Rewriting(training, plan, tuple(devices), first_key, circumstances).result(gated)
@@ -95,7 +95,7 @@ class _Rewriting:
         refreshes = Refreshes(self.plan, self.copies)
         targets = self._copy_all(refreshes)
         gate = None
-        if gated:
+        if gated and self.training.gradients:
             gate = GateWriter(synchronization, self.writer, self.devices).tensors(self.keys)
         set_scopes(self.writer.graph_def, self.plan.op_fusion, self.devices)
         return DistributedGraph(

@@ -11,12 +11,13 @@ times, and `recording.partitions` tells the passes apart, as for the files of a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
 
+from autotune.recordings.recorded_steps import union
 from autotune.workload import Variable, Workload
 from runtime_rewriter.tensorflow.recording.partitions import is_forward
 from runtime_rewriter.tensorflow.recording.replicas import forward_nodes
@@ -32,7 +33,7 @@ class ReplicaTimes:
     """One replica's step. `ready_s` and `needed_s` by variable.
 
     `update_s`: from its first node behind the gradients until its last one, as far as both come
-    after the last gradient.
+    after the last gradient. It does not count while only messages are under way.
     """
 
     forward_s: float
@@ -42,8 +43,13 @@ class ReplicaTimes:
     needed_s: Mapping[str, float]
 
 
-def replica_times(training: TrainingGraph, events: StepEvents, rank: int) -> ReplicaTimes:
-    """The times of a replica's copies of the training graph's nodes."""
+def replica_times(
+    training: TrainingGraph, events: StepEvents, rank: int, messages: Collection[str] = ()
+) -> ReplicaTimes:
+    """The times of a replica's copies of the training graph's nodes.
+
+    `messages`: nodes of the step by which the program itself synchronizes its gradients.
+    """
     prefix = f"replica_{rank}/"
     known = {event.name: event for event in all_events(events)}
     compute = training.view.upstream([one.values.node for one in training.gradients])
@@ -64,17 +70,36 @@ def replica_times(training: TrainingGraph, events: StepEvents, rank: int) -> Rep
     return ReplicaTimes(
         forward_s=(turn_ns - begin_ns) * _NANOSECOND_S,
         backward_s=max((end_ns - turn_ns) * _NANOSECOND_S, _SHORTEST_S),
-        update_s=_length_s([event for event in late if event.end_ns > end_ns], end_ns),
+        update_s=_length_s(
+            [event for event in late if event.end_ns > end_ns],
+            end_ns,
+            [known[name] for name in messages if name in known],
+        ),
         ready_s={name: (at_ns - turn_ns) * _NANOSECOND_S for name, at_ns in ends_ns.items()},
         needed_s=_reads(training, own, begin_ns),
     )
 
 
-def _length_s(events: Sequence[NodeEvent], from_ns: int) -> float:
+def _length_s(events: Sequence[NodeEvent], from_ns: int, messages: Sequence[NodeEvent]) -> float:
+    """The time from the first until the last event, without that of messages alone."""
     if not events:
         return 0.0
     first_ns = max(min(event.start_ns for event in events), from_ns)
-    return (max(event.end_ns for event in events) - first_ns) * _NANOSECOND_S
+    last_ns = max(event.end_ns for event in events)
+    spans = _spans(events, first_ns, last_ns)
+    alone_ns = _covered(spans + _spans(messages, first_ns, last_ns)) - _covered(spans)
+    return (last_ns - first_ns - alone_ns) * _NANOSECOND_S
+
+
+def _spans(events: Sequence[NodeEvent], first_ns: int, last_ns: int) -> list[tuple[int, int]]:
+    """The parts of events between two times, from the first of these."""
+    clipped = [(max(event.start_ns, first_ns), min(event.end_ns, last_ns)) for event in events]
+    return [(start - first_ns, end - first_ns) for start, end in clipped if start < end]
+
+
+def _covered(spans: Sequence[tuple[int, int]]) -> float:
+    intervals = union(np.array(spans, dtype=np.float64).reshape(-1, 2))
+    return float((intervals[:, 1] - intervals[:, 0]).sum())
 
 
 def _reads(

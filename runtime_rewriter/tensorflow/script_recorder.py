@@ -10,14 +10,9 @@ from typing import Any
 import numpy as np
 
 from autotune.errors import LaunchError
-from autotune.recordings.job_file import RecordedJob
-from autotune.recordings.memory_file import MEMORY_FILE
-from autotune.recordings.recorded_steps import collective_rows
-from autotune.units import format_seconds
-from runtime_rewriter.tensorflow.measured import client_time, replica_times, workload_of_steps
+from runtime_rewriter.tensorflow.measured import client_time, replica_times
 from runtime_rewriter.tensorflow.recording.recorder import StepRecording, StepRecords
-from runtime_rewriter.tensorflow.recording.replicas import replicated, trained_variables
-from runtime_rewriter.tensorflow.recording.summary import device_summaries
+from runtime_rewriter.tensorflow.recording_files import RecordedReplicas, RecordingFiles
 from runtime_rewriter.tensorflow.refusals import CROSSING_REFUSED, DIRECT_REFUSED
 from runtime_rewriter.tensorflow.running import RunningGraph
 
@@ -85,50 +80,24 @@ class ScriptRecorder:
 
     def _write(self, records: StepRecords) -> None:
         training, loaded = self._running.training, self._running.graph
-        assert loaded is not None and records.partitions is not None
+        assert loaded is not None
         ranks = len(loaded.devices)
-        graph = records.write(
-            self._folder, replicated(training, ranks), trained_variables(training), self._hosts
-        )
-        summaries = device_summaries(records.partitions, graph, records.steps)
-        steps = len(records.steps)
-        times = [
+        times = tuple(
             replica_times(training, events, rank)
             for events in records.steps
             for rank in range(ranks)
-        ]
+        )
         plain_s = median(records.plain_s)
         client_s = median(client_time(plain_s, events) for events in records.steps)
-        workload = workload_of_steps(
-            training,
+        files = RecordingFiles(
+            self._folder,
             self._model,
-            times,
-            median(step.update_s for step in times) + client_s,
-            touched={},
+            training,
+            loaded.plan,
             threads=self._running.servers.config.intra_op_parallelism_threads,
-        )
-        job = RecordedJob(
-            world_size=len(summaries),
-            ranks=tuple(one.record for one in summaries),
-            steps=steps,
-            asked_steps=self._recording.steps,
-            warmup_steps=self._recording.warmup,
-            model_id=workload.id,
-            workload=workload,
-            plan=loaded.plan,
-            plan_id=loaded.plan.id,
-            backend="tensorflow",
-            collectives=collective_rows([one.seen for one in summaries], steps),
-            software=self._software,
             command=self._command,
-            notes=(
-                f"a call of the step takes {format_seconds(plain_s)} (median), and "
-                f"{format_seconds(median(records.recorded_s))} while it is recorded; "
-                f"{format_seconds(client_s)} of it are dispatch, feeds and results",
-                *loaded.notes,
-            ),
-            cross_step_refused=CROSSING_REFUSED,
-            direct_refused=DIRECT_REFUSED,
+            software=self._software,
+            refused=(CROSSING_REFUSED, DIRECT_REFUSED),
         )
-        (self._folder / MEMORY_FILE).unlink(missing_ok=True)  # of an earlier recording
-        job.write(self._folder)
+        recorded = RecordedReplicas(records, times, client_s, self._hosts)
+        files.write(recorded, ranks, self._recording, loaded.notes)

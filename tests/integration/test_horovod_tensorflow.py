@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from odd_scripts.horovod_tensorflow import TENSORFLOW_SCRIPTS, step_of
-from odd_scripts.refused_horovod_tensorflow import REFUSED, THREADS, recorded
+from odd_scripts.refused_horovod_tensorflow import REFUSED, THREADS, recorded, recorded_shapes
 from tensorflow_ranks import TensorflowProcess
 from test_horovod_torch import (
     FP16,
@@ -31,7 +31,10 @@ from test_horovod_torch import (
 from torch_plans import uniform
 from torch_world import run_world
 
+from autotune.dfg.replay import replay
 from autotune.errors import AutotuneError, InvalidInput
+from autotune.profiling.graph.traced_steps import TracedSteps
+from autotune.profiling.traces.job import read_job
 from runtime_rewriter.emulation import Timetable
 from runtime_rewriter.horovod.tensorflow_refusals import check_threads
 from runtime_rewriter.horovod.tensorflow_scripts import tensorflow_horovod_steered
@@ -43,6 +46,7 @@ from runtime_rewriter.recording.settings import RecordSettings
 
 pytest.importorskip("horovod", reason="`make horovod` builds it")
 
+TRACES, RECORDED_STEPS = "traces", 2
 ROWS_TOLERANCE = 1e-6
 """Of the largest value: Horovod gathers rows, and the script adds up those of equal index one by
 one. A plan adds them up before."""
@@ -57,7 +61,7 @@ class Run:
         self.seen.append(copy.deepcopy(list(values)))
 
 
-def check_all(rank: int, port: int, timeline: str) -> dict[str, Any]:
+def check_all(rank: int, port: int, timeline: str, traces: str) -> dict[str, Any]:
     """Everything that the tests look at, in one job."""
     as_launched(rank, port)
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
@@ -69,6 +73,7 @@ def check_all(rank: int, port: int, timeline: str) -> dict[str, Any]:
         "sent": sent(rank, timeline),
         "fp16": compressed(rank),
         "profile": profiled(rank),
+        "recording": trains_while_recorded(rank, traces),
         "emulated": emulated(rank),
         "one rank": on_one_rank(rank),
         "refusals": refusals(rank),
@@ -216,6 +221,19 @@ def profiled(rank: int) -> dict[str, Any]:
     }
 
 
+def trains_while_recorded(rank: int, traces: str) -> bool:
+    """Whether variables have the values that they have without a recording, within rounding."""
+    results = []
+    recording = RecordingSession(RecordSettings(traces, RECORDED_STEPS, warmup=1))
+    for session in (PlanSession(lambda module: None, in_trial=False), recording):
+        with launched(session) as hvd:
+            variables, train = step_of(hvd, rank)
+            for step in range(2 * RECORDED_STEPS + 6):
+                train(step)
+            results.append([variable.numpy() for variable in variables])
+    return recording.written and all(map(np.allclose, *results))
+
+
 def emulated(rank: int) -> dict[str, Any]:
     """Steps of emulated accelerators under Horovod's own operations, and under a plan."""
     session = PlanSession(lambda module: None, in_trial=False)
@@ -279,7 +297,7 @@ def refusals(rank: int) -> dict[str, str]:
     for script in REFUSED:
         session = PlanSession(lambda module: None, in_trial=False)
         recorder = RecordingSession(RecordSettings("unused"))
-        with launched(recorder if script is recorded else session):
+        with launched(recorder if script in (recorded, recorded_shapes) else session):
             try:
                 script(rank, session)
                 messages[script.__name__] = "not refused"
@@ -289,10 +307,16 @@ def refusals(rank: int) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    timeline = tmp_path_factory.mktemp("horovod") / "timeline.json"
-    arguments = (free_port(), str(timeline))
-    return run_world(check_all, 2, *arguments, timeout_s=500.0, process=TensorflowProcess)
+def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+    folder = tmp_path_factory.mktemp("horovod")
+    arguments = (free_port(), str(folder / "timeline.json"), str(folder / TRACES))
+    found = run_world(check_all, 2, *arguments, timeout_s=500.0, process=TensorflowProcess)
+    return found, folder / TRACES
+
+
+@pytest.fixture(scope="module")
+def found(world: tuple[list[dict[str, Any]], Path]) -> list[dict[str, Any]]:
+    return world[0]
 
 
 def test_every_script_sees_and_trains_what_its_own_horovod_gives(found) -> None:
@@ -319,6 +343,25 @@ def test_a_profile_times_every_gradient_and_the_gate_compares_them(found) -> Non
         assert len(profile["names"]) == 6
         assert all(0 <= time_s < 100 for time_s in profile["times"])
         assert profile["error"] == 0.0
+
+
+def test_a_recording_has_the_graph_of_each_rank_and_replays_its_measured_steps(world) -> None:
+    found, traces = world
+    assert all(of_rank["recording"] for of_rank in found)
+    job = read_job(traces)
+    assert job.graph is not None and job.rank_numbers == (0, 1)
+    gradients = {node.gradient_of for node in job.graph.nodes} - {""}
+    assert gradients == {variable.name for variable in job.graph.variables}
+    assert len(gradients) == 6
+    assert len(job.joints) == 6 * RECORDED_STEPS  # one collective of each gradient
+    assert all(joint.complete and joint.name == "all_reduce" for joint in job.joints)
+    sent_bytes = [joint.size_bytes for joint in job.joints]
+    grad_bytes = sum(variable.grad_bytes for variable in job.graph.variables)
+    assert sum(sent_bytes) == RECORDED_STEPS * grad_bytes
+    steps = TracedSteps(job)
+    for number in job.steps:
+        replayed_s = replay(steps.dfg(number)).makespan_s
+        assert replayed_s == pytest.approx(steps.measured_s(number), rel=0.01)
 
 
 def test_a_played_step_waits_sends_recorded_gradients_and_trains_nothing(found) -> None:

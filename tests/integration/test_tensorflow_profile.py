@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from autotune.cli import main
@@ -30,12 +31,16 @@ VARIABLES = {
 
 
 def profile(
-    folder: Path, *words: str, command: tuple[str, ...] = ("python",), script_steps: int = 100000
+    folder: Path,
+    *words: str,
+    command: tuple[str, ...] = ("python",),
+    script: Path = SCRIPT,
+    script_steps: int = 100000,
 ) -> subprocess.CompletedProcess[str]:
     ours = ["profile", "-o", str(folder), "--steps", str(STEPS), "--warmup", "1", *words]
-    script = [str(SCRIPT), str(script_steps), str(folder / "planted")]
+    called = [str(script), str(script_steps), str(folder / "planted")]
     return subprocess.run(
-        [sys.executable, "-m", "autotune", *ours, "--", *command, *script],
+        [sys.executable, "-m", "autotune", *ours, "--", *command, *called],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -85,6 +90,28 @@ def test_the_servers_of_all_ranks_are_recorded_by_rank_0(tmp_path: Path) -> None
     assert recorded.rank_numbers == (0, 1)
     assert sum(joint.name == "all_reduce" for joint in recorded.joints) == STEPS
     assert main(["replay", str(tmp_path / "traces")]) == 0
+
+
+def test_one_replica_of_mirrored_workers_is_recorded_and_all_go_on_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "traces" / "planted"
+    results.mkdir(parents=True)
+    script = SCRIPT.with_name("train_mirrored.py")
+    done = profile(tmp_path / "traces", "--go-on", command=TORCHRUN, script=script, script_steps=4)
+    assert done.returncode == 0, done.stderr
+    job = RecordedJob.read(tmp_path / "traces")
+    assert (job.world_size, job.steps, job.collectives) == (1, STEPS, ())
+    assert "one replica is recorded alone" in job.notes[-1]
+    assert job.workload is not None
+    assert [one.sparse for one in job.workload.variables].count(True) == 1  # the embedding's rows
+    assert len(job.workload.variables) == 5
+    first, second = (np.load(results / f"worker_{worker}.npz") for worker in range(2))
+    assert len(first.files) == 6
+    for name in first.files:
+        np.testing.assert_array_equal(first[name], second[name])
+    assert main(["replay", str(tmp_path / "traces"), "--json"]) == 0
+    assert abs(json.loads(capsys.readouterr().out)["replay_error"]) < 0.01
 
 
 def test_a_program_that_ends_within_the_recording_gives_what_there_is(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ class OnePlanPerStep:
     def found(self, variables, buckets):
         self.variables = list(variables)
 
-    def boundary(self, now_s, clean):
+    def between_steps(self, now_s, clean):
         self.clean.append(clean)
         self.steps.plan = self.plans.pop(0) if self.plans else None
 

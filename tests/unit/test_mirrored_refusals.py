@@ -1,5 +1,7 @@
 """Plans that the messages of MultiWorkerMirroredStrategy cannot enact."""
 
+# mypy: allow-untyped-decorators
+
 from __future__ import annotations
 
 import pytest
@@ -7,15 +9,24 @@ import pytest
 pytest.importorskip("tensorflow", reason="the extra tensorflow is not installed")
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.distribute.collective_util import CommunicationImplementation, Options
+from tensorflow.python.distribute.cross_device_utils import (
+    CollectiveKeys,
+    CollectiveReplicaLauncher,
+)
 
 from autotune.errors import InvalidInput, InvalidStrategy
 from autotune.strategy_space.builders.collectives import per_variable, zero2_like
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import Compressor
 from autotune.workload import Variable, Workload
+from runtime_rewriter.emulation import Timetable
+from runtime_rewriter.mirrored.accelerator import MOST_RECORDED_STEPS, MirroredAccelerator
+from runtime_rewriter.mirrored.recorded import RecordedStep
 from runtime_rewriter.mirrored.summed import refuse, refuse_model
 from runtime_rewriter.tensorflow.batch_kinds import batch_kind
 
@@ -58,3 +69,49 @@ def test_a_played_step_may_take_no_iterator_and_kinds_of_batches_are_shapes() ->
     assert first != second and first == batch_kind((np.zeros((2, 3)), "train"))
     rows = tf.IndexedSlices(tf.ones([2, 3]), tf.constant([0, 1]), tf.constant([5, 3]))
     assert batch_kind(rows) == batch_kind(rows) != batch_kind(tf.ones([2, 3]))
+
+
+def test_a_step_that_cannot_be_played_is_refused_when_it_was_recorded() -> None:
+    accelerator = MirroredAccelerator(Timetable(0.1, (), (("a", 0.1),), 0.1, 0.1), _no_sums())
+    a = Variable("a", (2,))
+    for sent_before, named, refused in (
+        ("all_reduce", "a", "has transfers of its own before its gradients are summed"),
+        ("", "a", "gathers values of all workers; move that out"),
+        (None, "b", "they differ in a, b; leave --profile out"),
+    ):
+        recorded = recorded_step(replace(a, name=named), sent_before)
+        with pytest.raises(InvalidInput, match=refused):
+            accelerator.add("kind", recorded)
+    playable = recorded_step(a, None)
+    assert len(playable.further) == 1
+    for kind in range(MOST_RECORDED_STEPS):
+        accelerator.add(kind, playable)
+    with pytest.raises(InvalidInput, match="at most 32 kinds of batches"):
+        accelerator.add("one more", playable)
+
+
+def _no_sums() -> Any:
+    """Nothing is played."""
+
+
+def recorded_step(variable: Variable, sent_before: str | None) -> RecordedStep:
+    """Trace a step of two workers that reduces its loss, and sends before (None: only that)."""
+    recorded = RecordedStep()
+    keys = CollectiveKeys()
+    options = Options(implementation=CommunicationImplementation.RING)
+    launcher = CollectiveReplicaLauncher(1, 2, keys, "/device:CPU:0", options)
+
+    @tf.function(autograph=False)
+    def step() -> Any:
+        gradient = tf.ones(variable.shape)
+        if sent_before == "all_reduce":
+            launcher.all_reduce(gradient)
+        with recorded.summing([variable], {variable.name: gradient}):
+            launcher.all_reduce(gradient)
+        if sent_before == "":
+            launcher._all_gather(gradient, options)
+        return launcher.all_reduce(tf.constant(1.0))
+
+    with recorded.tracing():
+        step.get_concrete_function()
+    return recorded

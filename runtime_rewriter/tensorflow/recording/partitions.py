@@ -32,6 +32,19 @@ COLLECTIVES = {
     "CollectiveBcastRecvV2": "broadcast",
 }
 """Op -> the collective, by the names that traces of PyTorch have."""
+HOROVOD = "horovod"
+"""Group of the collectives of Horovod's global process set."""
+HOROVOD_COLLECTIVES = {
+    "HorovodAllreduce": "all_reduce",
+    "HorovodGroupedAllreduce": "all_reduce",
+    "HorovodAllgather": "all_gather",
+    "HorovodGroupedAllgather": "all_gather",
+    "HorovodBroadcast": "broadcast",
+    "HorovodAlltoall": "all_to_all",
+    "HorovodReducescatter": "reduce_scatter",
+    "HorovodGroupedReducescatter": "reduce_scatter",
+}
+"""The same for ops of Horovod, which all ranks call by the name of the node."""
 _GROUP_INPUT, _INSTANCE_INPUT = 2, 3
 """Inputs of the ops V2 that hold the keys; older ops hold them as attributes."""
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "Gather", "GatherV2")
@@ -148,6 +161,9 @@ def read_partitions(graphs: Iterable[Any]) -> Partitions:
         _set_collective(node, definition, names, constants)
         if node.op in _READS and known and known[0].op == "VarHandleOp":
             node.handle = known[0].name
+    called = (node for node in nodes if node.op in HOROVOD_COLLECTIVES)
+    for number, node in enumerate(sorted(called, key=lambda node: node.name)):
+        node.collective = (HOROVOD_COLLECTIVES[node.op], HOROVOD, str(number))
     return Partitions(nodes, by_name)
 
 

@@ -139,7 +139,7 @@ def _seen(
                     transaction=f"{number}:{group}:{instance}",
                     label=f"group {group}",
                     op=kind,
-                    size_bytes=max((size for _, size in event.memory), default=0),
+                    size_bytes=sum(size for _, size in event.memory),
                     ranks=len(partitions.members(kind, group)),
                     start_s=event.start_ns / 1e9,
                     end_s=event.end_ns / 1e9,

@@ -188,14 +188,13 @@ class TraceWriter:
         assert node.collective is not None
         kind, group, instance = node.collective
         members = [self.devices.index(one) for one in self.partitions.members(kind, group)]
-        sizes = [size for _, size in event.memory]
         args: Event = {
             "Record function id": node.number,
             "Collective name": kind,
             "Process Group Name": group,
             "Process Group Ranks": json.dumps(members),
             "Group size": len(members),
-            "In msg nelems": max(sizes, default=0),
+            "In msg nelems": sum(size for _, size in event.memory),
             "dtype": "Byte",
             "autotune": {"transaction": f"{group}:{instance}"},
         }

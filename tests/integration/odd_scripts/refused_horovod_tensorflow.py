@@ -118,10 +118,31 @@ def graph_of_tensorflow_1(rank: int, session: Any) -> None:
 
 
 def recorded(rank: int, session: Any) -> None:
-    """Steered by `autotune profile`."""
+    """An eager step, steered by `autotune profile`."""
     import horovod.tensorflow as hvd
+    import tensorflow as tf
 
-    step_of(hvd, rank)[1](0)
+    head = tf.Variable(tf.ones(2), name="head")
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(head * head)
+    hvd.DistributedGradientTape(tape).gradient(loss, [head])
+
+
+def recorded_shapes(rank: int, session: Any) -> None:
+    """Its second recorded batch has another shape."""
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    head = tf.Variable(tf.ones(6), name="head")
+
+    @tf.function
+    def train_step(rows: Any, *, scale: float) -> Any:
+        with tf.GradientTape() as tape:
+            loss = scale * tf.reduce_sum(rows * head)
+        return hvd.DistributedGradientTape(tape).gradient(loss, [head])
+
+    for rows in (4, 4, 3):
+        train_step(batch(rank, 0, rows), scale=0.5)
 
 
 def _other_gradients(session: Any, wrapped: Callable[..., Any]) -> None:
@@ -168,7 +189,8 @@ REFUSED: dict[Script, str] = {
     some_ranks: "its process set has ranks 0 of 2; tune with only these ranks",
     one_core: THREADS,
     graph_of_tensorflow_1: "put the step into a tf.function, or compute it eagerly",
-    recorded: "cannot be recorded this way; `autotune tune` profiles them",
+    recorded: "the step cannot be recorded: the step is eager",
+    recorded_shapes: "arguments of one shape, but a call differs from the first one (train_step)",
     other_gradients_eagerly: "those of bias are not; compute each in every step",
     other_gradients_in_a_graph: "those of bias are not; compute each in every step",
 }
