@@ -15,6 +15,7 @@ from autotune.whatif.question import Question
 
 Change = Callable[[Base, Question], Base]
 C = TypeVar("C", bound=Change)
+SamplesChange = Callable[[Question], float]
 MemoryChange = Callable[[ReplicaMemory, Base, Question], ReplicaMemory]
 
 
@@ -29,6 +30,8 @@ class WhatIf:
       does not apply to this training, or where something is unknown.
     - `memory`: returns the changed memory of a replica, given the base before the change; None if
       the what-if is not about memory.
+    - `samples`: returns the samples of a changed step over those of the recorded one; None if a
+      step of one worker has as many as before.
     """
 
     name: str
@@ -37,6 +40,7 @@ class WhatIf:
     enact: str
     change: Change
     memory: MemoryChange | None = None
+    samples: SamplesChange | None = None
 
     @property
     def assumptions(self) -> str:
@@ -47,7 +51,13 @@ WHAT_IFS: Registry[WhatIf] = Registry("autotune.what_ifs", "what-if")
 
 
 def what_if(
-    name: str, *, title: str, source: str, enact: str, memory: MemoryChange | None = None
+    name: str,
+    *,
+    title: str,
+    source: str,
+    enact: str,
+    memory: MemoryChange | None = None,
+    samples: SamplesChange | None = None,
 ) -> Callable[[C], C]:
     """Register a function as the what-if of this name.
 
@@ -64,7 +74,7 @@ def what_if(
             raise InvalidInput(f"a what-if needs a name without '+', but it is {name!r}")
         if not inspect.getdoc(change):
             raise InvalidInput(f"what-if {name!r} needs a docstring that states its assumptions")
-        WHAT_IFS.register(name, WhatIf(name, title, source, enact, change, memory))
+        WHAT_IFS.register(name, WhatIf(name, title, source, enact, change, memory, samples))
         return change
 
     return register

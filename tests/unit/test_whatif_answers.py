@@ -44,6 +44,11 @@ def invented() -> Iterator[None]:
             """All kernels, by an amount."""
             return scale(base, base.on_device, 1 / question.amounts.get("twice", 2.0))
 
+        @what_if("large", title="-", source="-", enact="-", samples=lambda question: 3.0)
+        def large(base: Base, question: Question) -> Base:
+            """Kernels take twice as long for three times as many samples."""
+            return scale(base, base.on_device, 2.0)
+
         @what_if("refused", title="never applies", source="invented", enact="-")
         def refused(base: Base, question: Question) -> Base:
             """Nothing."""
@@ -158,6 +163,7 @@ def test_there_is_a_row_for_each_number_of_workers_where_it_matters() -> None:
     assert row.workers == 2
     assert row.samples_ratio == pytest.approx(2 * row.prediction.speedup)
     assert twice[0].samples_ratio is None
+    assert one("large").samples_ratio == pytest.approx(1.5, rel=0.01)
     (found,) = answers(base_of(), read_asked("hosts"), question, (2, 4, 8))
     assert [(row.workers, row.reason) for row in found] == [(2, "one host only"), (4, ""), (8, "")]
     (found,) = answers(base_of(), read_asked("refused"), question, (2, 4, 8))

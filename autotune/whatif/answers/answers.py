@@ -57,14 +57,14 @@ class Answer:
     def samples_ratio(self) -> float | None:
         """Samples of all workers per second, over those of the recorded one.
 
-        None where the number of workers is unknown.
+        None where their number is unknown and a step has as many samples as before.
         """
         workers = self.asked.amounts.get("workers", self.workers)
-        return (
-            None
-            if workers is None or self.prediction is None
-            else (workers * self.prediction.speedup)
-        )
+        changes = [one.samples for one in self.what_ifs if one.samples is not None]
+        if self.prediction is None or (workers is None and not changes):
+            return None
+        samples = math.prod(change(self.question) for change in changes)
+        return samples * (workers or 1) * self.prediction.speedup
 
     @property
     def enact(self) -> str:

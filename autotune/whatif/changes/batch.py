@@ -21,23 +21,28 @@ from autotune.whatif.registry import what_if
 MOST_PARTS = 64
 
 
+def _factor(question: Question) -> float:
+    return question.amounts.get("batch", 2.0)
+
+
 @what_if(
     "batch",
     title="a larger or smaller batch (amount: its factor)",
     source="Daydream, sec. 4.3 (scale)",
     enact="DataLoader(dataset, batch_size=...)",
+    samples=_factor,
 )
 def batch(base: Base, question: Question, table: FactorTable = H100) -> Base:
     """Every operator of the two passes has a part that grows with the batch, and a fixed part.
 
     - The amount is the factor on the batch, 2 if none is given. The step takes longer and does
-      more: compare the step time divided by the batch.
+      more: compare the samples per second.
     - The fixed part is a measured time, or all of the time if that is shorter. One end of the
       interval has none: time proportional to the batch.
     - The host's work, the update and kernels of unknown passes do not depend on the batch.
     """
     base = table.noted(base)
-    factor = question.amounts.get("batch", 2.0)
+    factor = _factor(question)
     if not 0 < factor < np.inf:
         raise InvalidInput(f"a batch needs a factor above 0, but it is {factor}")
     return _scaled(base, factor, table, question.reading)
