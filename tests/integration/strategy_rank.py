@@ -6,6 +6,7 @@ To repeat one strategy of a failure: `python tests/integration/strategy_rank.py 
 from __future__ import annotations
 
 import copy
+import gc
 import hashlib
 import os
 import sys
@@ -33,7 +34,12 @@ from autotune.strategy_space.enactable import refusal_reason
 from autotune.strategy_space.moves.neighbours import mutate
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import ROOTED, SparseHandling, Strategy, Synchronizer
+from autotune.strategy_space.strategy import (
+    SPARSE_SYNCHRONIZERS,
+    SparseHandling,
+    Strategy,
+    Synchronizer,
+)
 from autotune.workload import Workload
 from runtime_rewriter.pytorch.agreement import assumed_workload
 from runtime_rewriter.pytorch.attached import attach
@@ -139,9 +145,10 @@ def varied(
     for choice in strategy.variables:
         kinds = {shard.synchronizer for shard in choice.shards}
         if workload.variables[workload.index[choice.variable]].sparse and rng.random() < 0.7:
-            if kinds == {Synchronizer.PARAMETER_SERVER}:
-                choice = replace(choice, sparse=SparseHandling.GATHER_SCATTER)
-            elif not kinds & ROOTED:
+            if kinds in ({Synchronizer.PARAMETER_SERVER}, {Synchronizer.DIRECT_EXCHANGE}):
+                whole = tuple(replace(shard, pieces=1) for shard in choice.shards)
+                choice = replace(choice, shards=whole, sparse=SparseHandling.GATHER_SCATTER)
+            elif kinds <= set(SPARSE_SYNCHRONIZERS[SparseHandling.ALL_GATHER]):
                 choice = replace(choice, sparse=SparseHandling.ALL_GATHER)
         choices.append(choice)
     return replace(strategy, variables=tuple(choices))
@@ -394,7 +401,13 @@ def command_to_repeat(
 
 def check_cases(rank: int) -> dict[str, list[RankOutcome]]:
     """Run all cases of a world size in one world, since processes start slowly."""
-    return {case: check_case(rank, case) for case in CASES[dist.get_world_size()]}
+    gc.disable()  # otherwise every plan that crosses the step is loaded with a collection
+    gc.freeze()  # those between the cases visit no imports
+    outcomes = {}
+    for case in CASES[dist.get_world_size()]:
+        outcomes[case] = check_case(rank, case)
+        gc.collect()  # until then threads of gloo's closed process groups wake up every 10 ms
+    return outcomes
 
 
 def enacted_alike(by_rank: list[dict[str, list[RankOutcome]]]) -> list[RankOutcome]:

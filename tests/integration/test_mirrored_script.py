@@ -38,8 +38,9 @@ from runtime_rewriter.mirrored.scripts import HEARTBEAT_S
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 SCRIPT, PAIR = SCRIPTS / "train_mirrored.py", SCRIPTS / "mirrored_pair.py"
-PAIR_S = 300.0
+PAIR_S = 500.0
 RANKS = 2
+pytestmark = pytest.mark.timeout(600)  # of a test with the pair's training, on a busy machine
 REQUEST = TrialRequest(0, "strategy-under-test", Role.CANDIDATE, warmup_steps=1, timed_steps=3)
 
 

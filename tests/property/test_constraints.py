@@ -141,7 +141,7 @@ def test_groups_are_contiguous_and_stay_within_the_bound_of_algorithm_2(sizes, g
     assert all(load >= average for load in loads[:-1])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 10**15), st.integers(1, 50))
 def test_equal_shards_never_open_a_group_beyond_the_last_however_the_average_rounds(size, groups):
     assert merge_adjacent([size] * groups * 3, groups).tolist() == [
@@ -184,7 +184,7 @@ def test_servers_are_all_ranks_and_in_large_worlds_the_first_rank_of_each_host()
     assert server_ranks(large) == (0, 40, 64)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.tuples(st.integers(1, 6), st.sampled_from([1e8, 2e8, 5e8, 1e9, 1e10])),
