@@ -50,6 +50,8 @@ The seconds are a safety limit only."""
 ROUND = 0.25
 """Largest share of a job's remaining time for the proposals of a round, as thousands of variables
 need. Half of it is for the optimizer, a quarter for samples, the rest to learn and score them."""
+FINISH = 0.1
+"""Share of a job's time for the last training; simulators that need more are not kept."""
 SCORING = 0.9
 """Share of the time after sampling for learning and scoring; the rest is to choose and identify."""
 POOL_SLICES = 2**21
@@ -105,12 +107,14 @@ class Proposer:
         clock: Callable[[], float] = time.monotonic,
         pool_slices: int = POOL_SLICES,
         narrow: Callable[[SearchSpace], SearchSpace] = lambda space: space,
+        budgets: tuple[Budget, Budget] = (OPTIMIZER, AGAIN),
     ) -> None:
         """`clock`: seconds, for the safety limit of the optimizer's search. `pool_slices`: about
         the most slices of a round's plans. `narrow` returns the part of the job's space to search.
+        `budgets`: of the optimizer in the first and in a later round.
         """
         self._spec, self._clock, self._pool_slices = spec, clock, pool_slices
-        self._narrow = narrow
+        self._narrow, self._budgets = narrow, budgets
         self._bayes: BayesianSearch | None = None
         self._scorer = Scorer(spec, simulators)
 
@@ -119,10 +123,10 @@ class Proposer:
 
         With the id of an `incumbent`, they are neighbours of this measured strategy.
         """
-        if self._spec.search in BAYESIAN:
-            return self._propose_bayes(history, round_)
         left_s = max(0.0, self._spec.max_seconds - history.elapsed_s)
         deadline = Deadline.after(ROUND * left_s, self._clock)
+        if self._spec.search in BAYESIAN:
+            return self._propose_bayes(history, round_, deadline)
         if incumbent:
             return self._propose_neighbours(history, round_, count, incumbent, deadline)
         untried = self._pool(history, round_, deadline)
@@ -261,7 +265,8 @@ class Proposer:
             return self._refusal_reason(one) is None
 
         seed = int(generator(self._spec.seed, "optimizer", round_).integers(2**31))
-        budget = AGAIN if parents else OPTIMIZER
+        first, again = self._budgets
+        budget = again if parents else first
         budget = replace(budget, seconds=max(min(budget.seconds, seconds), SHORTEST_S))
         tried = {trial.plan_id for trial in history.trials if trial.plan_id is not None}
         suggested = suggestions(
@@ -343,8 +348,12 @@ class Proposer:
         return strategy
 
     def finish(self, history: History) -> dict[str, Simulator]:
-        """Fit each simulator on all measurements, to keep for later jobs; may return none."""
-        return self._scorer.finish(history)
+        """Fit each simulator on all measurements, to keep for later jobs; may return none.
+
+        Takes about `FINISH` of the job's time at most.
+        """
+        limit_s = FINISH * self._spec.max_seconds
+        return self._scorer.finish(history, Deadline.after(limit_s, self._clock))
 
     def _choose(
         self, pool: Sequence[Candidate], scores: Scores, count: int, round_: int
@@ -376,20 +385,22 @@ class Proposer:
             picked = select_diverse(predicted[survivors], rows, count, self._spec.diversity)
         return [int(survivors[i]) for i in picked] + explorers.tolist()
 
-    def _propose_bayes(self, history: History, round_: int) -> Proposed:
+    def _propose_bayes(self, history: History, round_: int, deadline: Deadline) -> Proposed:
         """Propose with scikit-optimize.
 
-        A resumed job repeats the asks and tells of its earlier rounds first.
+        A resumed job repeats the asks and tells of its earlier rounds first, which the deadline
+        does not limit: they must end in the state in which the job was interrupted.
         """
         over = BAYESIAN[self._spec.search]
         if self._bayes is None:
             self._bayes = BayesianSearch(self._encoding(history), self._spec.seed)
             for at, event in enumerate(history.events):
                 if isinstance(event, Proposed):
-                    self._next_of(self._bayes, history.first(at))
-        planned = self._next_of(self._bayes, history)
+                    self._next_of(self._bayes, history.first(at), NO_DEADLINE)
+        planned = self._next_of(self._bayes, history, deadline)
         if planned is None:
             reason = f"{over}: no plan was found that was not tried"
+            reason = f"{reason}; {CUT_SHORT}" if deadline.passed() else reason
             return Proposed(round_, (), "gaussian process", reason, BAYES_ASKS, (), 0.0)
         reason = f"Bayesian optimization of {over} was asked for"
         return Proposed(
@@ -402,8 +413,10 @@ class Proposer:
             0.0,
         )
 
-    def _next_of(self, search: BayesianSearch, history: History) -> PlannedStrategy | None:
-        """The next strategy with a new plan; None if there is none.
+    def _next_of(
+        self, search: BayesianSearch, history: History, deadline: Deadline
+    ) -> PlannedStrategy | None:
+        """The next strategy with a new plan; None if there is none, or none until the deadline.
 
         The search learns the time of a known plan at once; a plan that cannot be enacted failed.
         """
@@ -424,6 +437,8 @@ class Proposer:
             search.tell(planned.strategy.id, times.get(plan_id, failed_s))
             repeats = repeats + 1 if plan_id in reasons else 0
             reasons.add(plan_id)
+            if deadline.passed():
+                break
         return None
 
     def _encoding(self, history: History) -> Encoding:

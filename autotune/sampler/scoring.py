@@ -143,14 +143,15 @@ class Scorer:
             choice.ranker, reason, pool, extractor, simulator, examples, quality, deadline, replayed
         )
 
-    def finish(self, history: History) -> dict[str, Simulator]:
+    def finish(self, history: History, deadline: Deadline = NO_DEADLINE) -> dict[str, Simulator]:
         """Fit each simulator on all measurements, to keep for later jobs; may return none.
 
-        Simulators that the last round could not train are left out.
+        Simulators that the last round could not train are left out, and those that are not trained
+        by the deadline.
         """
         if self._spec.search is not Search.AUTOSYNC or history.profiled is None:
             return {}
-        examples = self.examples(history)
+        examples = self.examples(history, deadline)
         if len(examples) < SMALLEST_TRAINING:
             return {}
         trained = {name: make() for name, make in self._make.items()}
@@ -158,9 +159,15 @@ class Scorer:
             trained = {name: each for name, each in trained.items() if not each.reads_shards}
         left_out = self._last_training_s.keys() - self._trained.keys()
         trained = {name: each for name, each in trained.items() if name not in left_out}
-        for simulator in trained.values():
-            simulator.fit(examples, self._spec.seed)
-        return trained
+        in_time: dict[str, Simulator] = {}
+        for name, simulator in trained.items():
+            left_s = deadline.left_s
+            if left_s == 0:
+                break
+            simulator.fit(examples, self._spec.seed, limit_s=left_s)
+            if not deadline.passed():
+                in_time[name] = simulator
+        return in_time
 
     def _train(
         self, examples: Sequence[Example], history: History, deadline: Deadline

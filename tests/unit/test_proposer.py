@@ -10,6 +10,7 @@ import pytest
 
 from autotune.cluster import Cluster, Host
 from autotune.lowering.replayed import LoweredSteps
+from autotune.optimizer.budget import Budget
 from autotune.records import (
     CURRENT_SETUP,
     Accelerators,
@@ -19,9 +20,12 @@ from autotune.records import (
     Role,
     TrialRequest,
 )
-from autotune.sampler.proposer import CUT_SHORT, Proposer
+from autotune.sampler.bayes import BayesianSearch
+from autotune.sampler.proposer import BAYES_ASKS, CUT_SHORT, Proposer
 from autotune.strategy_space.enactable import refusal_reason
+from autotune.strategy_space.moves.neighbours import neighbourhood
 from autotune.strategy_space.plan import plan
+from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Compressor
 from autotune.tuning.events import Profiled, Proposal, Proposed, TrialFinished
 from autotune.tuning.history import History
@@ -112,6 +116,34 @@ def test_in_a_later_round_the_optimizer_goes_on_from_what_was_measured() -> None
     assert not tried & {plan(proposal.strategy, SMALL, 4).id for proposal in later}
 
 
+def test_a_round_of_the_descent_proposes_untried_neighbours_of_the_incumbent() -> None:
+    spec = job(samples_per_round=10)
+    history = profiled(spec, model=SMALL).then(finished(0, CURRENT_SETUP, None, 0.5))
+    budgets = Budget(60), Budget(20)
+    first = Proposer(spec, {}, budgets=budgets).propose(history, 0, 4)
+    history = history.then(first)
+    for number, proposal in enumerate(first.proposals, start=1):
+        plan_id = plan(proposal.strategy, SMALL, 4).id
+        assert proposal.predicted_s is not None  # measured as predicted
+        trial = finished(number, proposal.strategy.id, plan_id, proposal.predicted_s)
+        history = history.then(trial)
+    start = first.proposals[0].strategy
+    descending = Proposer(spec, {}, budgets=budgets).propose(history, 1, 1000, start.id)
+    assert descending.incumbent == start.id
+    assert 0 < len(descending.proposals) < descending.considered  # without those that are slow
+    around = neighbourhood(start, SMALL, SLOW_NETWORK, SearchSpace.default())
+    near = {strategy.id for strategy in around}
+    near |= {proposal.strategy.id for proposal in first.passed_over}
+    tried = {trial.plan_id for trial in history.trials}
+    predictions_s = []
+    for proposal in descending.proposals:
+        assert proposal.strategy.id in near
+        assert plan(proposal.strategy, SMALL, 4).id not in tried
+        assert proposal.predicted_s is not None
+        predictions_s.append(proposal.predicted_s)
+    assert predictions_s == sorted(predictions_s)
+
+
 def test_proposals_depend_on_the_speed_of_the_machine_only_if_they_say_so() -> None:
     spec = job(lossy=True, samples_per_round=20)
 
@@ -160,6 +192,28 @@ def test_strategies_that_cannot_be_enacted_are_left_out_with_the_reason(search: 
     plans = [plan(proposal.strategy, HUGE, 4) for proposal in proposed.proposals]
     assert all(refusal_reason(each) is None for each in plans)
     assert Proposer(spec, {}).propose(history, 0, 80) == proposed
+
+
+def test_a_bayesian_search_of_known_plans_ends_at_its_deadline(monkeypatch) -> None:
+    spec, single = job(search=Search.FUSION), Workload("m", MODEL.variables[:1], (), 0.1, 0.2)
+    history = profiled(spec, model=single).then(finished(0, CURRENT_SETUP, None, 0.3))
+    first = Proposer(spec, {}).propose(history, 0, 1)
+    [proposal] = first.proposals
+    trial = finished(1, proposal.strategy.id, plan(proposal.strategy, single, 4).id, 0.2)
+    history = history.then(first).then(trial)
+    told: list[str] = []
+    tell = BayesianSearch.tell
+
+    def counted(search: BayesianSearch, strategy_id: str, step_s: float) -> None:
+        told.append(strategy_id)
+        tell(search, strategy_id, step_s)
+
+    monkeypatch.setattr(BayesianSearch, "tell", counted)
+    looks = count()
+    slow = Proposer(spec, {}, clock=lambda: next(looks) * 1000.0).propose(history, 1, 1)
+    assert slow.proposals == () and CUT_SHORT in slow.reason
+    assert len(told) < BAYES_ASKS
+    assert CUT_SHORT not in Proposer(spec, {}).propose(history, 1, 1).reason
 
 
 @pytest.mark.parametrize("search", [Search.BAYES, Search.FUSION])
