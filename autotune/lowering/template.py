@@ -91,13 +91,14 @@ class Rounds:
     def add(self, template: Template, behind: Sequence[int], parts: Sequence[int]) -> list[int]:
         """Add all rounds; the last op of each stage. The last one gives the lock back.
 
-        Stages follow one another, or else (a pull) each follows the op of `parts` with which its
-        owners have their parts.
+        Each port goes through the stages one after another, whatever the others do. In a pull, each
+        stage follows the op of `parts` with which its owners have their parts.
         """
         ends: list[int] = []
+        before: dict[str, int] = {}
         for number, stage in enumerate(self.stages):
             lock = self.lock if number == 0 else NONE
-            after = [*behind, parts[number]] if parts else ends[-1:] or behind
+            after = [*behind, *parts[number : number + 1]]
             entry = template.add(f"{self.collective} in", Op(acquires=lock), after)
             template.ops += [*stage.ports, Op(slot=stage.rest)] * stage.count
             template.names += round_names(self.collective, stage.names, stage.count)
@@ -105,7 +106,17 @@ class Rounds:
                 (entry + parent, entry + child)
                 for parent, child in round_edges(len(stage.names), stage.count)
             ]
-            ends.append(len(template.ops) - 1)
+            last = len(template.ops) - 1
+            if not parts:
+                template.edges += [
+                    (before[name], entry + 1 + place)
+                    for place, name in enumerate(stage.names)
+                    if name in before
+                ]
+                template.edges += [(end, last) for end in ends[-1:]]
+                first = last - len(stage.names)
+                before |= {name: first + place for place, name in enumerate(stage.names)}
+            ends.append(last)
         template.ops[-1] = Op(slot=self.stages[-1].rest, releases=self.lock)
         for op in self.beyond:
             template.add(f"{self.collective} beyond", op, ends[-1:])

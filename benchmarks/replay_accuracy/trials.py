@@ -18,7 +18,6 @@ from autotune.jobs.campaign.session import TrialLength, trial_line, trial_sessio
 from autotune.jobs.campaign.setups import Setup
 from autotune.jobs.campaign.strategy_sources import Sourced, built, drawn, shuffled
 from autotune.sampler.random import sample_many
-from autotune.strategy_space.builders.direct import directly
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Synchronizer
 from autotune.workload import Workload
@@ -51,14 +50,12 @@ def strategies(workload: Workload, cluster: Cluster, count: int, seed: int) -> l
     lossless, lossy = SearchSpace.default(), SearchSpace.default(lossy=True)
     builders = built(workload, cluster, lossy)
     order = shuffled(builders, seed, "accuracy", workload.id, cluster.id)
-    chosen = order[: count // 4]
-    on_direct = [(f"direct:{source}", directly(one, workload, cluster)) for source, one in order]
-    on_direct = [(source, one) for source, one in on_direct if one.direct][: count // 8]
+    chosen, others = order[: count // 4], order[count // 4 :]
+    on_direct = [pair for pair in others if pair[1].direct][: count // 8]
     only_direct = replace(lossless, synchronizers=(Synchronizer.DIRECT_EXCHANGE,))
-    drawn_direct = sample_many(
-        workload, cluster, only_direct, count // 4 - len(on_direct), seed + DIRECT_SEED
-    )
-    chosen += on_direct + [("random:direct", one) for one in drawn_direct]
+    left = count // 4 - len(on_direct)
+    random = sample_many(workload, cluster, only_direct, left, seed + DIRECT_SEED)
+    chosen += on_direct + [("random:direct", strategy) for strategy in random]
     chosen += drawn(workload, cluster, (lossless, lossy), count - len(chosen), seed)
     return shuffled(chosen, seed, "order", workload.id)
 
