@@ -7,7 +7,8 @@ in both steps, and a finite loss. The servers need a network namespace of their 
 needs root. Each model is checked in its own process. `--kept FILE` keeps what has passed, so a run
 that was cut off resumes. The last line is one JSON object: `pairs` and `failed` of the checks,
 `trained` and `training_failed` of the runs, `one_client_per_rank`: pairs whose graphs split into
-one client per rank, and `peak_mib`: memory of the largest process.
+one client per rank, and `peak_mib`: memory of the largest process. The peak after each stage of a
+training is printed.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ TensorFlow loads when a function runs, after the process has its environment.
 from __future__ import annotations
 
 import resource
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,10 @@ class Outcome:
 def own_peak_mib() -> int:
     """Return the most memory that this process has had."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+
+def _print_peak(stage: str) -> None:
+    print(f"  {stage}: {own_peak_mib()} MiB", file=sys.stderr, flush=True)
 
 
 def checked(model: str) -> list[Outcome]:
@@ -87,9 +92,12 @@ def _train(model: str, builder: str) -> None:
 
     training = started(training_graph(model), SEED)
     workload = workload_of(training, model)
+    _print_peak(f"captured, with {workload.grad_bytes / 2**20:.0f} MiB of gradients")
     running = RunningGraph(training, TwoServers(), STEP_TIMEOUT_S)
     running.load(plan(BUILDERS[builder](workload, _cluster()), workload, WORLD))
+    _print_peak("variables on the servers")
     before = dict(running.values())
+    _print_peak("values fetched")
     for step in range(STEPS):
         batch = TABLE[model][1].batch(ROWS, SEED + step)
         assert LABELS in batch
@@ -99,6 +107,7 @@ def _train(model: str, builder: str) -> None:
         result = gate.error()
         assert result.ok, f"step {step}: {result}"
         assert np.isfinite(loss), f"step {step}: the loss is {loss}"
+        _print_peak(f"step {step}, with the gate")
     after = running.values()
     same = [one.variable for one in training.gradients if not _moved(before, after, one.variable)]
     assert not same, f"no step has changed {same[:3]}"
