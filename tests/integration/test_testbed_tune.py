@@ -70,32 +70,6 @@ def trials_in(folder: Path) -> int:
         return len(store.history("bed").trials) if store.jobs() else 0
 
 
-def test_a_job_on_a_testbed_states_so_everywhere_and_leaves_nothing(tmp_path) -> None:
-    options = ("--json", "--search", "random", "--accelerators", "emulated", *TRIALS)
-    done = subprocess.run(
-        words(tmp_path, "say-so", *options), cwd=ROOT, capture_output=True, text=True, timeout=JOB_S
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert "[emulated network, emulated accelerators]" in done.stderr
-    with Store.open(tmp_path / "autotune.db") as store:
-        history = store.history("bed")
-    assert {(t.conditions.network, t.conditions.accelerators) for t in history.trials} == {
-        (Network.EMULATED, Accelerators.EMULATED)
-    }
-    assert history.profiled is not None
-    slowest = min(RATES) * 1e6 / 8
-    ring = history.profiled.cluster.fit("all_reduce", 2)
-    assert ring is not None
-    # two ranks: the whole message passes the slow link once
-    assert 0.7 * slowest < 2**22 / ring.seconds(2**22) < 1.1 * slowest
-    report = Path(result["report"]).read_text()
-    assert "The network is emulated" in report and "Accelerators are emulated" in report
-    assert read_export(Path(result["best"])).conditions.network is Network.EMULATED
-    assert beds_of("say-so") == []
-    assert result["unsent_tracking_items"] == 0
-
-
 @pytest.mark.skipif(find_spec("horovod") is None, reason="`make horovod` builds it")
 def test_a_tensorflow_script_of_horovod_is_tuned_on_emulated_accelerators_and_runs_its_export(
     tmp_path, tracking_store
@@ -148,10 +122,16 @@ def test_a_tensorflow_script_of_horovod_is_tuned_on_emulated_accelerators_and_ru
 
 
 def test_ctrl_c_takes_the_testbed_down_and_resume_builds_it_again(tmp_path, tracking_store) -> None:
+    """The whole job states everywhere what was emulated, and leaves nothing."""
     with_tracking_store(tmp_path, tracking_store)
-    command = words(tmp_path, "interrupted", "--search", "random", *SHORT_PROBE, *TRIALS)
+    options = ("--search", "random", "--accelerators", "emulated", *TRIALS)
+    options += ("--start-timeout", f"{START_S:.0f}s")
     process = subprocess.Popen(
-        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=take_interrupts
+        words(tmp_path, "interrupted", *options),
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=take_interrupts,
     )
     try:
         wait_for(lambda: trials_in(tmp_path) >= 2, "the second trial", START_S)
@@ -162,10 +142,28 @@ def test_ctrl_c_takes_the_testbed_down_and_resume_builds_it_again(tmp_path, trac
     assert process.returncode == 130, error
     assert beds_of("interrupted") == []
     before = trials_in(tmp_path)
-    resume = [*AUTOTUNE, "tune", "--resume", "bed", "--directory", str(tmp_path)]
+    resume = [*AUTOTUNE, "tune", "--resume", "bed", "--directory", str(tmp_path), "--json"]
     done = subprocess.run(resume, cwd=ROOT, capture_output=True, text=True, timeout=JOB_S)
     assert done.returncode == 0, done.stderr
     assert trials_in(tmp_path) > before and beds_of("interrupted") == []
+    result = json.loads(done.stdout)
+    for printed in (error, done.stderr):
+        assert "[emulated network, emulated accelerators]" in printed
+    with Store.open(tmp_path / "autotune.db") as store:
+        history = store.history("bed")
+    assert {(t.conditions.network, t.conditions.accelerators) for t in history.trials} == {
+        (Network.EMULATED, Accelerators.EMULATED)
+    }
+    assert history.profiled is not None
+    slowest = min(RATES) * 1e6 / 8
+    ring = history.profiled.cluster.fit("all_reduce", 2)
+    assert ring is not None
+    # two ranks: the whole message passes the slow link once
+    assert 0.7 * slowest < 2**22 / ring.seconds(2**22) < 1.1 * slowest
+    report = Path(result["report"]).read_text()
+    assert "The network is emulated" in report and "Accelerators are emulated" in report
+    assert read_export(Path(result["best"])).conditions.network is Network.EMULATED
+    assert result["unsent_tracking_items"] == 0
 
 
 def test_after_kill_9_of_the_driver_down_removes_the_namespaces_and_all_processes_in_them(
