@@ -6,7 +6,7 @@ The files are TensorFlow's checkpoints as `tf.compat.v1.train.Saver` writes and 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from autotune.errors import InvalidInput
+from runtime_rewriter.tensorflow.chunks import chunks
 from runtime_rewriter.tensorflow.distributed_graph import DistributedGraph, PlacedVariable
 from runtime_rewriter.tensorflow.kept_state import KeptState, KeptTensor
 
@@ -70,7 +71,7 @@ def _assign(
     given: Sequence[tuple[PlacedVariable | KeptTensor, np.ndarray]],
     most_bytes: int = MOST_BYTES,
 ) -> None:
-    for first, end in _chunks([value.nbytes for _, value in given], most_bytes):
+    for first, end in chunks([value.nbytes for _, value in given], most_bytes):
         some = given[first:end]
         session.run([one.assign for one, _ in some], {one.placeholder: v for one, v in some})
 
@@ -81,21 +82,9 @@ def _fetched(
     values: list[np.ndarray] = []
     in_graph = [session.graph.get_tensor_by_name(name) for name in tensors]
     sizes_bytes = [(one.shape.num_elements() or 0) * one.dtype.size for one in in_graph]
-    for first, end in _chunks(sizes_bytes, most_bytes):
+    for first, end in chunks(sizes_bytes, most_bytes):
         values += session.run(tensors[first:end])
     return values
-
-
-def _chunks(sizes_bytes: Sequence[int], most_bytes: int) -> Iterator[tuple[int, int]]:
-    """Ranges (first, end) of at most `most_bytes` each, or of one."""
-    first = total = 0
-    for place, size_bytes in enumerate(sizes_bytes):
-        if place > first and total + size_bytes > most_bytes:
-            yield first, place
-            first, total = place, 0
-        total += size_bytes
-    if sizes_bytes:
-        yield first, len(sizes_bytes)
 
 
 def _joined(parts: list[tuple[PlacedVariable, np.ndarray]]) -> np.ndarray:

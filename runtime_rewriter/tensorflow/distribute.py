@@ -21,7 +21,7 @@ from runtime_rewriter.tensorflow.distributed_graph import (
     PlacedVariable,
     ReplicatedFeed,
 )
-from runtime_rewriter.tensorflow.gradient_gate import GateWriter
+from runtime_rewriter.tensorflow.gradient_gate import COMPARED_BYTES, GateWriter
 from runtime_rewriter.tensorflow.kept_writing import KeptWriter
 from runtime_rewriter.tensorflow.node_writing import GraphWriter
 from runtime_rewriter.tensorflow.op_fusion import set_scopes
@@ -44,15 +44,19 @@ def distribute(
     first_key: int = 1,
     circumstances: Circumstances = ALONE,
     gated: bool = False,
+    compared_bytes: int = COMPARED_BYTES,
 ) -> DistributedGraph:
     """Return the graph that enacts `plan` on `devices`, one per rank.
 
     `first_key`: the first collective key that the servers have not seen, which is `next_key` of
     the graph that they ran before. `gated`: with a numerics gate, if there are
-    gradients. Raises `InvalidInput` for what cannot be enacted.
+    gradients, which compares `compared_bytes` of them at once. Raises `InvalidInput` for what
+    cannot be enacted.
     """
     refuse(training, plan, devices, circumstances.hosts)
-    return _Rewriting(training, plan, tuple(devices), first_key, circumstances).result(gated)
+    return _Rewriting(training, plan, tuple(devices), first_key, circumstances).result(
+        compared_bytes if gated else None
+    )
 
 
 class _Rewriting:
@@ -79,7 +83,7 @@ class _Rewriting:
         self.circumstances = circumstances
         self.seeds = seed_variables(training)
 
-    def result(self, gated: bool) -> DistributedGraph:
+    def result(self, compared_bytes: int | None) -> DistributedGraph:
         synchronization = Synchronization(
             self.training,
             self.plan,
@@ -95,8 +99,9 @@ class _Rewriting:
         refreshes = Refreshes(self.plan, self.copies)
         targets = self._copy_all(refreshes)
         gate = None
-        if gated and self.training.gradients:
-            gate = GateWriter(synchronization, self.writer, self.devices).tensors(self.keys)
+        if compared_bytes is not None and self.training.gradients:
+            gate_writer = GateWriter(synchronization, self.writer, self.devices, compared_bytes)
+            gate = gate_writer.tensors(self.keys)
         set_scopes(self.writer.graph_def, self.plan.op_fusion, self.devices)
         return DistributedGraph(
             self.writer.graph_def,

@@ -17,22 +17,27 @@ rows of equal index, and the number of such rows is the number of terms of the t
 (see `tolerances`). What servers average exists once: rank 0 compares it, and the other ranks take
 part in the reference's all-reduce. The nodes are in every graph, and a step that does not fetch
 them leaves them out.
+
+Dense gradients are compared in chunks, one after the other: each needs several copies of its size.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from runtime_rewriter.tensorflow.chunks import chunks
 from runtime_rewriter.tensorflow.collectives import Carrier, Flat, Keys
 from runtime_rewriter.tensorflow.gate_tensors import ERROR, LARGEST, PRINT, TERMS, GateTensors
 from runtime_rewriter.tensorflow.node_writing import GraphWriter
 from runtime_rewriter.tensorflow.rows import merge_rows
 from runtime_rewriter.tensorflow.synchronization import SCOPE, Synchronization
 
+COMPARED_BYTES = 2**25
+"""Of a chunk of dense gradients."""
 _BITS = {tf.float16: tf.int16, tf.bfloat16: tf.int16, tf.float32: tf.int32, tf.float64: tf.int64}
 
 
@@ -40,11 +45,15 @@ class GateWriter:
     """Writes the gate of a graph whose messages are written."""
 
     def __init__(
-        self, synchronization: Synchronization, writer: GraphWriter, devices: tuple[str, ...]
+        self,
+        synchronization: Synchronization,
+        writer: GraphWriter,
+        devices: tuple[str, ...],
+        compared_bytes: int = COMPARED_BYTES,
     ) -> None:
         self.synchronization, self.writer, self.devices = synchronization, writer, devices
         self.training, self.averaged = synchronization.training, synchronization.averaged()
-        self.count = len(devices)
+        self.count, self.compared_bytes = len(devices), compared_bytes
         self.numbers: dict[tuple[str, str, int], str] = {}
 
     def tensors(self, keys: Keys) -> GateTensors:
@@ -56,7 +65,7 @@ class GateWriter:
                 dtype = self.training.by_name[one.variable].dtype
                 dense.setdefault(dtype, []).append(one.variable)
         for dtype, of_dtype in dense.items():
-            self._compare_dense(of_dtype, tf.as_dtype(dtype), keys)
+            self._compare_chunks(of_dtype, tf.as_dtype(dtype), keys)
         for name in rows:
             for rank in range(self.count):
                 with self._at(rank):
@@ -78,7 +87,25 @@ class GateWriter:
     def _at(self, rank: int) -> Any:
         return self.writer.at(self.devices[rank], f"{SCOPE}/gate/rank_{rank}")
 
-    def _compare_dense(self, names: Sequence[str], dtype: tf.DType, keys: Keys) -> None:
+    def _compare_chunks(self, names: Sequence[str], dtype: tf.DType, keys: Keys) -> None:
+        sizes_bytes = [math.prod(self.training.by_name[name].shape) * dtype.size for name in names]
+        compared: dict[int, list[str]] = {rank: [] for rank in range(self.count)}
+        for first, end in chunks(sizes_bytes, self.compared_bytes):
+            some = names[first:end]
+            self._compare_dense(some, dtype, keys, compared)
+            compared = {
+                rank: [self.numbers[kind, name, rank] for kind in (ERROR, PRINT) for name in some]
+                for rank in range(self.count)
+            }
+
+    def _compare_dense(
+        self,
+        names: Sequence[str],
+        dtype: tf.DType,
+        keys: Keys,
+        compared: Mapping[int, Sequence[str]],
+    ) -> None:
+        """Compare some variables, on each rank once the nodes `compared` have run there."""
         writer = self.writer
         sizes = [math.prod(self.training.by_name[name].shape) for name in names]
         zero = {}
@@ -87,6 +114,7 @@ class GateWriter:
             with self._at(rank):
                 zero[rank] = writer.constant([0], tf.int32, "axis")
                 parts = [self._flat_local(name, rank, dtype) for name in names]
+                parts[0] = writer.identity(parts[0], dtype, "next", compared[rank])
                 local = writer.scale(writer.concat(parts, 0, dtype), 1 / self.count, dtype)
                 before = self._residuals(names, rank, sizes, dtype, after=False)
                 after = self._residuals(names, rank, sizes, dtype, after=True)
@@ -115,6 +143,10 @@ class GateWriter:
                 self._terms(names, rank)
                 if not present:
                     continue
+                # What servers joined is not needed before its reference is there.
+                averages[present[0]] = writer.identity(
+                    str(averages[present[0]]), dtype, "compared", [reference[rank]]
+                )
                 b = writer.split(reference[rank], sizes, 0, dtype)
                 self._difference(
                     [names[place] for place in present],

@@ -40,6 +40,7 @@ REPLICAS = 4
 CLUSTER = cluster(*[(1, 1000.0)] * REPLICAS)
 STEP_TIMEOUT_S = 60.0
 BACKWARD_S, FORWARD_S, UPDATE_S = 0.05, 0.02, 0.01
+COMPARED_BYTES = 2**12  # several chunks of each model
 ROUNDING_S = 1e-4
 """Waits are rounded down to whole microseconds."""
 
@@ -78,7 +79,7 @@ class Trials:
         self.batch = batches_of(program, 2 * REPLICAS, 1)[0]
 
     def _distributed(self, *arguments: Any, **keywords: Any) -> DistributedGraph:
-        graph = distribute(*arguments, **keywords)
+        graph = distribute(*arguments, **{**keywords, "compared_bytes": COMPARED_BYTES})
         self.edit(graph.graph_def)
         return graph
 
