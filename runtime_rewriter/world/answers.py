@@ -10,6 +10,9 @@ from runtime_rewriter.failures import failure_of_exit, is_consequence, root_caus
 from runtime_rewriter.protocol import RankEvent, RankFailed, ScriptFinished
 from runtime_rewriter.world.worker import ProcessExited
 
+UNEXPLAINED = 3
+"""A lost connection can be seen sooner than the end of the process behind it."""
+
 Answer = TypeVar("Answer", bound=RankEvent)
 
 
@@ -68,11 +71,16 @@ class Answers(Generic[Answer]):
         return rank in self._answers or rank in self._failures or rank in self._ended
 
     def complete(self, now_s: float, straggler_s: float) -> bool:
-        """Whether the outcome is known; after a failure, others have `straggler_s` to report."""
+        """Whether the outcome is known; after a failure, others have `straggler_s` to report.
+
+        They have `UNEXPLAINED` times as long while ranks have only lost another one.
+        """
         if all(self._is_settled(rank) for rank in range(self._ranks)):
             return True
         if self._first_failure_s is not None:
-            return now_s - self._first_failure_s > straggler_s
+            explained = not all(map(is_consequence, self._failures.values()))
+            longest_s = straggler_s if explained else UNEXPLAINED * straggler_s
+            return now_s - self._first_failure_s > longest_s
         return self._silent(now_s) is not None
 
     def _silent(self, now_s: float) -> int | None:

@@ -108,7 +108,7 @@ def test_the_resnet_example_is_tuned_and_leaves_an_export_and_a_report(tuned) ->
         assert history.profiled is not None and history.profiled.workload.source == "measured"
         assert {fit.primitive for fit in history.profiled.cluster.fits} >= {
             "all_reduce",
-            "push_pull",
+            "direct_exchange",
         }
         uncompressed = [
             t for t in history.trials if t.plan_id is not None and isinstance(t.outcome, Measured)

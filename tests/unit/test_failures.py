@@ -100,6 +100,15 @@ def test_a_ranks_own_failure_is_the_cause(by_rank, rank) -> None:
     assert isinstance(failed, Failed) and failed.rank == rank
 
 
+def test_others_have_longer_to_report_while_ranks_have_only_lost_another_one() -> None:
+    answers = Answers(TrialAnswer, 2, 60.0, 0.0)
+    answers.take(0, [LOST_PEER], 1.0)
+    assert not answers.complete(14.0, 5.0) and answers.complete(16.5, 5.0)
+    answers.take(1, [ProcessExited(7, "")], 14.0)
+    failed = answers.outcome(14.0)
+    assert answers.complete(14.0, 5.0) and isinstance(failed, Failed) and failed.rank == 1
+
+
 def test_silence_counts_from_the_last_event() -> None:
     answers = Answers(TrialAnswer, 1, 6.0, 0.0)
     answers.take(0, [Heartbeat()], 5.0)
