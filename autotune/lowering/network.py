@@ -109,8 +109,9 @@ class Network:
         self._batches = batches
         self._ports = ports
         self._costs = costs
-        stages = [ports for step in times for ports in step.stages]
-        self._used_ports = deciding(stages, symmetric).tolist()
+        # The busiest device of a host may differ between stages, which then exceed their whole.
+        loads = [ports for step in times for ports in (*step.stages, step.ports)]
+        self._used_ports = deciding(loads, symmetric).tolist()
         self._used_cores = deciding([step.cores for step in times], symmetric).tolist()
         self._workers = workers
         self._limit = limit

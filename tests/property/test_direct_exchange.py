@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from synthetic_cluster import FREE, cluster
 
@@ -128,6 +128,7 @@ parts = st.lists(st.integers(0, 4), min_size=4, max_size=4).filter(any)
 
 
 @settings(max_examples=60, deadline=None)
+@example("devices", [0, 1, 2, 0], [10_000], 4, 1)  # other devices are the busiest in each stage
 @given(
     st.sampled_from(sorted(CLUSTERS)),
     parts,
