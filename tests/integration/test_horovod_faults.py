@@ -17,7 +17,7 @@ pytest.importorskip("horovod", reason="`make horovod` builds it")
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train_horovod.py"
 RANKS = 3
-STALL_S = 3
+STALL_S = 10  # ranks that start beside other tests may be some seconds late
 REQUEST = TrialRequest(0, "strategy-under-test", Role.CANDIDATE, warmup_steps=2, timed_steps=4)
 
 
@@ -37,7 +37,10 @@ def test_a_rank_that_dies_or_stalls_in_a_step_fails_the_trial_and_the_next_one_r
     world = make_world(*words, script=SCRIPT, ranks=RANKS, step_timeout_s=120.0)
     wanted = plan(ddp_default(small_model()), small_model(), RANKS) if planned else None
     for restarts, (kind, text) in enumerate(
-        ((FailureKind.CRASH, "rank 2 ended with exit code 7"), (FailureKind.HANG, "within 3 s")),
+        (
+            (FailureKind.CRASH, "rank 2 ended with exit code 7"),
+            (FailureKind.HANG, f"within {STALL_S} s"),
+        ),
         start=1,
     ):
         failed = world.run_trial(replace(REQUEST, timed_steps=30), wanted)
