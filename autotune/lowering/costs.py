@@ -13,10 +13,11 @@ from math import isfinite
 from autotune.costs.sync_cost import KERNEL_LATENCY_S
 from autotune.errors import InvalidInput
 
-_HERE = (
-    "measured by `python -m benchmarks.runtime_costs --emulated`, one process, "
+_MEASURED = (
+    "measured by `python -m benchmarks.runtime_costs --emulated{}, "
     "on the machine that docs/prediction.md names"
 )
+_HERE, _FOUR_HERE = (_MEASURED.format(how) for how in ("`, one process", " --ranks 4`"))
 
 ASSUMED = "assumed"
 """How the source of a value begins that nobody has measured on the device in question."""
@@ -165,7 +166,6 @@ class RuntimeCosts:
         return {field.name: getattr(self, field.name).source for field in fields(self)}
 
 
-_FOUR_HERE = _HERE.replace("--emulated`, one process", "--emulated --ranks 4`")
 EMULATED_COSTS = replace(
     RuntimeCosts(),
     wake_s=Constant(0.00037, _HERE),

@@ -67,8 +67,9 @@ class Budget:
     stale: int = 4
 
     def __post_init__(self) -> None:
-        if self.replays < 1 or self.ops < 1 or self.seconds <= 0:
+        if min(self.replays, self.ops, self.stale) < 1 or self.seconds <= 0:
             raise InvalidInput(
-                "a search needs a budget of at least 1 replay, 1 op and more than 0 s, "
-                f"but has {self.replays} replays, {self.ops} ops and {self.seconds} s"
+                "a search needs a budget of at least 1 replay, 1 op, 1 stale climb and more than "
+                f"0 s, but has {self.replays} replays, {self.ops} ops, {self.stale} stale climbs "
+                f"and {self.seconds} s"
             )

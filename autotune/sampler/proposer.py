@@ -397,27 +397,28 @@ class Proposer:
             for at, event in enumerate(history.events):
                 if isinstance(event, Proposed):
                     self._next_of(self._bayes, history.first(at), NO_DEADLINE)
-        planned = self._next_of(self._bayes, history, deadline)
+        planned, asked = self._next_of(self._bayes, history, deadline)
         if planned is None:
             reason = f"{over}: no plan was found that was not tried"
             reason = f"{reason}; {CUT_SHORT}" if deadline.passed() else reason
-            return Proposed(round_, (), "gaussian process", reason, BAYES_ASKS, (), 0.0)
+            return Proposed(round_, (), "gaussian process", reason, asked, (), 0.0)
         reason = f"Bayesian optimization of {over} was asked for"
         return Proposed(
             round_,
             (_proposal(Candidate(planned, "bayes"), history),),
             "gaussian process",
             reason,
-            1,
+            asked,
             (),
             0.0,
         )
 
     def _next_of(
         self, search: BayesianSearch, history: History, deadline: Deadline
-    ) -> PlannedStrategy | None:
-        """The next strategy with a new plan; None if there is none, or none until the deadline.
+    ) -> tuple[PlannedStrategy | None, int]:
+        """The next strategy with a new plan, and how many were asked for.
 
+        None if there is none, or none until the deadline.
         The search learns the time of a known plan at once; a plan that cannot be enacted failed.
         """
         assert history.profiled is not None
@@ -428,18 +429,19 @@ class Proposer:
             for trial in history.candidates
         }
         reasons: set[str] = set()
-        repeats = 0
+        repeats = asked = 0
         while repeats < BAYES_ASKS:
+            asked += 1
             planned = PlannedStrategy.of(search.ask(), workload, self._spec.workers)
             plan_id = planned.plan.id
             if plan_id not in times and self._refusal_reason(planned.plan) is None:
-                return planned
+                return planned, asked
             search.tell(planned.strategy.id, times.get(plan_id, failed_s))
             repeats = repeats + 1 if plan_id in reasons else 0
             reasons.add(plan_id)
             if deadline.passed():
                 break
-        return None
+        return None, asked
 
     def _encoding(self, history: History) -> Encoding:
         assert history.profiled is not None

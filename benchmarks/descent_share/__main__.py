@@ -57,7 +57,7 @@ from benchmarks.repository import ROOT, machine, option_parser
 
 TRIALS, SAMPLES = 25, 60
 BUDGETS = Budget(160, 4_000_000), Budget(60, 1_500_000)
-"""Of the optimizer in the first and in a later round."""
+"""What the optimizer may replay in the first round, and in a later one."""
 COSTS_SD, LINKS_SD, PLAN_SD, STEP_SD, TRIAL_SD = 0.5, 0.15, 0.03, 0.03, 0.01
 DOMAINS = ("embedding.four_hosts_mixed", "gpt_text.four_hosts", "vgg.two_hosts_two_devices")
 
@@ -89,8 +89,8 @@ class SimulatedWorld:
         self._current = plan(ddp_default(self.workload), self.workload, real.world_size)
 
     def true_s(self, wanted: Plan) -> float:
-        own = generator(self.seed, f"plan {wanted.id}")
-        return self._steps.step_s(wanted) * _factor(own, PLAN_SD)
+        of_plan = generator(self.seed, f"plan {wanted.id}")
+        return self._steps.step_s(wanted) * _factor(of_plan, PLAN_SD)
 
     def answer(self, history: History, instruction: Instruction, proposer: Proposer) -> Event:
         if isinstance(instruction, ProfileWorkload):

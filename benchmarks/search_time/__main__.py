@@ -12,9 +12,9 @@ adds one speed-up after the other (`state.Speedups`) to a search whose budget is
 replays only. It stops a variant after `--ablation-seconds` and reports "more than". The compiled
 replay is loaded before.
 
-Budgets, logs and `anytime` count CPU time, so a busy machine changes no figure. `anytime`: the best
-step time known after so many CPU seconds, relative to the final one. `by_replays`: the same after
-so many replays, which no load changes.
+Budgets, logs and `anytime` count CPU time, so a busy machine changes them little. `anytime`: CPU
+seconds -> the best step time known by then, divided by the final one. `by_replays`: number of
+replays -> the same ratio, which does not depend on the machine.
 """
 
 from __future__ import annotations

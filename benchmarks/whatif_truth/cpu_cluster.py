@@ -53,7 +53,7 @@ class Turns:
     load: float
 
     def row(self, example: str, name: str) -> CpuRow:
-        """What was measured of a change, by the median of the rounds' ratios."""
+        """The measured row of a change: its step is the baseline's times the median ratio."""
         if name in self.failures:
             return CpuRow(example, name, reason=self.failures[name])
         baseline_s = median(self.baseline_s)
@@ -91,10 +91,10 @@ def predicted_row(measured: CpuRow, name: str, base: Base, question: Question) -
         return measured
     register_all([])
     (asked,) = read_asked(name)
-    found = answer(base, asked, question)
-    if found.prediction is None:
-        return CpuRow(measured.example, measured.change, reason=found.reason)
-    return replace(measured, predicted_s=measured.baseline_s / found.prediction.speedup)
+    answered = answer(base, asked, question)
+    if answered.prediction is None:
+        return CpuRow(measured.example, measured.change, reason=answered.reason)
+    return replace(measured, predicted_s=measured.baseline_s / answered.prediction.speedup)
 
 
 def at_step(base: Base, step_s: float) -> Base:

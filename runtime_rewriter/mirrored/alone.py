@@ -33,13 +33,13 @@ def without_other_workers() -> Iterator[None]:
         "all_gather": gather,
         "_all_gather": gather,
     }
-    own = {name: getattr(CollectiveReplicaLauncher, name) for name in substitutes}
+    originals = {name: getattr(CollectiveReplicaLauncher, name) for name in substitutes}
     for name, substitute in substitutes.items():
         setattr(CollectiveReplicaLauncher, name, substitute)
     try:
         yield
     finally:
-        for name, original in own.items():
+        for name, original in originals.items():
             setattr(CollectiveReplicaLauncher, name, original)
     if gathered:
         raise InvalidInput(

@@ -37,7 +37,7 @@ class CapturedStep:
     results: Any
 
     def packed(self, values: Sequence[np.ndarray]) -> Any:
-        """What the function returns if its fetches have these values."""
+        """The results of the function, built from the values of its fetches."""
         leaves = nest.flatten(self.results, expand_composites=True)
         tensors = iter(values)
         filled = [None if leaf is None else tf.constant(next(tensors)) for leaf in leaves]
@@ -143,8 +143,8 @@ def capture_graph(
 
 
 def _marked_names(marks: Marks, variables: Mapping[int, GraphVariable]) -> list[str | None]:
-    found = [variables.get(id(_on_this_worker(variable))) for variable in marks.variables]
-    return [None if variable is None else variable.name for variable in found]
+    marked = [variables.get(id(_on_this_worker(variable))) for variable in marks.variables]
+    return [None if variable is None else variable.name for variable in marked]
 
 
 def _on_this_worker(variable: Any) -> Any:

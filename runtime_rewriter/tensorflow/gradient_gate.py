@@ -37,7 +37,7 @@ from runtime_rewriter.tensorflow.rows import merge_rows
 from runtime_rewriter.tensorflow.synchronization import SCOPE, Synchronization
 
 COMPARED_BYTES = 2**25
-"""Of a chunk of dense gradients."""
+"""How many bytes of dense gradients are compared at once."""
 _BITS = {tf.float16: tf.int16, tf.bfloat16: tf.int16, tf.float32: tf.int32, tf.float64: tf.int64}
 
 

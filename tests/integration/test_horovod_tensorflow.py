@@ -310,8 +310,8 @@ def refusals(rank: int) -> dict[str, str]:
 def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
     folder = tmp_path_factory.mktemp("horovod")
     arguments = (free_port(), str(folder / "timeline.json"), str(folder / TRACES))
-    found = run_world(check_all, 2, *arguments, timeout_s=500.0, process=TensorflowProcess)
-    return found, folder / TRACES
+    of_ranks = run_world(check_all, 2, *arguments, timeout_s=500.0, process=TensorflowProcess)
+    return of_ranks, folder / TRACES
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ must fulfil.
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import groupby, product
 
 import numpy as np
 from hypothesis import strategies as st
@@ -14,6 +14,7 @@ from autotune.strategy_space.plan import plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import (
     CASTS,
+    MOST_DIRECT_IN_FLIGHT,
     MOST_IN_FLIGHT,
     SPARSE_SYNCHRONIZERS,
     Compressor,
@@ -90,6 +91,15 @@ def assert_sends_every_byte_once(strategy, workload, world_size):
     assert named == set(marks)
     assert all((mark == 1).all() for mark in marks.values())
     assert sum(message.grad_bytes for message in result.messages) == workload.grad_bytes
+
+
+def assert_every_in_flight(strategies):
+    """All numbers of messages, or of pieces of direct exchanges, in flight are among these."""
+    ways: dict[bool, set[tuple[bool, int | None]]] = {False: set(), True: set()}
+    for one in strategies:
+        ways[one.direct].add((one.cross_step, one.in_flight))
+    assert ways[False] == {(False, 1), (True, 1), (True, 2)}
+    assert ways[True] == set(product((False, True), range(1, MOST_DIRECT_IN_FLIGHT + 1)))
 
 
 def assert_inside(space, strategy, workload, cluster):
