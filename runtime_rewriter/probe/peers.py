@@ -26,7 +26,7 @@ from torch import Tensor
 from autotune.recordings.probe import HostPair, LinkCost, PeerCost
 from runtime_rewriter.probe.groups import first_ranks
 from runtime_rewriter.probe.pairs import HostProbe
-from runtime_rewriter.probe.rounds import pair_cost, peer_counts, peer_parts
+from runtime_rewriter.probe.rounds import one_way_times, pair_cost, peer_counts, peer_parts
 
 PEER_BYTES = tuple(2**power for power in (10, 14, 17, 19, 21, 22))  # 1 KiB .. 4 MiB
 """Steps of at most 16 times: the next size is expected to take as much longer as it is larger."""
@@ -91,10 +91,7 @@ class PeerProbe(HostProbe):
                 return None
             before = seconds or [[] for _ in again]
             seconds = [[*old, *new] for old, new in zip(before, again, strict=False)]
-            # A round trip of small messages is two ways of k messages.
-            one_way_s = min(seconds[0]) / 2
-            sizes = PEER_BYTES[: len(seconds)]
-            cost = pair_cost(sizes, [[each - one_way_s for each in row] for row in seconds])
+            cost = pair_cost(PEER_BYTES[: len(seconds)], one_way_times(seconds))
             if cost is not None:
                 return cost
         return None

@@ -104,6 +104,16 @@ def pair_cost(
     return LinkCost(bytes_per_s, latency_s, float(errors.max()), float(np.median(spreads)))
 
 
+def one_way_times(round_trips_s: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Seconds of the way there of messages of ascending sizes, of which a few bytes come back.
+
+    The quickest round trip is two ways of the smallest message. If all of its repeats were
+    disturbed, a larger message is quicker.
+    """
+    way_back_s = min(min(row) for row in round_trips_s) / 2
+    return [[each - way_back_s for each in row] for row in round_trips_s]
+
+
 def peer_counts(hosts: int) -> list[int]:
     """Numbers of peers that are probed at once: one, all others, then powers of two between."""
     most = hosts - 1

@@ -14,6 +14,7 @@ from runtime_rewriter.probe.rounds import (
     first_rounds,
     larger_are_known,
     last_rounds,
+    one_way_times,
     pair_cost,
     peer_counts,
     peer_parts,
@@ -113,6 +114,12 @@ def test_a_shaper_that_lets_a_burst_through_hides_neither_bandwidth_nor_latency(
     slow = pair_cost(sizes[:2], [[1.0], [5.0]])
     assert slow is not None and slow.bytes_per_s == pytest.approx((2**16 - 2**12) / 4)
     assert pair_cost(sizes, [[1.0]] * 5) is None
+
+
+def test_the_way_back_takes_half_of_the_quickest_round_trip() -> None:
+    assert one_way_times([[2.0, 3.0], [4.0, 5.0]]) == [[1.0, 2.0], [3.0, 4.0]]
+    # All repeats of the smallest message were disturbed.
+    assert one_way_times([[9.0, 8.0], [1.0, 4.0]]) == [[8.5, 7.5], [0.5, 3.5]]
 
 
 def test_an_outlier_among_the_repeats_hardly_changes_the_spread() -> None:
