@@ -53,6 +53,8 @@ class Gradient:
     - `ready`: the op that completes it in the backward pass; `update`: the first op of the
       optimizer that reads it, NONE if it is unknown; `read`: the first op of the next forward pass
       that reads the parameter, NONE if it is unknown. `dtype`: as torch names it.
+    - `rows_bytes`: the rows of a sparse gradient that one step touches, with their numbers; None
+      for a dense gradient.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Gradient:
     update: int
     read: int
     dtype: str = "float32"
+    rows_bytes: float | None = None
 
 
 @dataclass(frozen=True)

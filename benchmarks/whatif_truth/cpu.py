@@ -50,7 +50,7 @@ EXAMPLES = ("resnet_digits", "gpt_text", "lstm_text", "ncf_ratings")
 LOCAL = ("fused_adam", "amp")
 PARTS = ("local", "distributed", "stored")
 ENACTED = Path(__file__).with_name("enacted_script.py")
-RECORDED = ("--shapes", "--warmup", "3", "--steps", "5", "--no-workload")
+RECORDED = ("--shapes", "--warmup", "3", "--steps", "5")
 PLAN = CheckPlan(pairs=6, steps=2)
 HALF_BUDGET_S = 15.0
 OF_PART = {"distributed": CHANGES, "stored": STORED_CHANGES}

@@ -69,6 +69,44 @@ def known(job: TraceJob, **options: Any) -> tuple[Gradient, ...]:
     return gradients
 
 
+def embedding(rows: int, looked_up: int, *, shapes: bool = True, twice: bool = False) -> TraceJob:
+    """Three steps of an embedding of 16 floats with sparse gradients; its node looks rows up."""
+    script = Script()
+    for step in range(3):
+        begun = script.now
+        lookup = script.op("embedding")
+        script.node("Embedding", lookup, gradients=1)
+        script.step(step, begun)
+    told = {
+        "Input Dims": [[looked_up, 16], [looked_up], [], [], []],
+        "Input type": ["float", "long int", "Scalar", "Scalar", "Scalar"],
+        "Concrete Inputs": ["", "", str(rows), "-1", "False"],
+    }
+    events = []
+    for event in script.events:
+        if event["name"] == ACCUMULATE:
+            inside = event | {
+                "name": "aten::embedding_sparse_backward",
+                "args": told if shapes else {},
+            }
+            events += [inside] * (2 if twice else 1)
+            event = event | {"args": {"Input Dims": [[rows, 16]], "Input type": ["float"]}}
+        events.append(event)
+    return job_of(events)
+
+
+def test_sparse_gradients_are_known_by_the_rows_that_were_looked_up() -> None:
+    (table,) = known(embedding(1000, 10))
+    assert (table.size_bytes, table.rows_bytes) == (64_000, 10 * (64 + 8))
+    (twice,) = known(embedding(1000, 10, twice=True))  # two nodes, one accumulation
+    assert twice.rows_bytes == 20 * (64 + 8)
+    (few,) = known(embedding(5, 10))  # no more rows than the table has
+    assert few.rows_bytes == 5 * (64 + 8)
+    assert all(one.rows_bytes is None for one in known(training()))
+    with pytest.raises(InvalidInput, match=r"no shapes; record with shapes"):
+        known(embedding(1000, 10, shapes=False))
+
+
 def test_recorded_shapes_give_the_sizes_in_the_order_of_the_backward_pass() -> None:
     gradients = known(training())
     assert [(one.name, one.size_bytes, one.layer) for one in gradients] == [

@@ -104,6 +104,30 @@ def test_buckets_of_another_size_are_sent_one_by_one() -> None:
         changed(small, combined("bucket_size"), ask(base, fitted(4, 1e-4), 2, 2, bucket_size=1))
 
 
+def test_sparse_gradients_are_gathered_as_rows_and_copied_nowhere() -> None:
+    """A table of 64 MiB, of which a step touches 1 MiB: four workers gather 4 MiB."""
+    base = base_of()
+    fit = CollectiveFit("all_gather", 4, 0.0, 1e-4 / MIB, 0.0, 1, 2**30)
+    on = fitted(4, 1.0)
+    on = on.with_fits((*on.fits, fit))
+    dense, table = gradients(base, 2, 64)
+    question = replace(ask(base, on), gradients=(dense, replace(table, rows_bytes=1.0 * MIB)))
+    sent = changed(base, combined("distributed"), question)
+    messages = select(sent, kinds=[Kind.COLLECTIVE])
+    assert sent.size_bytes[messages].tolist() == [2 * MIB, 4 * MIB]
+    costs = costs_of("cuda")
+    added_s = MIB * (costs["rows_take_s_per_byte"] + 4 * costs["rows_add_s_per_byte"])
+    gathered_s = float(sent.duration_s[messages][1])
+    assert gathered_s == pytest.approx(4e-4 + 4 * 32 * 1e-4 / MIB + added_s)
+    copies = select(sent, kinds=[Kind.PACK, Kind.UNPACK])
+    copied_s = 2 * MIB * (costs["pack_s_per_byte"] + costs["unpack_s_per_byte"])
+    assert sent.duration_s[copies & sent.on_device].sum() == pytest.approx(copied_s)
+    halved = changed(sent, combined("fp16_gradients"), question)
+    assert halved.size_bytes[messages].tolist() == [MIB, 4 * MIB]
+    with pytest.raises(InvalidInput, match="1 gradients of the trace are sparse, such as 'w1'"):
+        changed(base, combined("p3"), question)
+
+
 def test_gradients_of_16_bits_halve_the_messages_and_cost_their_rounding() -> None:
     base = base_of()
     question = ask(base, fitted(4, 500e-6), 2, 2)
@@ -266,6 +290,8 @@ def test_a_faster_network_changes_costs_per_byte_only() -> None:
 def test_kernels_name_their_collective() -> None:
     assert collective_of("ncclDevKernel_AllReduce_Sum_f32_RING_LL(4096)") == "all_reduce"
     assert collective_of("nccl:all_gather") == "all_gather"
+    assert collective_of("gloo:all_reduce") == "all_reduce"
+    assert collective_of("gloo:sparse_all_reduce") is None
     assert collective_of("ampere_sgemm_128x64") is None
     assert CollectiveTimes  # its costs are those of the lowering, which has its own tests
 

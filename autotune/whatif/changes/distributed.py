@@ -13,6 +13,7 @@ from autotune.errors import InvalidInput
 from autotune.lowering import device_costs
 from autotune.lowering.traffic import Collective
 from autotune.whatif.base import Base
+from autotune.whatif.messages.bucket_messages import messages_of
 from autotune.whatif.messages.cluster_size import sized, training_cluster
 from autotune.whatif.messages.collective_times import CollectiveTimes, collective_of
 from autotune.whatif.messages.ddp_buckets import buckets_of
@@ -77,9 +78,10 @@ def distributed(base: Base, question: Question) -> Base:
     """Every worker of the cluster does this step on a batch of this size and sums the gradients.
 
     DDP's buckets: the first of 1 MiB, then of 25 MiB, in the order in which gradients become ready.
-    A bucket is sent when its last gradient is ready, and read after the backward pass. Workers are
-    equally fast. Collectives that the trace holds already take the time that they have on the
-    cluster, without waiting for others. Messages are longer while kernels run (`CONTENTION`).
+    A bucket is sent when its last gradient is ready, and read after the backward pass. Of a sparse
+    gradient the rows that a step touches are gathered from all workers. Workers are equally fast.
+    Collectives that the trace holds already take the time that they have on the cluster, without
+    waiting for others. Messages are longer while kernels run (`CONTENTION`).
     """
     return on_cluster(base, question, training_cluster(question))
 
@@ -112,21 +114,20 @@ def on_cluster(
     `bucket_bytes`: a limit that the script gives to DDP, which then holds for the first bucket too.
     """
     if has_collectives(base):
-        messages = collectives(base)
-        seconds = seconds_of(base, messages, times_on(base, cluster))
+        recorded = collectives(base)
+        seconds = seconds_of(base, recorded, times_on(base, cluster))
         durations_s = base.duration_s.copy()
-        durations_s[messages] = seconds * fit_error(cluster, question.reading)
+        durations_s[recorded] = seconds * fit_error(cluster, question.reading)
         base = replace(base, duration_s=durations_s, waits_s={})
     elif cluster.world_size > 1:
         gradients = question.known_gradients()
         limits = () if bucket_bytes is None else (bucket_bytes, bucket_bytes)
         buckets = buckets_of(gradients, *limits)
-        sizes_bytes = np.array([bucket.size_bytes for bucket in buckets])
-        times = times_on(base, cluster)
-        seconds = times.seconds(Collective.ALL_REDUCE, sizes_bytes)
-        seconds = seconds * fit_error(cluster, question.reading)
         costs = device_costs.costs_of("cuda" if base.on_device.any() else "cpu", base.device)
-        base = synchronized(base, gradients, buckets, seconds, costs)
+        messages = messages_of(buckets, times_on(base, cluster), costs)
+        seconds = messages.seconds * fit_error(cluster, question.reading)
+        messages = replace(messages, seconds=seconds)
+        base = synchronized(base, gradients, buckets, messages, costs)
     else:
         return base
     base = contended(base, collectives(base), CONTENTION.at(question.reading))

@@ -49,6 +49,12 @@ def p3(base: Base, question: Question) -> Base:
     workers = cluster.world_size
     if workers < 2:
         return base
+    rows = [one.name for one in gradients if one.rows_bytes is not None]
+    if rows:
+        raise InvalidInput(
+            f"P3 cuts dense gradients into slices, but {len(rows)} gradients of the trace are "
+            f"sparse, such as {rows[0]!r}; use sparse=False"
+        )
     of, sizes_bytes = _slices(gradients, question.amounts.get("p3", SLICE_BYTES))
     times = times_on(base, cluster)
     served_s, latency_s = times.served_s(sizes_bytes)

@@ -34,7 +34,12 @@ _NAMES = (
 
 
 def collective_of(name: str) -> Collective | None:
-    """The collective that a kernel or annotation names, such as `ncclDevKernel_AllReduce_...`."""
+    """The collective that a kernel or annotation names, such as `ncclDevKernel_AllReduce_...`.
+
+    None for `gloo:sparse_all_reduce`, which gathers rows; a trace states the whole tensor's bytes.
+    """
+    if "sparse" in name:
+        return None
     return next((one for expression, one in _NAMES if expression.search(name)), None)
 
 

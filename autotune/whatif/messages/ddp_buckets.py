@@ -30,10 +30,14 @@ UNPACK_MARK = "torch.distributed.ddp.reducer::copy_bucket_to_grad"
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that are sent together, by their positions in the order of the backward pass."""
+    """Gradients that are sent together, by their positions in the order of the backward pass.
+
+    `rows_bytes`: of the sparse gradient that the bucket consists of; None for dense ones.
+    """
 
     positions: tuple[int, ...]
     size_bytes: float
+    rows_bytes: float | None = None
 
 
 def buckets_of(
@@ -43,34 +47,43 @@ def buckets_of(
 ) -> tuple[Bucket, ...]:
     """DDP's buckets in the order in which they are sent: the first of 1 MiB, then of 25 MiB.
 
-    A bucket is full once it holds its limit, so it may be larger. Each dtype has its own buckets.
+    A bucket is full once it holds its limit, so it may be larger. Each dtype has its own buckets,
+    and each sparse gradient is a bucket of its own.
     """
     sizes = [one.size_bytes for one in gradients]
-    keys = [one.dtype for one in gradients]
+    keys = [one.dtype if one.rows_bytes is None else None for one in gradients]
     closed = closed_buckets(sizes, keys, bucket_bytes, first_bucket_bytes)
-    return tuple(Bucket(tuple(at), sum(sizes[position] for position in at)) for at in closed)
+    return tuple(
+        Bucket(tuple(at), sum(sizes[position] for position in at), gradients[at[0]].rows_bytes)
+        for at in closed
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class RecordedReducer:
-    """Device ops of a step recorded under DDP, in the order of the host.
+    """Device ops of a step recorded under DDP, in the order of the host. On a CPU: host ops.
 
-    `packs`, `unpacks` (V,): the copy of each gradient into its bucket, and back. On a CPU they are
-    host ops.
+    - `packs` (V,): the copy of each gradient into its bucket; of a sparse one, which is not copied,
+      the op that completes it.
+    - `unpacks` (D,): the copies of dense gradients back, in the order of the buckets.
     """
 
     packs: IntArray
     unpacks: IntArray
 
 
-def recorded_reducer(base: Base, gradients: int) -> RecordedReducer | None:
+def recorded_reducer(base: Base, gradients: Sequence[Gradient]) -> RecordedReducer | None:
     """The reducer's copies, None in a step without DDP.
 
-    Also None if it does not copy each gradient (`gradient_as_bucket_view=True`).
+    Also None if it does not copy each dense gradient (`gradient_as_bucket_view=True`).
     """
-    packs, unpacks = (_copies(base, mark) for mark in (PACK_MARK, UNPACK_MARK))
-    if len(packs) != gradients or len(unpacks) not in (0, gradients):
+    dense = np.array([one.rows_bytes is None for one in gradients], dtype=np.bool_)
+    copied, unpacks = (_copies(base, mark) for mark in (PACK_MARK, UNPACK_MARK))
+    count = int(dense.sum())
+    if len(copied) != count or len(unpacks) not in (0, count) or not count:
         return None
+    packs = np.array([one.ready for one in gradients], dtype=np.int64)
+    packs[dense] = copied
     return RecordedReducer(packs, unpacks)
 
 

@@ -21,7 +21,8 @@ from autotune.dfg.graph import NONE, Kind
 from autotune.dfg.utilisation import covered_within_s
 from autotune.lowering.costs import RuntimeCosts
 from autotune.whatif.base import Base, steady
-from autotune.whatif.messages.ddp_buckets import Bucket, recorded_reducer
+from autotune.whatif.messages.bucket_messages import BucketMessages
+from autotune.whatif.messages.ddp_buckets import Bucket, RecordedReducer, recorded_reducer
 from autotune.whatif.primitives import add, connect, insert, insert_calls, usual_launch
 from autotune.whatif.question import Gradient
 
@@ -41,28 +42,26 @@ def synchronized(
     base: Base,
     gradients: Sequence[Gradient],
     buckets: Sequence[Bucket],
-    duration_s: FloatArray,
+    messages: BucketMessages,
     costs: RuntimeCosts,
 ) -> Base:
-    """The step with a message for each bucket, shape (B,), in their order.
+    """The step with a message for each bucket, in their order.
 
     Raises `InvalidInput` where a gradient's op has no launch, behind which its copy is inserted.
     """
-    recorded = recorded_reducer(base, len(gradients))
+    recorded = recorded_reducer(base, gradients)
     if recorded is not None:
-        firsts = np.cumsum([0, *(len(bucket.positions) for bucket in buckets[:-1])])
-        reads = recorded.unpacks[firsts] if len(recorded.unpacks) else _after(base, recorded.packs)
-        copies = _Copies(recorded.packs, np.broadcast_to(reads, len(buckets)))
+        copies = _Copies(recorded.packs, _first_reads(base, recorded, buckets))
     else:
         base, copies = _with_copies(base, gradients, buckets, costs)
     issue_s = 0.0 if recorded is not None else costs["issue_s"]
     base, issues = _issues(base, copies.packs, buckets, issue_s)
-    return _with_messages(base, copies, buckets, duration_s, issues)
+    return _with_messages(base, copies, buckets, messages, issues)
 
 
 def producers(base: Base, gradients: Sequence[Gradient], buckets: Sequence[Bucket]) -> IntArray:
     """The op that completes each bucket, shape (B,): the copy of its last gradient under DDP."""
-    recorded = recorded_reducer(base, len(gradients))
+    recorded = recorded_reducer(base, gradients)
     ready = recorded.packs if recorded is not None else ready_ops(base, gradients)
     return ready[[bucket.positions[-1] for bucket in buckets]]
 
@@ -84,6 +83,17 @@ def ready_ops(base: Base, gradients: Sequence[Gradient]) -> IntArray:
     return ready
 
 
+def _first_reads(base: Base, recorded: RecordedReducer, buckets: Sequence[Bucket]) -> IntArray:
+    """(B,) the first copy back of each bucket; of a sparse one, which has none, the next one."""
+    behind = _after(base, recorded.packs)
+    if not len(recorded.unpacks):
+        return np.broadcast_to(behind, len(buckets))
+    dense = [len(bucket.positions) if bucket.rows_bytes is None else 0 for bucket in buckets]
+    firsts = np.cumsum([0, *dense[:-1]])
+    reads: IntArray = np.concatenate([recorded.unpacks, behind])[firsts]
+    return reads
+
+
 def _after(base: Base, packs: IntArray) -> IntArray:
     """(1,) the device op that is launched behind the last of `packs`; on a CPU its follower."""
     if not base.on_device.any():
@@ -98,9 +108,10 @@ def _with_copies(
 ) -> tuple[Base, _Copies]:
     """Add the copies of a step without DDP: one op for gradients that the same op completes."""
     ready = ready_ops(base, gradients)
-    sizes = np.array([one.size_bytes for one in gradients])
+    dense = np.array([one.rows_bytes is None for one in gradients], dtype=np.float64)
+    sizes = dense * np.array([one.size_bytes for one in gradients])
     ops, group = np.unique(ready, return_inverse=True)
-    count = np.bincount(group).astype(np.float64)
+    count = np.bincount(group, weights=dense).astype(np.float64)
     packed_s: FloatArray = costs["pack_s_per_byte"] * np.bincount(group, weights=sizes).astype(
         np.float64
     )
@@ -117,8 +128,9 @@ def _with_copies(
     behind = int(copies[ops == tail][0])
     reads = []
     for number, bucket in enumerate(buckets):
-        copied_s = np.array([costs["unpack_s_per_byte"] * bucket.size_bytes])
-        calls_s = np.array([costs["write_s"] * len(bucket.positions)])
+        copied = bucket.rows_bytes is None
+        copied_s = np.array([costs["unpack_s_per_byte"] * bucket.size_bytes * copied])
+        calls_s = np.array([costs["write_s"] * len(bucket.positions) * copied])
         name = [f"unpack bucket {number}"]
         new, after = base.ops, np.array([behind])
         if base.on_device.any():
@@ -162,16 +174,11 @@ def _issues(
 
 
 def _with_messages(
-    base: Base, copies: _Copies, buckets: Sequence[Bucket], duration_s: FloatArray, issues: IntArray
+    base: Base, copies: _Copies, buckets: Sequence[Bucket], sent: BucketMessages, issues: IntArray
 ) -> Base:
     latency_s = usual_launch(base)[1] if base.on_device.any() else 0.0
     base, messages = add(
-        base,
-        NETWORK,
-        duration_s,
-        [f"all_reduce bucket {number}" for number in range(len(buckets))],
-        Kind.COLLECTIVE,
-        size_bytes=np.array([bucket.size_bytes for bucket in buckets]),
+        base, NETWORK, sent.seconds, sent.names, Kind.COLLECTIVE, size_bytes=sent.size_bytes
     )
     base = connect(base, issues, messages, delay_s=latency_s)
     for message, bucket in zip(messages.tolist(), buckets, strict=True):

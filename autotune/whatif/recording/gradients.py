@@ -29,6 +29,8 @@ from autotune.whatif.recording.parameter_sizes import (
     read_parameters,
     recorded_variables,
 )
+from autotune.whatif.recording.sparse_rows import LookedUpRows, rows_bytes, touched_bytes
+from autotune.workload import Variable
 
 
 def gradients_of(
@@ -49,30 +51,48 @@ def gradients_of(
             "gradients are found by their accumulation, but the trace has no "
             f"{ACCUMULATE}; record the operators of the host as well"
         )
-    named = _named(job, found, parameters)
+    variables = _variables(job, found)
+    named = _named(found, variables, parameters)
     if named is None:
         return None
+    if variables is not None:
+        rows = [touched_bytes(one) for one in variables]
+    else:
+        rows = [rows_bytes(one.shape, one.looked_up) for one in found]
     return tuple(
-        Gradient(name, size_bytes, one.layer, one.ready, one.update, one.read)
-        for one, (name, size_bytes) in zip(found, named, strict=True)
+        Gradient(name, size, one.layer, one.ready, one.update, one.read, rows_bytes=of_rows)
+        for one, (name, size), of_rows in zip(found, named, rows, strict=True)
     )
 
 
 @dataclass(frozen=True)
 class _Found:
-    """A gradient in the trace; ops are numbers of the base. `shape` is None if not recorded."""
+    """A gradient in the trace; ops are numbers of the base.
+
+    `shape` is None if not recorded. `looked_up`: rows of a sparse one, 0 of a dense one.
+    """
 
     shape: TensorShape | None
+    looked_up: int
     layer: str
     ready: int
     update: int
     read: int
 
 
+def _variables(job: TraceJob, found: Sequence[_Found]) -> Sequence[Variable] | None:
+    """The variables of our recording in the order of `found`; None if they do not fit it."""
+    variables = recorded_variables(job.details)
+    shapes = [one.shape for one in found if one.shape is not None]
+    if variables is None or len(shapes) == len(found):
+        return None if variables is None else matched_by_shape(variables, shapes)
+    return variables if len(variables) == len(found) else None
+
+
 def _named(
-    job: TraceJob, found: Sequence[_Found], parameters: Path | None
+    found: Sequence[_Found], variables: Sequence[Variable] | None, parameters: Path | None
 ) -> list[tuple[str, float]] | None:
-    """Names and sizes in bytes, in the order of `found`."""
+    """Names and sizes in bytes, in the order of `found`; `variables` in the same order."""
     shapes = [one.shape for one in found if one.shape is not None]
     sizes = [shape.size_bytes for shape in shapes]
     known = [float(size) for size in sizes if size is not None]
@@ -80,14 +100,12 @@ def _named(
         named = list(reversed(read_parameters(parameters).items()))
         _refuse_unfit(parameters, named, len(found), known)
         return named
-    variables = recorded_variables(job.details)
-    if variables is not None and len(shapes) < len(found) == len(variables):
-        return [(one.name, float(one.grad_bytes)) for one in variables]
     if len(known) < len(found):
-        return None
-    matched = None if variables is None else matched_by_shape(variables, shapes)
-    if matched is not None:
-        return [(one.name, size) for one, size in zip(matched, known, strict=True)]
+        if variables is None:
+            return None
+        known = [float(one.grad_bytes) for one in variables]
+    if variables is not None:
+        return [(one.name, size) for one, size in zip(variables, known, strict=True)]
     return list(zip(_numbered([one.layer or "gradient" for one in found]), known, strict=True))
 
 
@@ -134,18 +152,22 @@ def _found(trace: RankTrace, base: Base) -> list[_Found]:
     counts = {len(one.gradients) for one in passes}
     repeats = len(counts) == 1  # micro-batches accumulate the same gradients
     ops = _UnitOps(base, units)
+    rows = LookedUpRows(trace)
     found = []
     for one in passes[-1:] if repeats else passes:
+        batches = passes if repeats else [one]
         readers = (passes[0] if repeats else one).gradients
         updated: dict[Unit, Unit] = {}
         for gradient, unit in update_units(passes[-1]):
             updated.setdefault(gradient, unit)
-        for unit, reader in zip(one.gradients, readers, strict=True):
+        for place, (unit, reader) in enumerate(zip(one.gradients, readers, strict=True)):
+            same = [batch.gradients[place] for batch in batches]
             found.append(
                 _Found(
                     None
                     if unit.inputs == MISSING
                     else TensorShape.of(trace.op_inputs[unit.inputs]),
+                    sum(rows.of(each.lane, each.start_s) for each in same),
                     ops.layer(unit),
                     ops.last_device(unit),
                     ops.first_device(updated.get(unit)) if updated else ops.first_update,
