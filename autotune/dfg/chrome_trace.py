@@ -117,7 +117,7 @@ def _events(timeline: Timeline, critical: CriticalPath, shown: Int32Array) -> It
     for op in path:
         yield _slice(timeline, op) | {"pid": _CRITICAL, "tid": 0}
     # Arrows join the middles of ops: at an edge they could belong to a neighbor.
-    ends = [op for op in path if timeline.dfg.queue[op] != NONE and timeline.duration_s[op] > 0]
+    ends = [op for op in path if timeline.dfg.apart[op] and timeline.duration_s[op] > 0]
     for number, (one, two) in enumerate(pairwise(ends)):
         arrow = {"name": "critical path", "cat": "critical path", "id": number}
         yield arrow | {"ph": "s"} | _middle(timeline, one)
@@ -153,10 +153,11 @@ def _process(worker: int) -> int:
 def _op(timeline: Timeline, op: int) -> Iterator[Event]:
     """A slice on the queue's thread.
 
-    Virtual ops may overlap: asynchronous events if they take time, otherwise left out.
+    Virtual ops and those of a shared queue may overlap: asynchronous events if they take time,
+    otherwise left out.
     """
     event = _slice(timeline, op)
-    if timeline.dfg.queue[op] != NONE:
+    if timeline.dfg.apart[op]:
         yield event
     elif timeline.duration_s[op] > 0:
         begin = {name: value for name, value in event.items() if name != "dur"}

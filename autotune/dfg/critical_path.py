@@ -51,7 +51,7 @@ def critical_path(timeline: Timeline, last: int | None = None) -> CriticalPath:
     ops = critical_ops(timeline, last)
     previous_end_s = np.concatenate([[0.0], timeline.end_s[ops[:-1]]])[: len(ops)]
     wait_s = timeline.start_s[ops] - previous_end_s
-    spent_s = timeline.duration_s[ops]
+    spent_s = timeline.end_s[ops] - timeline.start_s[ops]  # longer than alone on a shared queue
     kind_s = np.bincount(dfg.kind[ops], weights=spent_s, minlength=len(Kind))
     layer_s = np.bincount(dfg.layer[ops] + 1, weights=spent_s, minlength=1)
     layers = ("", *dfg.names.layers)

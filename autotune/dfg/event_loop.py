@@ -8,10 +8,16 @@
   chooses an op: 2n + L + q; the first of the chosen ops starts: 2n + L + Q |
 | clock | (Q,) when a queue is free again: the end of its last op and the gap behind it |
 | late | a queue that chooses when it is free, since it is by priority or a channel is involved |
+| shared | a queue that serves all its ops at once, each at 1/k of its speed while there are k |
 
 A FIFO queue without channels is not late: its ops run in the order in which they become ready. The
 start of such an op is known when the op is ready, so the op costs one event. The loop is compiled
-twice: without `rules` for plain graphs (no late queue, lock or gap), and with `rules` for others.
+twice: without `rules` for plain graphs (no late or shared queue, lock or gap), and with `rules` for
+others.
+
+A shared queue counts the seconds of service that each op has had since the queue was last empty. An
+op ends when this count has grown by its duration, so the ops end in an order that later arrivals do
+not change. The event "queue q chooses" asks whether the first op has ended.
 """
 
 from __future__ import annotations
@@ -60,6 +66,7 @@ class Rules(NamedTuple):
     capacity: Int32Array  # (L,)
     late: BoolArray  # (Q,)
     by_priority: BoolArray  # (Q,)
+    shared: BoolArray  # (Q,)
 
 
 class Waiting(NamedTuple):
@@ -67,16 +74,27 @@ class Waiting(NamedTuple):
 
     left: Int32Array  # (n,)
     right: Int32Array  # (n,)
-    first: Int32Array  # (Q,) ops that wait in a queue: head of the list or root of the heap
+    first: Int32Array  # (Q,) ops that wait in a queue: head of the list or root of the heap;
+    # ops in a shared queue: root of the heap by `Sharing.due_s`
     final: Int32Array  # (Q,) the list's last op
     head: Int32Array  # (Q,) the op that a queue has chosen and that has not started
     blocked: Int32Array  # (Q,) root of the chosen ops that wait for this queue or channel
     able: Int32Array  # (2,) root of the chosen ops that may start now; 1 if an event will start one
-    asked_s: FloatArray  # (Q,) the time for which an arrival has asked the queue to choose
+    asked_s: FloatArray  # (Q,) the time of the event by which the queue was asked to choose
     for_lock: Int32Array  # (L,) root of the ops that wait for the lock
     held: Int32Array  # (L,)
     promised: BoolArray  # (L,) an event that grants the lock is in the heap
     releaser: Int32Array  # (L,) the op that gave it back last
+
+
+class Sharing(NamedTuple):
+    """What shared queues need beside `Waiting`."""
+
+    due_s: FloatArray  # (n,) the service with which an op ends
+    served_s: FloatArray  # (Q,) service of each op since the queue was last empty
+    first_end_s: FloatArray  # (Q,) when the first op ends
+    ops: Int32Array  # (Q,) how many are in the queue
+    priority: Int32Array  # (n,) zeros: no op has any
 
 
 @inner
@@ -243,6 +261,76 @@ def _begin(
 
 
 @inner
+def _serve(queue: int, now_s: float, state: State, sharing: Sharing) -> None:
+    """Count what the ops of a shared queue have been served until now."""
+    if sharing.ops[queue] > 0:
+        passed_s = now_s - state.clock_s[queue]
+        sharing.served_s[queue] += passed_s / sharing.ops[queue]
+    else:
+        sharing.served_s[queue] = 0.0
+    state.clock_s[queue] = now_s
+
+
+@inner
+def _await_end(
+    queue: int, now_s: float, size: int, state: State, waiting: Waiting, sharing: Sharing, code: int
+) -> int:
+    """Find when the first op of a shared queue ends, and add its event; events in the heap.
+
+    An earlier event of the queue, if there is one, will add it.
+    """
+    op = waiting.first[queue]
+    left_s = max(sharing.due_s[op] - sharing.served_s[queue], 0.0)
+    end_s = now_s + left_s * sharing.ops[queue]
+    sharing.first_end_s[queue] = end_s
+    if waiting.asked_s[queue] < 0.0 or end_s < waiting.asked_s[queue]:
+        waiting.asked_s[queue] = end_s
+        size = _push(state.heap_s, state.heap_code, size, end_s, code)
+    return size
+
+
+@inner
+def _share(
+    op: int,
+    now_s: float,
+    size: int,
+    work: Work,
+    state: State,
+    waiting: Waiting,
+    sharing: Sharing,
+    code: int,
+) -> int:
+    """Start an op in its shared queue; events in the heap."""
+    queue = work.queue[op]
+    _serve(queue, now_s, state, sharing)
+    sharing.due_s[op] = sharing.served_s[queue] + work.duration_s[op]
+    sharing.ops[queue] += 1
+    waiting.first[queue] = _meld(waiting.first[queue], op, waiting, sharing.priority, sharing.due_s)
+    return _await_end(queue, now_s, size, state, waiting, sharing, code)
+
+
+@inner
+def _leave(
+    queue: int, now_s: float, size: int, state: State, waiting: Waiting, sharing: Sharing, code: int
+) -> tuple[int, int]:
+    """(the op that ends in a shared queue, NONE if there is none yet; events in the heap)."""
+    if waiting.asked_s[queue] != now_s:
+        return NONE, size
+    waiting.asked_s[queue] = -1.0
+    if sharing.first_end_s[queue] > now_s:
+        waiting.asked_s[queue] = sharing.first_end_s[queue]
+        return NONE, _push(state.heap_s, state.heap_code, size, waiting.asked_s[queue], code)
+    _serve(queue, now_s, state, sharing)
+    op = waiting.first[queue]
+    sharing.served_s[queue] = sharing.due_s[op]
+    waiting.first[queue] = _take_first(op, waiting, sharing.priority, sharing.due_s)
+    sharing.ops[queue] -= 1
+    if sharing.ops[queue] > 0:
+        size = _await_end(queue, now_s, size, state, waiting, sharing, code)
+    return op, size
+
+
+@inner
 def _enter(
     op: int,
     now_s: float,
@@ -310,7 +398,14 @@ def _lock_event(
 
 @inner
 def _dispatch(
-    code: int, now_s: float, size: int, work: Work, state: State, rules: Rules, waiting: Waiting
+    code: int,
+    now_s: float,
+    size: int,
+    work: Work,
+    state: State,
+    rules: Rules,
+    waiting: Waiting,
+    sharing: Sharing,
 ) -> tuple[int, int]:
     """One event under `rules`: (the op that starts, NONE or BROKEN; events in the heap)."""
     choosing = 2 * len(work.queue) + len(rules.capacity)
@@ -318,11 +413,17 @@ def _dispatch(
     if code == starting:
         return _begin(now_s, size, work, state, rules, waiting, code)
     if code >= choosing:
+        if rules.shared[code - choosing]:
+            return _leave(code - choosing, now_s, size, state, waiting, sharing, code)
         return NONE, _choose(code - choosing, now_s, size, state, rules, waiting, starting)
     op = code
     if code >= len(work.queue) or rules.acquires[code] >= 0:
         op, size = _lock_event(code, now_s, size, work, state, rules, waiting)
-    if op >= 0 and work.queue[op] >= 0 and rules.late[work.queue[op]]:
+    queue = work.queue[op] if op >= 0 else NONE
+    if queue >= 0 and rules.shared[queue]:
+        size = _share(op, now_s, size, work, state, waiting, sharing, choosing + queue)
+        op = NONE
+    elif queue >= 0 and rules.late[queue]:
         size = _enter(op, now_s, size, work, state, rules, waiting, choosing)
         op = NONE
     return op, size
@@ -335,7 +436,7 @@ def _announce(op: int, size: int, end_s: float, work: Work, state: State, rules:
     Its queue and channel choose, and its lock is free.
     """
     queue, channel = work.queue[op], rules.channel[op]
-    if queue >= 0:
+    if queue >= 0 and not rules.shared[queue]:
         state.clock_s[queue] += rules.gap_s[op]
     choosing = 2 * len(work.queue) + len(rules.capacity)
     if channel >= 0:
@@ -350,7 +451,14 @@ def _announce(op: int, size: int, end_s: float, work: Work, state: State, rules:
 
 
 @compiled()
-def run(work: Work, state: State, rules: Rules | None, waiting: Waiting | None, until: int) -> None:  # noqa: C901 half of it is compiled away
+def run(  # noqa: C901 half of it is compiled away
+    work: Work,
+    state: State,
+    rules: Rules | None,
+    waiting: Waiting | None,
+    sharing: Sharing | None,
+    until: int,
+) -> None:
     """Continue until the ends of `until` ops are known; for all ops, until no event is left."""
     heap_s, heap_code, counts = state.heap_s, state.heap_code, state.counts
     size, known, now_s = counts[0], counts[1], state.now_s[0]
@@ -360,9 +468,10 @@ def run(work: Work, state: State, rules: Rules | None, waiting: Waiting | None, 
         op = code
         if rules is not None:
             assert waiting is not None
+            assert sharing is not None
             size -= 1
             _sink(heap_s, heap_code, size, heap_s[size], heap_code[size])
-            op, size = _dispatch(code, now_s, size, work, state, rules, waiting)
+            op, size = _dispatch(code, now_s, size, work, state, rules, waiting, sharing)
             if op == NONE:
                 continue
             if op == BROKEN:
@@ -370,7 +479,9 @@ def run(work: Work, state: State, rules: Rules | None, waiting: Waiting | None, 
         hole = rules is None  # the event is still the heap's first, and a child may take its place
         start_s = now_s
         queue = work.queue[op]
-        if queue >= 0:
+        if queue >= 0 and rules is not None and rules.shared[queue]:
+            start_s, end_s = state.start_s[op], now_s
+        elif queue >= 0:
             if state.clock_s[queue] > now_s:
                 start_s = state.clock_s[queue]
                 state.cause[op] = state.last[queue]

@@ -54,10 +54,14 @@ COMMUNICATION = frozenset(
 
 
 class Discipline(IntEnum):
-    """The op that a free queue takes next, among those that are ready."""
+    """The op that a free queue takes next, among those that are ready.
+
+    A shared queue takes each op at once. While it has k ops, each runs at 1/k of its speed.
+    """
 
     FIFO = 0  # the first that became ready; among simultaneous ones the lowest index
     PRIORITY = 1  # the lowest priority; among equal ones as FIFO
+    SHARED = 2  # all of them, evenly
 
 
 @dataclass(frozen=True)
@@ -201,6 +205,10 @@ class Dfg:
                     )
         if np.any((self.channel >= 0) & ((self.queue < 0) | (self.channel == self.queue))):
             raise InvalidInput("an op with a channel needs a queue that is another one")
+        shared = np.append(self.discipline == Discipline.SHARED, False)  # NONE is the last
+        gaps_or_channels = (self.gap_s > 0) | (self.channel >= 0)
+        if np.any(shared[self.channel] | (shared[self.queue] & gaps_or_channels)):
+            raise InvalidInput("an op of a shared queue has neither gap nor channel, nor is it one")
         if np.any(self.lock_capacity < 1):
             raise InvalidInput("a lock needs a capacity of at least 1")
 
@@ -239,10 +247,18 @@ class Dfg:
         return late
 
     @cached_property
+    def apart(self) -> BoolArray:
+        """Ops on queues that serve one at a time, shape (N,): on each, none overlaps another."""
+        shared = np.append(self.discipline == Discipline.SHARED, True)  # NONE is the last
+        apart: BoolArray = ~shared[self.queue]
+        return apart
+
+    @cached_property
     def is_plain(self) -> bool:
         """Whether all queues are FIFO, without any gap, channel or lock."""
         has_locks = (self.acquires >= 0).any() or (self.releases >= 0).any()
-        return not (self.late_queues.any() or self.gap_s.any() or has_locks)
+        in_order = not self.late_queues.any() and (self.discipline == Discipline.FIFO).all()
+        return bool(in_order and not self.gap_s.any() and not has_locks)
 
     @cached_property
     def topological_order(self) -> Int32Array:

@@ -1,8 +1,8 @@
 """Write a timeline as a Perfetto trace (protobuf): a quarter of the bytes of a Chrome trace.
 
 The messages are those of the package `perfetto` (extra `perfetto`). Each worker is a process with a
-track for each queue. The critical path has a track of its own, with its delays. Other delays are
-left out: they overlap, and a track cannot show that.
+track for each queue. The critical path has a track of its own, with its delays. Other delays, and
+ops of shared queues, are left out: they overlap, and a track cannot show that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from autotune.dfg.chrome_trace import Section, cut, process_name
 from autotune.dfg.critical_path import critical_path
-from autotune.dfg.graph import NONE, Kind
+from autotune.dfg.graph import Kind
 from autotune.dfg.replay import Timeline
 from autotune.errors import InvalidInput
 from autotune.files import whole_file
@@ -38,7 +38,7 @@ def write_perfetto_trace(timeline: Timeline, path: Path, section: Section | None
     protos = _protos()
     critical = critical_path(timeline, None if section is None else section.last)
     timeline, inside = cut(timeline, section)
-    shown = inside[timeline.dfg.queue[inside] != NONE]
+    shown = inside[timeline.dfg.apart[inside]]
     present = np.zeros(timeline.dfg.ops, dtype=np.bool_)
     present[inside] = True
     packets = _Packets(protos, timeline)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autotune.arrays import FloatArray, Int32Array
-from autotune.dfg.event_loop import Rules, State, Waiting, Work, run
+from autotune.dfg.event_loop import Rules, Sharing, State, Waiting, Work, run
 from autotune.dfg.graph import NONE, Dfg, Discipline
 from autotune.errors import InvalidInput
 
@@ -41,7 +41,8 @@ def replay(dfg: Dfg, duration_s: FloatArray | None = None) -> Timeline:
     work = work_of(dfg, duration_s)
     rules = rules_of(dfg)
     state = first_state(dfg, rules)
-    run(work, state, rules, None if rules is None else first_waiting(dfg), dfg.ops)
+    waiting, sharing = (None, None) if rules is None else (first_waiting(dfg), no_sharing(dfg))
+    run(work, state, rules, waiting, sharing, dfg.ops)
     return finished(dfg, work, state)
 
 
@@ -80,6 +81,7 @@ def rules_of(dfg: Dfg) -> Rules | None:
         capacity=dfg.lock_capacity,
         late=dfg.late_queues,
         by_priority=dfg.discipline == Discipline.PRIORITY,
+        shared=dfg.discipline == Discipline.SHARED,
     )
 
 
@@ -121,6 +123,17 @@ def first_waiting(dfg: Dfg) -> Waiting:
         held=np.zeros(dfg.locks, dtype=np.int32),
         promised=np.zeros(dfg.locks, dtype=np.bool_),
         releaser=_nones(dfg.locks),
+    )
+
+
+def no_sharing(dfg: Dfg) -> Sharing:
+    """No op is in a shared queue."""
+    return Sharing(
+        due_s=np.zeros(dfg.ops),
+        served_s=np.zeros(dfg.queues),
+        first_end_s=np.zeros(dfg.queues),
+        ops=np.zeros(dfg.queues, dtype=np.int32),
+        priority=np.zeros(dfg.ops, dtype=np.int32),
     )
 
 

@@ -136,6 +136,7 @@ class Lowering:
             in_flight=in_flight,
             layer=np.zeros(count, dtype=np.int64),
             coarse=True,
+            shared=any(batch.direct for batch in batches),
             crowd=self.crowd,
         )
         network.emit(to, issued[None, :])
@@ -213,6 +214,7 @@ class _PlanGraph:
                 in_flight=plan.in_flight,
                 layer=layer,
                 coarse=coarse,
+                shared=any(batch.direct for batch in batches),
                 crowd=lowering.crowd,
             )
 

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.arrays import BoolArray, FloatArray, IntArray
+from autotune.arrays import BoolArray, IntArray
 from autotune.dfg.build import DfgBuilder
-from autotune.dfg.graph import NONE, Kind
+from autotune.dfg.graph import NONE, Discipline, Kind
 from autotune.lowering.costs import RuntimeCosts
+from autotune.lowering.deciding import deciding, distinct
 from autotune.lowering.messages import Batch, TimedStep
 from autotune.lowering.step_times import StepTimes
-from autotune.lowering.template import Op, Rounds, Stage, StepOps, Template
+from autotune.lowering.template import Connection, Op, Rounds, Stage, StepOps, Template
 from autotune.lowering.traffic import DIRECT, IN, OUT, Collective, Ports
 
 CORES = "cores"
@@ -36,8 +37,6 @@ A direct exchange is cut into as many unless the plan cuts it finer."""
 UNLIMITED = 2**30
 """Messages in flight on a lane where the library decides."""
 _STARS = (Collective.GATHER, Collective.SCATTER)
-MAX_PORTS_COMPARED = 64
-"""Above it, only equal ports are folded."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,14 +94,16 @@ class Network:
         in_flight: int,
         layer: IntArray,
         coarse: bool,
+        shared: bool,
         crowd: float = 0.0,
     ) -> None:
         """`limit`: messages in flight on a lane (`Plan.limit`). `in_flight`: pieces of direct
         exchanges in flight in each of their rounds. `layer` (M,): layers of the ops.
 
         `symmetric`: only the ports that decide are in the graph. `coarse`: a message without
-        competitors is one round. `crowd`: ranks per core of the machine that they share; 0 if every
-        rank has cores enough. With shared cores, other work delays a message round by round.
+        competitors is one round. `shared`: the plan has direct exchanges. `crowd`: ranks per core
+        of the machine that they share; 0 if every rank has cores enough. With shared cores, other
+        work delays a message round by round.
         """
         timed_steps = [timed for batch in batches for timed in batch.steps]
         times = [timed.times for timed in timed_steps if timed.times is not None]
@@ -117,6 +118,8 @@ class Network:
         self._limit = limit
         self._in_flight = in_flight
         self._layer = layer
+        self._shared = shared
+        self._owners = distinct([mask for step in times for mask in step.owners])
         self._crowd = crowd
         alone = limit == 1 and all(len(batch.steps) == 1 for batch in batches)
         self._coarse = coarse and alone and crowd == 0
@@ -157,6 +160,7 @@ class Network:
                 to.edges(issued[:, numbers], np.broadcast_to(start + op, (len(issued), len(start))))
             names.update(dict.fromkeys(numbers.tolist(), template.names))
         self._chain(to, templates, base)
+        self._connect(to, templates, base)
 
         def name(number: int) -> str:
             message = int(np.searchsorted(offsets, number, side="right")) - 1
@@ -204,6 +208,21 @@ class Network:
             behind = np.arange(len(limited)) - most[limited]
             waits = behind >= 0
             to.edges(last[limited[behind[waits]]], first[limited[waits]])
+
+    def _connect(self, to: DfgBuilder, templates: Sequence[Template], base: IntArray) -> None:
+        """Each connection of direct exchanges carries the tensors of all messages in plan order."""
+        users: dict[Connection, list[tuple[int, int, int]]] = {}  # (batch, first op, last op)
+        for number, template in enumerate(templates):
+            for connection, ends in template.connections.items():
+                users.setdefault(connection, []).append((number, *ends))
+        for batches in {tuple(each) for each in users.values()}:
+            numbers = np.concatenate([self._batches[batch].numbers for batch, _, _ in batches])
+            first, last = (
+                np.concatenate([base[self._batches[use[0]].numbers] + use[side] for use in batches])
+                for side in (1, 2)
+            )
+            order = np.argsort(numbers)
+            to.edges(last[order[:-1]], first[order[1:]])
 
     def _template(self, to: DfgBuilder, batch: Batch) -> Template:
         template = Template([np.zeros(len(batch.numbers))])
@@ -266,13 +285,14 @@ class Network:
         """The rounds of a collective for each piece."""
         collective = timed.step.collective
         assert collective is not None
+        direct = collective in DIRECT
         rounds = min(times.rounds, MAX_ROUNDS)
         if times.rounds == 1 and collective is not Collective.ALL_TO_ALL:
             rounds = -(-STAR_PIECES // batch.pieces)
         if self._coarse:
             rounds = 1
         lock = NONE
-        if self._limit != 1 and collective not in DIRECT:
+        if self._limit != 1 and not direct:
             threads = int(self._costs["star_threads" if collective in _STARS else "threads"])
             lock = to.lock(threads, (lane, timed.group, threads))
         # Cores work beyond a message's end: senders drain their sockets, threads fall asleep.
@@ -283,13 +303,16 @@ class Network:
             beyond_s = times.cpu_s - within_s
         most_s = np.maximum(times.link_s, within_s * crowded)
         rest_s = np.maximum(times.alone_s - most_s, 0.0)  # the product may round up to more
-        stages = times.stages
+        stages, owners = times.stages, times.owners
         if rounds < len(stages):  # pieces overlap each other
-            stages = (times.ports,)
+            stages, owners = (times.ports,), (np.logical_or.reduce(owners),)
         busy = [host for host in self._used_cores if times.cores[host] > 0]
         in_each = max(rounds // len(stages), 1)
         count = in_each * len(stages)
-        rest = template.duration(rest_s / (in_each if collective is Collective.PULL else count))
+        pauses = len(stages) if direct else count
+        if collective is Collective.PULL:
+            pauses = 1
+        rest = template.duration(rest_s / pauses)
         template.sizes.append(timed.step.size_bytes / count)
         size = len(template.sizes) - 1
         cores = [
@@ -308,31 +331,50 @@ class Network:
             )
             for host in (busy if beyond_s.any() else ())
         ]
+        core_names = tuple(self._cores_name(host) for host in busy)
         parts = []
-        for share in stages:
+        for number, share in enumerate(stages):
             loaded = [port for port in self._used_ports if share[port] > 0]
-            ports = [
+            names = tuple(self._ports.name(port) for port in loaded)
+            together = 1 if direct else in_each
+            ports = tuple(
                 Op(
-                    to.queue(self._ports.name(port)),
-                    self._turns(to, timed, lane, port),
-                    Kind.SEND,
-                    slot=template.duration(times.link_s * share[port] / in_each),
+                    self._port(to, port),
+                    kind=Kind.SEND,
+                    slot=template.duration(times.link_s * share[port] / together),
                     size_slot=size,
+                    **self._turns(to, timed, lane, port),
                 )
                 for port in loaded
-            ]
-            names = [self._ports.name(port) for port in loaded]
-            names += [self._cores_name(host) for host in busy]
-            parts.append(Stage(in_each, (*ports, *cores), tuple(names), rest))
+            )
+            if direct:
+                sends = tuple(zip(names, ports, strict=True))
+                of_stage = self._representatives(owners[number])
+                stage = Stage(in_each, tuple(cores), core_names, rest, sends, of_stage)
+            else:
+                stage = Stage(in_each, (*ports, *cores), names + core_names, rest)
+            parts.append(stage)
         return Rounds(collective, tuple(parts), lock, tuple(beyond))
+
+    def _port(self, to: DfgBuilder, port: int) -> int:
+        """Its queue. Connections share a link evenly.
+
+        Without direct exchanges, the rounds of different messages take turns.
+        """
+        discipline = Discipline.SHARED if self._shared else Discipline.FIFO
+        return to.queue(self._ports.name(port), discipline)
+
+    def _representatives(self, owners: BoolArray) -> tuple[int, ...]:
+        ranks: list[int] = self._owners[owners[self._owners]].tolist()
+        return tuple(ranks)
 
     def _cores_name(self, host: int) -> str:
         if self._crowd > 0:
             return CORES
         return f"{self._ports.name(host).removesuffix(' out')} cores"
 
-    def _turns(self, to: DfgBuilder, timed: TimedStep, lane: int, port: int) -> int:
-        """The channel on which gathers or scatters of both directions of a host take turns.
+    def _turns(self, to: DfgBuilder, timed: TimedStep, lane: int, port: int) -> dict[str, int]:
+        """The channel or lock by which gathers or scatters of both directions of a host take turns.
 
         Gloo's receiver requests a tensor on the connection that carries tensors the other way, and
         waits behind those. So a host's transfer into a gather waits while the host is the root of
@@ -340,8 +382,12 @@ class Network:
         """
         slow = port % self._ports.hosts in self._slow_leaves
         if not slow or port not in self._slowest_ports(timed):
-            return NONE
-        return to.queue(f"lane {lane} turns of {self._ports.name(port).rpartition(' ')[0]}")
+            return {}
+        name = f"lane {lane} turns of {self._ports.name(port).rpartition(' ')[0]}"
+        if self._shared:
+            lock = to.lock(key=name)
+            return {"acquires": lock, "releases": lock}
+        return {"channel": to.queue(name)}
 
     def _slowest_ports(self, timed: TimedStep) -> list[int]:
         """The slowest ports of a gather or scatter: the root's, or those of other hosts.
@@ -360,31 +406,3 @@ class Network:
     def _root_port(self, timed: TimedStep) -> int:
         side = IN if timed.step.collective is Collective.GATHER else OUT
         return side * self._ports.hosts + int(self._ports.host_of_rank[timed.root])
-
-
-def deciding(loads: Sequence[FloatArray], symmetric: bool) -> IntArray:
-    """The ports, or hosts with cores, that decide when a step ends, ascending.
-
-    `loads`: the load of each port, one array for each step. Ports without load never decide. If
-    `symmetric`, neither does a port that no step loads more than another port: both serve the same
-    ops in the same order, so by induction it never finishes later. So one of n equal hosts is left,
-    and the slowest one of a ring through unequal hosts; this is exact.
-    """
-    if not loads:
-        return np.zeros(0, dtype=np.int64)
-    distinct = np.stack(list({row.tobytes(): row for row in loads}.values()))
-    loaded = np.flatnonzero(distinct.any(axis=0))
-    if not symmetric or len(loaded) < 2:
-        return loaded
-    columns = np.ascontiguousarray(distinct[:, loaded].T)
-    lowest: dict[bytes, int] = {}  # of equal ports
-    for port, column in zip(loaded.tolist(), columns, strict=True):
-        lowest.setdefault(column.tobytes(), port)
-    left = np.array(sorted(lowest.values()), dtype=np.int64)
-    if len(left) > MAX_PORTS_COMPARED:
-        return left
-    columns = distinct[:, left]
-    # below[p, q]: no step loads p more than q
-    below: BoolArray = np.all(columns[:, :, None] <= columns[:, None, :], axis=0)
-    np.fill_diagonal(below, False)
-    return left[~below.any(axis=1)]

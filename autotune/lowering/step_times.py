@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autotune.arrays import FloatArray
+from autotune.arrays import BoolArray, FloatArray
 from autotune.cluster import Cluster, CollectiveFit, Where
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.steps import Scope, Step
@@ -61,7 +61,8 @@ class StepTimes:
     `alone_s` (K,): the whole step. `link_s` (K,): the slowest port is occupied. `ports` (P,): the
     share of `link_s` that each port is occupied. `cpu_s` (K,): CPU time of one rank; times `cores`
     (C,) it is the time that the cores of each host are busy. `stages`: parts of `ports` that end
-    one after the other; in a direct exchange, owners have their parts at their ends.
+    one after the other; in a direct exchange, owners have their parts at their ends. `owners`: for
+    each of its stages, whether a rank owns some of what it moves, shape (ranks,); else none.
     """
 
     alone_s: FloatArray
@@ -71,6 +72,7 @@ class StepTimes:
     cpu_s: FloatArray
     cores: FloatArray
     stages: tuple[FloatArray, ...]
+    owners: tuple[BoolArray, ...] = ()
 
 
 class Timing:
@@ -127,23 +129,37 @@ class Timing:
                 saved_s = (1 - _senders(step, groups[0])) * self._message_cpu_s(step, size)
                 cpu_s = cpu_s - saved_s
                 alone_s = np.maximum(alone_s - max(1.0, float(cores.max())) * saved_s, link_s)
-        stages = [s_per_byte]
+        stages: list[FloatArray] = [s_per_byte]
+        owners: list[BoolArray] = []
         if step.collective in DIRECT:
-            stages = self._stages(step, groups[0])
+            stages, owners = self._stages(step, groups[0])
         scale = slowest if slowest > 0 else 1.0
-        parts = tuple(stage / scale for stage in stages)
-        return StepTimes(alone_s, link_s, s_per_byte / scale, rounds, cpu_s, cores, parts)
+        return StepTimes(
+            alone_s,
+            link_s,
+            s_per_byte / scale,
+            rounds,
+            cpu_s,
+            cores,
+            stages=tuple(stage / scale for stage in stages),
+            owners=tuple(owners),
+        )
 
-    def _stages(self, step: Step, members: tuple[int, ...]) -> list[FloatArray]:
-        """Seconds per byte on each port in every stage of a push or pull."""
+    def _stages(
+        self, step: Step, members: tuple[int, ...]
+    ) -> tuple[list[FloatArray], list[BoolArray]]:
+        """(seconds per byte on each port, the owners) of every stage of a push or pull."""
         assert step.collective is not None
         at = DIRECT.index(step.collective)
         parts = [parts[at] for parts in owners_by_end(_owned(step, members))]
         factors = self._peers.factors(members)
-        return [
+        stages = [
             self.ports.traffic(step.collective, members, owned=part).s_per_byte * factors
             for part in parts
         ]
+        of_rank = np.zeros((len(parts), len(self.ports.host_of_rank)), dtype=np.bool_)
+        of_rank[:, list(members)] = np.array(parts) > 0
+        return stages, list(of_rank)
 
     def fitted(self, collective: Collective, size: int, scope: Scope) -> bool:
         """Whether the collective itself was probed on this many ranks."""

@@ -18,6 +18,10 @@ from autotune.arrays import FloatArray
 from autotune.dfg.graph import NONE, Kind
 from autotune.lowering.traffic import Collective
 
+Connection = tuple[int, str, int]
+"""(lane, port, owner): the connections at a port on which a direct exchange's lane sends to or from
+an owner. Each carries one tensor after the other."""
+
 
 class Op(NamedTuple):
     """One op of a message. `slot`, `size_slot`: rows of the template's durations and sizes."""
@@ -38,6 +42,7 @@ class Template:
 
     `durations`, `sizes`: rows of shape (K,); row 0 of the durations is 0. For each lane and piece,
     by worker: `threads` are the ops of the lane's thread, `ends` those that the step ends with.
+    `connections`: the first and the last op of each.
     """
 
     durations: list[FloatArray]
@@ -48,6 +53,7 @@ class Template:
     threads: list[list[list[int]]] = field(default_factory=list)
     ends: list[list[list[int]]] = field(default_factory=list)
     first: list[int] = field(default_factory=list)  # ops that start when the message is issued
+    connections: dict[Connection, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, name: str, op: Op, after: Sequence[int]) -> int:
         number = len(self.ops)
@@ -56,6 +62,14 @@ class Template:
         self.edges.extend((parent, number) for parent in after)
         if not after:
             self.first.append(number)
+        return number
+
+    def send(self, name: str, op: Op, after: int, connections: Sequence[Connection]) -> int:
+        """Add an op that sends behind what the connections have carried before."""
+        known = {self.connections[each][1] for each in connections if each in self.connections}
+        number = self.add(name, op, [after, *sorted(known)])
+        for each in connections:
+            self.connections[each] = self.connections.get(each, (number,))[0], number
         return number
 
     def duration(self, values_s: FloatArray) -> int:
@@ -67,13 +81,17 @@ class Template:
 class Stage:
     """Equal rounds. In each, every port sends its share, then the `rest` passes.
 
-    `ports`: ops of one round, with their `names`. `rest`: the slot of a round's rest.
+    `ports`: ops of one round, with their `names`. `rest`: the slot of a round's rest. In a direct
+    exchange, `sends` to or from `owners` run beside all rounds, each on the port that it names, and
+    the rest passes once, behind both.
     """
 
     count: int
     ports: tuple[Op, ...]
     names: tuple[str, ...]
     rest: int
+    sends: tuple[tuple[str, Op], ...] = ()
+    owners: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,7 +106,9 @@ class Rounds:
     lock: int
     beyond: tuple[Op, ...]
 
-    def add(self, template: Template, behind: Sequence[int], parts: Sequence[int]) -> list[int]:
+    def add(
+        self, template: Template, lane: int, behind: Sequence[int], parts: Sequence[int]
+    ) -> list[int]:
         """Add all rounds; the last op of each stage. The last one gives the lock back.
 
         Each port goes through the stages one after another, whatever the others do. In a pull, each
@@ -100,16 +120,29 @@ class Rounds:
             lock = self.lock if number == 0 else NONE
             after = [*behind, *parts[number : number + 1]]
             entry = template.add(f"{self.collective} in", Op(acquires=lock), after)
-            template.ops += [*stage.ports, Op(slot=stage.rest)] * stage.count
+            sends = [
+                template.send(
+                    f"{self.collective} {name}",
+                    op,
+                    entry,
+                    [(lane, name, owner) for owner in stage.owners],
+                )
+                for name, op in stage.sends
+            ]
+            start = len(template.ops) - 1
+            pause = Op() if stage.owners else Op(slot=stage.rest)
+            template.ops += [*stage.ports, pause] * stage.count
+            template.ops[-1] = Op(slot=stage.rest)
             template.names += round_names(self.collective, stage.names, stage.count)
             template.edges += [
-                (entry + parent, entry + child)
+                (start + parent if parent else entry, start + child)
                 for parent, child in round_edges(len(stage.names), stage.count)
             ]
             last = len(template.ops) - 1
+            template.edges += [(op, last) for op in sends]
             if not parts:
                 template.edges += [
-                    (before[name], entry + 1 + place)
+                    (before[name], start + 1 + place)
                     for place, name in enumerate(stage.names)
                     if name in before
                 ]
@@ -145,7 +178,7 @@ class StepOps:
         if self.root is not None:
             behind = [template.add("sum", self.root, behind)]
         if self.rounds is not None:
-            behind = self.rounds.add(template, behind, parts)
+            behind = self.rounds.add(template, lane, behind, parts)
         template.threads[lane].append(threads)
         alone = self.rounds is not None or len(behind) == 1
         template.ends[lane].append(behind[-1:] * self.workers if alone else behind)

@@ -20,13 +20,14 @@ from numpy.typing import NDArray
 
 from autotune.arrays import FloatArray
 from autotune.dfg.event_loop import State, Waiting, run
-from autotune.dfg.graph import Dfg
+from autotune.dfg.graph import Dfg, Discipline
 from autotune.dfg.replay import (
     Timeline,
     checked_durations,
     finished,
     first_state,
     first_waiting,
+    no_sharing,
     rules_of,
     work_of,
 )
@@ -52,8 +53,11 @@ class IncrementalReplay:
             raise InvalidInput(
                 f"an incremental replay needs at least 1 snapshot, but {snapshots} were asked for"
             )
+        if (dfg.discipline == Discipline.SHARED).any():
+            raise InvalidInput("an incremental replay needs queues that serve one op at a time")
         self._dfg = dfg
         self._rules = rules_of(dfg)
+        self._sharing = None if self._rules is None else no_sharing(dfg)
         work = work_of(dfg, duration_s)
         state = first_state(dfg, self._rules)
         waiting = None if self._rules is None else first_waiting(dfg)
@@ -62,10 +66,10 @@ class IncrementalReplay:
             dfg.ops, snapshots, dtype=np.int32
         )  # the first snapshot in which the end of an op is known
         for number in range(snapshots):
-            run(work, state, self._rules, waiting, number * dfg.ops // snapshots)
+            run(work, state, self._rules, waiting, self._sharing, number * dfg.ops // snapshots)
             self._snapshots.append(_copy(state, waiting))
             self._known_from[(state.end_s >= 0) & (self._known_from == snapshots)] = number
-        run(work, state, self._rules, waiting, dfg.ops)
+        run(work, state, self._rules, waiting, self._sharing, dfg.ops)
         self.timeline = finished(dfg, work, state)
 
     def replay(self, duration_s: FloatArray) -> Resumed:
@@ -98,7 +102,7 @@ class IncrementalReplay:
         work = work_of(self._dfg, duration_s)
         state, waiting = _copy(*self._snapshots[int(self._known_from[changed].min()) - 1])
         known = int(state.counts[1])
-        run(work, state, self._rules, waiting, self._dfg.ops)
+        run(work, state, self._rules, waiting, self._sharing, self._dfg.ops)
         return Resumed(finished(self._dfg, work, state), self._dfg.ops - known)
 
 

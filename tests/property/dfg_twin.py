@@ -18,7 +18,8 @@ class Twin:
     """Examines every op at every instant.
 
     An instant repeats three parts until nothing happens: ops become ready (lowest index first),
-    locks change hands, queues choose. Ops on queues must last longer than 0.
+    locks change hands, queues choose. Ops on queues must last longer than 0. `left`: the service
+    that the ops of a shared queue still need.
     """
 
     dfg: Dfg
@@ -34,6 +35,7 @@ class Twin:
     returned: set[int] = field(default_factory=set)
     free: dict[int, tuple[float, int]] = field(default_factory=dict)
     releaser: dict[int, int] = field(default_factory=dict)
+    left: dict[int, dict[int, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.parents = parent_csr(self.dfg)
@@ -44,9 +46,21 @@ class Twin:
                 pass
             ends = [*self.end.values(), *(free_s for free_s, _ in self.free.values())]
             later = [end_s for end_s in ends if end_s > self.now]
+            later += [self.now + len(ops) * min(ops.values()) for ops in self.left.values() if ops]
             if not later:
                 return
-            self.now = min(later)
+            self._serve(min(later))
+
+    def _serve(self, until_s: float) -> None:
+        """Serve all ops of each shared queue evenly; those that need no more end."""
+        passed_s, self.now = until_s - self.now, until_s
+        for ops in self.left.values():
+            each_s = passed_s / max(len(ops), 1)
+            for op in list(ops):
+                ops[op] -= each_s
+                if ops[op] < 1e-9:
+                    self.end[op] = self.now
+                    del ops[op]
 
     def _free_s(self, queue: int) -> float:
         return self.free.get(queue, (0.0, NONE))[0]
@@ -74,8 +88,12 @@ class Twin:
         return False
 
     def _go_on(self, op: int) -> None:
-        if self.dfg.queue[op] == NONE:
+        queue = int(self.dfg.queue[op])
+        if queue == NONE:
             self._start(op)
+        elif self.dfg.discipline[queue] == Discipline.SHARED:
+            self.start[op] = self.now
+            self.left.setdefault(queue, {})[op] = float(self.dfg.duration_s[op])
         else:
             self.line.append(op)
 
@@ -140,18 +158,24 @@ def relabelled(dfg: Dfg, number: np.ndarray) -> Dfg:
 
 
 @st.composite
-def graphs(draw: st.DrawFn, *, plain: bool = False, ops: int = 14) -> Dfg:
+def graphs(draw: st.DrawFn, *, plain: bool = False, shared: bool = False, ops: int = 14) -> Dfg:
     """Random graphs with small whole times, so that events coincide, or with random times.
 
-    In half of the graphs a parent may have a higher number than its child.
+    In half of the graphs a parent may have a higher number than its child. With `shared` queues all
+    times are random.
     """
     builder = DfgBuilder()
-    disciplines = st.just(Discipline.FIFO) if plain else st.sampled_from(Discipline)
-    queues = [builder.queue(f"q{i}", draw(disciplines)) for i in range(draw(st.integers(1, 4)))]
+    kinds = [Discipline.FIFO] if plain else [Discipline.FIFO, Discipline.PRIORITY]
+    of_queue = [
+        draw(st.sampled_from([*kinds, *([Discipline.SHARED] * 2 if shared else [])]))
+        for _ in range(draw(st.integers(1, 4)))
+    ]
+    queues = [builder.queue(f"q{i}", kind) for i, kind in enumerate(of_queue)]
+    exclusive = [q for q in queues if of_queue[q] != Discipline.SHARED]
     capacities = [] if plain else draw(st.lists(st.integers(1, 2), max_size=2))
     locks = [builder.lock(capacity) for capacity in capacities]
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    whole = draw(st.booleans())
+    whole = not shared and draw(st.booleans())
     channels = not plain and draw(st.booleans())
     gaps = draw(st.booleans())
 
@@ -160,9 +184,10 @@ def graphs(draw: st.DrawFn, *, plain: bool = False, ops: int = 14) -> Dfg:
 
     for op in range(draw(st.integers(0, ops))):
         queue = int(rng.choice([NONE, *queues, *queues]))
-        other = [q for q in queues if q != queue]
+        other = [q for q in exclusive if q != queue]
         used, channel = queue >= 0, NONE
-        if channels and used and other and rng.random() < 0.4:
+        alone = queue in exclusive
+        if channels and alone and other and rng.random() < 0.4:
             channel = int(rng.choice(other))
         lock = int(rng.choice([NONE, *locks])) if rng.random() < 0.5 else NONE
         builder.op(
@@ -171,7 +196,7 @@ def graphs(draw: st.DrawFn, *, plain: bool = False, ops: int = 14) -> Dfg:
             time_s() if used or rng.random() < 0.5 else 0.0,
             Kind(int(rng.integers(1, 14))) if used else Kind.VIRTUAL,
             [p for p in range(op) if rng.random() < 2 / (op + 1)],
-            gap_s=time_s() if gaps and used and rng.random() < 0.3 else 0.0,
+            gap_s=time_s() if gaps and alone and rng.random() < 0.3 else 0.0,
             channel=channel,
             priority=int(rng.integers(0, 3)),
             acquires=lock,

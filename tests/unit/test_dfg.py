@@ -241,7 +241,7 @@ def test_a_block_of_ops_equals_the_same_ops_one_by_one() -> None:
 def test_a_channel_must_be_another_queue() -> None:
     with pytest.raises(InvalidInput, match="channel"):
         replace(two_workers(), channel=two_workers().queue)
-    assert {int(kind) for kind in Discipline} == {0, 1}
+    assert {int(kind) for kind in Discipline} == {0, 1, 2}
 
 
 def test_a_kernel_compiles_without_a_cache_folder() -> None:
