@@ -94,15 +94,23 @@ class CaseResult:
 
 
 def run_cases(
-    cluster: Cluster, workload: Workload, cases: Sequence[Case], folder: Path
+    cluster: Cluster,
+    workload: Workload,
+    cases: Sequence[Case],
+    folder: Path,
+    framework: str = "torch",
 ) -> list[CaseResult]:
-    """Run the cases in one start of the ranks, on a testbed of the cluster; needs root."""
+    """Run the cases in one start of the ranks, on a testbed of the cluster; needs root.
+
+    `framework`: torch or tensorflow, whose script the ranks run.
+    """
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     job = folder / "job.json"
     job.write_text(
         json.dumps(
             {
+                "framework": framework,
                 "workload": workload.to_data(),
                 "cases": [case.to_data() for case in cases],
                 "folder": str(folder),

@@ -7,12 +7,13 @@ estimate (`overlap_step_s`) is the comparison. `accuracy.csv` lists all strategi
 one JSON object. `benchmarks.ranking --dataset DIRECTORY` compares learned simulators.
 
 With `--frameworks horovod` it predicts Horovod under settings that were never profiled instead
-(`benchmarks.replay_accuracy.horovod`): the keys with `_horovod`, and `horovod.csv`. With
-`--frameworks tensorflow` it does so for graphs on TensorFlow's servers
-(`benchmarks.replay_accuracy.tensorflow`): the keys with `_tensorflow`, and `tensorflow.csv`.
+(`benchmarks.replay_accuracy.horovod`): the keys with `_horovod`, and `horovod.csv`; its scripts are
+PyTorch's, or TensorFlow's with `--frameworks horovod_tensorflow`. With `--frameworks tensorflow` it
+does so for graphs on TensorFlow's servers (`benchmarks.replay_accuracy.tensorflow`): the keys with
+`_tensorflow`, and `tensorflow.csv`.
 
     python -m benchmarks.replay_accuracy --models layers --clusters four_hosts --strategies 12
-    python -m benchmarks.replay_accuracy --frameworks horovod tensorflow
+    python -m benchmarks.replay_accuracy --frameworks horovod horovod_tensorflow tensorflow
     python -m benchmarks.replay_accuracy --folder DIRECTORY --only-evaluate
 """
 
@@ -33,6 +34,7 @@ from autotune.dataset.trials import Domain
 from autotune.jobs.campaign.domain_features import domain_extractor
 from autotune.simulators.evaluation import kendall_tau
 from autotune.strategy_space.plan import Plan, PlannedStrategy, plan
+from benchmarks.replay_accuracy import horovod
 from benchmarks.replay_accuracy.trials import (
     ALL_CLUSTERS,
     ALL_MODELS,
@@ -181,7 +183,7 @@ def main() -> int:
         "--frameworks",
         nargs="+",
         default=["torch"],
-        choices=["torch", "horovod", "tensorflow"],
+        choices=["torch", *horovod.FRAMEWORKS, "tensorflow"],
         help="what is predicted (default torch)",
     )
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(ALL_MODELS))
@@ -196,12 +198,11 @@ def main() -> int:
     parser.add_argument("--only-evaluate", action="store_true", help="of what lies in the folder")
     options = parser.parse_args()
     result: dict[str, object] = {}
-    if "horovod" in options.frameworks:
-        from benchmarks.replay_accuracy import horovod
-
-        if not can_emulate():
-            return 2
-        result |= horovod.measure(options.folder / "horovod", console.log)
+    for name in horovod.FRAMEWORKS:
+        if name in options.frameworks:
+            if not can_emulate():
+                return 2
+            result |= horovod.measure(options.folder / name, console.log, name)
     if "tensorflow" in options.frameworks:
         from benchmarks.replay_accuracy import tensorflow
 

@@ -3,14 +3,15 @@
 One run per model is recorded, under Horovod's defaults on `PROFILED`: the calls of every rank, rank
 0's timeline, and transfers of other sizes. From it alone, steps are predicted for other fusion
 thresholds, cycle times and groups, and on networks of other rates. Hosts are network namespaces,
-transfers are real, and accelerators are emulated by timed waits.
+transfers are real, and accelerators are emulated by timed waits. The ranks run a script of PyTorch
+or of TensorFlow (`FRAMEWORKS`).
 """
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -30,6 +31,8 @@ from benchmarks.horovod_ranks.start import Case, CaseResult, run_cases
 from benchmarks.repository import cluster_file
 
 MODELS = ("vgg", "densenet", "transformer")
+FRAMEWORKS = {"horovod": ("torch", MODELS), "horovod_tensorflow": ("tensorflow", MODELS[::2])}
+"""End of the keys -> framework of the script, and models."""
 PROFILED = "four_hosts"
 CLUSTERS = (PROFILED, "four_hosts_half", "four_hosts_uneven")
 PLAIN, LOGGED, TIMELINE = "plain", "logged", "timeline"
@@ -112,7 +115,7 @@ def contiguous_groups(workload: Workload, count: int) -> tuple[tuple[str, ...], 
     return tuple(tuple(group) for group in groups if group)
 
 
-def record(model: str, folder: Path) -> Recording:
+def record(model: str, folder: Path, framework: str) -> Recording:
     """Record a run of the defaults on the profiled cluster."""
     workload = generated_models.MODELS[model].workload()
     cluster = read_cluster(cluster_file(PROFILED))
@@ -121,22 +124,41 @@ def record(model: str, folder: Path) -> Recording:
         Case(settings, BLOCKS, probe_bytes=PROBE_BYTES),
         Case(settings, ((TIMELINE, STEPS),)),  # apart: its writer thread spins even when paused
     ]
-    result, timed = run_cases(cluster, workload, cases, folder)
+    result, timed = run_cases(cluster, workload, cases, folder, framework)
     with timed.timelines()[-1].open("rb") as file:
         timeline = read_horovod(file.read, "timeline")
     calls, ended_s = last_logged(result)
     costs = fit_horovod(timeline, calls, cluster, settings.cycle_s)
-    aligned = measured_times(calls, ended_s, workload)
+    logging_s = between_steps_s(result, LOGGED) - between_steps_s(result, PLAIN)
+    aligned, unaligned = (
+        without_logging(measured_times(calls, ended_s, workload, on_one_clock), logging_s)
+        for on_one_clock in (True, False)
+    )
     plain_s = median(result.steps_s(PLAIN))
     return Recording(
         workload,
         HorovodLowering(workload, cluster, costs, aligned),
-        measured_times(calls, ended_s, workload, aligned=False),
+        unaligned,
         passes_s(result)[0],
         passes_s(result)[1],
         median(result.steps_s(LOGGED)) / plain_s - 1,
         median(timed.steps_s(TIMELINE)) / plain_s - 1,
     )
+
+
+def between_steps_s(result: CaseResult, what: str) -> float:
+    """Median time between two steps of the blocks that recorded `what`, on the slowest rank."""
+    spaces_s: list[float] = []
+    for number, block in enumerate(result.ranks[0]["blocks"]):
+        if block["what"] == what:
+            of_ranks = [np.array(rank["blocks"][number]["marks_s"]) for rank in result.ranks]
+            spaces_s += np.max([one[1:, 0] - one[:-1, -1] for one in of_ranks], axis=0).tolist()
+    return median(spaces_s)
+
+
+def without_logging(times: HostTimes, logging_s: float) -> HostTimes:
+    """The times less what logging adds between two steps, where the calls are read."""
+    return replace(times, rest_s=max(times.rest_s - logging_s, 0.0))
 
 
 def last_logged(result: CaseResult) -> tuple[list[list[HorovodCall]], list[list[float]]]:
@@ -170,12 +192,14 @@ def passes_s(result: CaseResult) -> tuple[float, float]:
     return float(forward_s), float(backward_s)
 
 
-def predicted(model: str, name: str, recording: Recording, folder: Path) -> list[PredictedHorovod]:
+def predicted(
+    model: str, name: str, recording: Recording, folder: Path, framework: str
+) -> list[PredictedHorovod]:
     """Measure every setting on a cluster, and predict it."""
     cluster = read_cluster(cluster_file(name))
     settings = settings_of(recording.workload, name == PROFILED)
     cases = [Case(one, ((PLAIN, STEPS),)) for one in settings.values()]
-    results = run_cases(cluster, recording.workload, cases, folder)
+    results = run_cases(cluster, recording.workload, cases, folder, framework)
     aligned = recording.lowering(cluster, aligned=True)
     unaligned = recording.lowering(cluster, aligned=False)
     rows = []
@@ -199,32 +223,38 @@ def predicted(model: str, name: str, recording: Recording, folder: Path) -> list
 
 
 def measure(
-    folder: Path, say: Say, models: Sequence[str] = MODELS, clusters: Sequence[str] = CLUSTERS
+    folder: Path, say: Say, name: str = "horovod", clusters: Sequence[str] = CLUSTERS
 ) -> dict[str, float]:
-    """Record, measure and predict; `horovod.csv` in the folder lists all settings."""
+    """Record, measure and predict scripts of `FRAMEWORKS[name]`; `<name>.csv` lists all settings.
+
+    The keys end in `name`.
+    """
     rows: list[PredictedHorovod] = []
     recordings = []
+    framework, models = FRAMEWORKS[name]
     for model in models:
-        recording = record(model, folder / f"{model}.recorded")
+        recording = record(model, folder / f"{model}.recorded", framework)
         recordings.append(recording)
         for cluster in clusters:
-            rows += predicted(model, cluster, recording, folder / f"{model}.{cluster}")
-            for row in (row for row in rows if (row.model, row.cluster) == (model, cluster)):
+            runs = folder / f"{model}.{cluster}"
+            measured = predicted(model, cluster, recording, runs, framework)
+            for row in measured:
                 say(
                     f"{row.model}.{row.cluster}, {row.setting}: {row.measured_s * 1e3:.1f} ms, "
                     f"predicted {row.predicted_s * 1e3:.1f} ms ({row.error:.1%})"
                 )
-        write_table(rows, folder / "horovod.csv")
+            rows += measured
+        write_table(rows, folder / f"{name}.csv")
     return {
-        "settings_horovod": len(rows),
-        "error_mean_horovod": float(np.mean([row.error for row in rows])),
-        "error_p90_horovod": float(np.quantile([row.error for row in rows], 0.9)),
-        "error_mean_horovod_unaligned": float(np.mean([row.unaligned_error for row in rows])),
-        "error_forward_horovod": float(np.mean([row.forward_error for row in rows])),
-        "error_backward_horovod": float(np.mean([row.backward_error for row in rows])),
-        "overhead_horovod": float(np.mean([one.logged_overhead for one in recordings])),
-        "overhead_horovod_timeline": float(np.mean([one.timeline_overhead for one in recordings])),
-        "spread_median_horovod": float(np.median([row.spread for row in rows])),
+        f"settings_{name}": len(rows),
+        f"error_mean_{name}": float(np.mean([row.error for row in rows])),
+        f"error_p90_{name}": float(np.quantile([row.error for row in rows], 0.9)),
+        f"error_mean_{name}_unaligned": float(np.mean([row.unaligned_error for row in rows])),
+        f"error_forward_{name}": float(np.mean([row.forward_error for row in rows])),
+        f"error_backward_{name}": float(np.mean([row.backward_error for row in rows])),
+        f"overhead_{name}": float(np.mean([one.logged_overhead for one in recordings])),
+        f"overhead_{name}_timeline": float(np.mean([one.timeline_overhead for one in recordings])),
+        f"spread_median_{name}": float(np.median([row.spread for row in rows])),
     }
 
 

@@ -29,8 +29,8 @@ def timed_training(layers: Sequence[TimedLayer]) -> TrainingGraph:
         with tf.GradientTape() as tape:
             ends_at = tf.timestamp()
             for layer, variable in zip(layers, variables, strict=True):
-                ends_at = _timed(layer)(ends_at, variable)
-            loss = _turn(ends_at)
+                ends_at = timed_part(layer.forward_s, layer.backward_s)(ends_at, variable)
+            loss = turn(ends_at)
         gradients = tape.gradient(loss, variables)
         for variable, gradient in zip(variables, gradients, strict=True):
             variable.assign_sub(1e-3 * gradient)
@@ -39,17 +39,27 @@ def timed_training(layers: Sequence[TimedLayer]) -> TrainingGraph:
     return capture_function(step, [])
 
 
-def _timed(layer: TimedLayer) -> Any:
-    """A layer that passes on the time at which it ends, and so does its backward pass."""
+def timed_part(forward_s: float, backward_s: float, names: Sequence[str] = ()) -> Any:
+    """A part that passes on the time at which it ends, and so does its backward pass.
+
+    Call it with the time at which it begins, in seconds, and its variables. `names`: of the nodes
+    of their gradients, which are all ready at its end.
+    """
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def run(begins_at: Any, weight: Any) -> Any:
-        with tf.control_dependencies([weight]):
-            ends_at = _ended(begins_at, layer.forward_s)
+    def run(begins_at: Any, *weights: Any) -> Any:
+        with tf.control_dependencies(weights):
+            ends_at = _ended(begins_at, forward_s)
 
         def backward(backward_at: Any) -> Any:
-            ready_at = _ended(backward_at, layer.backward_s)
-            return ready_at, tf.convert_to_tensor(weight) * tf.cast(ready_at > 0, tf.float32)
+            ready_at = _ended(backward_at, backward_s)
+            known = tf.cast(ready_at > 0, tf.float32)
+            of_weights: Sequence[str | None] = names or [None] * len(weights)
+            gradients = [
+                tf.multiply(tf.convert_to_tensor(weight), known, name=name)
+                for weight, name in zip(weights, of_weights, strict=True)
+            ]
+            return ready_at, *gradients
 
         return ends_at, backward
 
@@ -57,7 +67,7 @@ def _timed(layer: TimedLayer) -> Any:
 
 
 @tf.custom_gradient  # type: ignore[untyped-decorator]
-def _turn(ends_at: Any) -> Any:
+def turn(ends_at: Any) -> Any:
     """The end of the forward pass: the backward pass begins at its time."""
     return tf.identity(ends_at), lambda upstream: ends_at * upstream
 
