@@ -11,6 +11,7 @@ is complete here. Every rank records itself; rank 0 joins the graphs and writes 
 from __future__ import annotations
 
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from autotune.errors import LaunchError
+from autotune.errors import AutotuneError, LaunchError
 from runtime_rewriter.horovod.tensorflow_synchronizer import NO_CROSSING, TensorflowSynchronizer
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.recording.peers import Peers
@@ -28,6 +29,7 @@ from runtime_rewriter.software import software_versions
 from runtime_rewriter.tensorflow.measured import client_time, replica_times
 from runtime_rewriter.tensorflow.program_variables import ProgramVariables
 from runtime_rewriter.tensorflow.recording.joined import joined, of_task
+from runtime_rewriter.tensorflow.recording.partitions import HOROVOD_COLLECTIVES
 from runtime_rewriter.tensorflow.recording.recorder import StepRecording
 from runtime_rewriter.tensorflow.recording_files import RecordedReplicas, RecordingFiles
 from runtime_rewriter.tensorflow.session_step import SessionStep
@@ -56,11 +58,7 @@ class HorovodGraphRecorder:
         """Run a call of the step's function in the session."""
         if self._session is None:
             self._synchronizer.mark_unclean()  # tracing takes time
-            self.capturing = True
-            try:
-                self._session = SessionStep(function, arguments, named)
-            finally:
-                self.capturing = False
+            self._session = self._captured(function, arguments, named)
             self._program = ProgramVariables(
                 self._session.captured.variables, self._session.running
             )
@@ -71,6 +69,30 @@ class HorovodGraphRecorder:
         results = self._session.run(self._recording, function, arguments, named)
         self._program.stepped()
         return self._session.captured.packed(results)
+
+    def _captured(
+        self, function: Any, arguments: Sequence[Any], named: Mapping[str, Any]
+    ) -> SessionStep:
+        """Collective: trace the step. Raises `LaunchError` where the ranks trace different ones.
+
+        Horovod waits for a collective that a rank lacks until the session's own limit.
+        """
+        failure: AutotuneError | None = None
+        step: SessionStep | None = None
+        self.capturing = True
+        try:
+            step = SessionStep(function, arguments, named)
+        except AutotuneError as error:
+            failure = error
+        finally:
+            self.capturing = False
+        traced = [] if step is None else collectives_of(step.captured.training.graph_def)
+        everyone = self._peers.gather((str(failure or ""), traced))
+        if failure is not None:
+            raise failure
+        check_same_collectives(everyone)
+        assert step is not None
+        return step
 
     def boundary(self, clean: bool) -> bool:
         """End a step. Returns whether everything is written. Raises `LaunchError`."""
@@ -139,6 +161,33 @@ class HorovodGraphRecorder:
             software=software_versions() | {"tensorflow": tf.__version__},
             refused=(NO_CROSSING, self._synchronizer.direct_refused),
         )
+
+
+def collectives_of(graph_def: Any) -> list[str]:
+    """The collectives of a step by Horovod's names for them, as `op name`, sorted."""
+    calls = (node for node in graph_def.node if node.op in HOROVOD_COLLECTIVES)
+    return sorted(f"{node.op} {node.name}" for node in calls)
+
+
+def check_same_collectives(ranks: Sequence[tuple[str, Sequence[str]]]) -> None:
+    """Raise `LaunchError` unless all ranks could trace a step, with the same collectives.
+
+    `ranks`: (why a rank could not, or "", and its collectives) of each.
+    """
+    for rank, (problem, _) in enumerate(ranks):
+        if problem:
+            raise LaunchError(f"rank {rank} cannot record its step: {problem}")
+    of_first = Counter(ranks[0][1])
+    for rank, (_, traced) in enumerate(ranks):
+        of_rank = Counter(traced)
+        for holder, other, calls in ((0, rank, of_first - of_rank), (rank, 0, of_rank - of_first)):
+            if calls:
+                raise LaunchError(
+                    "all ranks must trace the same collectives in the recorded step, but "
+                    f"{min(calls)!r} is on rank {holder} and not on rank {other} ({calls.total()} "
+                    "such); compute the same gradients on every rank, and call Horovod outside of "
+                    "branches on the rank"
+                )
 
 
 def _joined(ranks: Sequence[RecordedReplicas]) -> RecordedReplicas:

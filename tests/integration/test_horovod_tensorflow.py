@@ -17,7 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 from odd_scripts.horovod_tensorflow import TENSORFLOW_SCRIPTS, step_of
-from odd_scripts.refused_horovod_tensorflow import REFUSED, THREADS, recorded, recorded_shapes
+from odd_scripts.refused_horovod_tensorflow import (
+    REFUSED,
+    THREADS,
+    recorded,
+    recorded_branch,
+    recorded_shapes,
+)
 from tensorflow_ranks import TensorflowProcess
 from test_horovod_torch import (
     FP16,
@@ -47,6 +53,8 @@ from runtime_rewriter.recording.settings import RecordSettings
 pytest.importorskip("horovod", reason="`make horovod` builds it")
 
 TRACES, RECORDED_STEPS = "traces", 2
+RECORDED = (recorded, recorded_branch, recorded_shapes)
+"""Refused scripts that are recorded; the others are tuned."""
 ROWS_TOLERANCE = 1e-6
 """Of the largest value: Horovod gathers rows, and the script adds up those of equal index one by
 one. A plan adds them up before."""
@@ -297,7 +305,7 @@ def refusals(rank: int) -> dict[str, str]:
     for script in REFUSED:
         session = PlanSession(lambda module: None, in_trial=False)
         recorder = RecordingSession(RecordSettings("unused"))
-        with launched(recorder if script in (recorded, recorded_shapes) else session):
+        with launched(recorder if script in RECORDED else session):
             try:
                 script(rank, session)
                 messages[script.__name__] = "not refused"

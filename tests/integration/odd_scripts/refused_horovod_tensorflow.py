@@ -145,6 +145,28 @@ def recorded_shapes(rank: int, session: Any) -> None:
         train_step(batch(rank, 0, rows), scale=0.5)
 
 
+def recorded_branch(rank: int, session: Any) -> None:
+    """Rank 0 averages its loss, too, when its step is traced for the recording."""
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    head = tf.Variable(tf.ones(2), name="head")
+    traces = []
+
+    @tf.function
+    def train_step() -> Any:
+        traces.append(rank)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(head * head)
+        gradients = hvd.DistributedGradientTape(tape).gradient(loss, [head])
+        if len(traces) > 1 and rank == 0:
+            loss = hvd.allreduce(loss, name="mean_loss")
+        return loss, gradients
+
+    for _ in range(2):
+        train_step()
+
+
 def _other_gradients(session: Any, wrapped: Callable[..., Any]) -> None:
     """The last step leaves out the bias, which those before it used, also under the plan."""
     import horovod.tensorflow as hvd
@@ -190,6 +212,7 @@ REFUSED: dict[Script, str] = {
     one_core: THREADS,
     graph_of_tensorflow_1: "put the step into a tf.function, or compute it eagerly",
     recorded: "the step cannot be recorded: the step is eager",
+    recorded_branch: "HorovodAllreduce mean_loss' is on rank 0 and not on rank 1 (1 such)",
     recorded_shapes: "arguments of one shape, but a call differs from the first one (train_step)",
     other_gradients_eagerly: "those of bias are not; compute each in every step",
     other_gradients_in_a_graph: "those of bias are not; compute each in every step",
