@@ -30,11 +30,9 @@ from runtime_rewriter.probe.load import Load, LostTime
 from runtime_rewriter.probe.operations import (
     COLLECTED,
     EVERYWHERE,
-    EXCHANGES,
     ON_THE_WORLD,
     OPERATIONS,
     UNDER_LOAD,
-    exchanges,
 )
 from runtime_rewriter.probe.pairs import PairProbe, Report
 from runtime_rewriter.probe.peers import PeerProbe
@@ -66,10 +64,6 @@ REST_S = 0.001
 BARRIERS = 12
 """After a message, its threads still move the data in sockets and go to sleep; a rest lets them.
 The CPU time of a barrier with such a rest is measured on `BARRIERS` of them and subtracted."""
-
-TOGETHER, TOGETHER_BYTES = 8, 2**16
-"""The CPU time of messages of up to 64 KiB is that of one among 8 under way. Only where there are
-many do they cost enough to matter. Then a thread handles what several have sent, once awake."""
 
 
 @dataclass(frozen=True)
@@ -310,7 +304,7 @@ class _Prober:
         if ranks is not None and load is None:
             self._time_barriers(group_number, ranks)
         repeats: list[float] = []
-        cpu_s, messages = 0.0, 1
+        cpu_s = 0.0
         few = self._short or expected_s * BATCH_REPEATS > share_s
         batch = FEWEST_REPEATS if few else BATCH_REPEATS
         while True:
@@ -330,15 +324,8 @@ class _Prober:
         elif self._queued:
             taken_s = 0.0  # the processor only polls the device
         else:
-            count = len(repeats)
-            sent_bytes = int(size / self._byte_scale)
-            if ranks is not None and one.primitive in EXCHANGES and sent_bytes <= TOGETHER_BYTES:
-                several = exchanges(one.primitive, ranks, sent_bytes, self.device, TOGETHER)
-                self._repeat(several, ranks, 1, None, None)
-                _, cpu_s = self._repeat(several, ranks, FEWEST_REPEATS, None, None)
-                messages, count = TOGETHER, FEWEST_REPEATS
             barrier_cpu_s = self._barrier_cpu_s.get(group_number, 0.0)
-            taken_s = max(cpu_s / count - barrier_cpu_s, 0.0) / messages
+            taken_s = max(cpu_s / len(repeats) - barrier_cpu_s, 0.0)
         mean_cpu_s = self._mean_of_members(one, taken_s)
         return ProbePoint(size, median(repeats), spread_of(repeats), len(repeats), mean_cpu_s)
 

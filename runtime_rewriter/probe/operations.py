@@ -25,37 +25,25 @@ Operation = Callable[[], None]
 Preparation = Callable[[SynchronizerGroups, int, Device], Operation]
 
 
-EXCHANGES = {
-    "all_reduce": Synchronizer.ALL_REDUCE,
-    "direct_exchange": Synchronizer.DIRECT_EXCHANGE,
-    "push_pull": Synchronizer.PARAMETER_SERVER,
-    "reduce_scatter_all_gather": Synchronizer.REDUCE_SCATTER_ALL_GATHER,
-}
+def _exchange(synchronizer: Synchronizer) -> Preparation:
+    """All steps of a plan's message, including its owner's sum. Direct exchanges: equal owners."""
 
+    def prepare(ranks: SynchronizerGroups, size_bytes: int, device: Device) -> Operation:
+        elements = max(size_bytes // 4 // ranks.size, 1) * ranks.size
+        values = torch.zeros(elements, device=device.device)
+        steps = flat_sum(
+            synchronizer, values, Lanes(ranks, device), RankGroups.world(ranks.size), 0
+        ).steps()
 
-def exchanges(
-    primitive: str, ranks: SynchronizerGroups, size_bytes: int, device: Device, count: int
-) -> Operation:
-    """All steps of `count` of a plan's messages, each step of all messages under way at once.
-
-    They include an owner's sum. Direct exchanges have equal owners.
-    """
-    elements = max(size_bytes // 4 // ranks.size, 1) * ranks.size
-    lanes, world = Lanes(ranks, device), RankGroups.world(ranks.size)
-    values = [torch.zeros(elements, device=device.device) for _ in range(count)]
-    messages = [flat_sum(EXCHANGES[primitive], each, lanes, world, 0).steps() for each in values]
-
-    def operation() -> None:
-        for steps in zip(*messages, strict=True):
-            for work in [step() for _, step in steps]:
+        def operation() -> None:
+            for _, step in steps:
+                work = step()
                 if work is not None:
                     work.wait()
 
-    return operation
+        return operation
 
-
-def _exchange(primitive: str) -> Preparation:
-    return lambda ranks, size_bytes, device: exchanges(primitive, ranks, size_bytes, device, 1)
+    return prepare
 
 
 def _reduce_scatter(ranks: SynchronizerGroups, size_bytes: int, device: Device) -> Operation:
@@ -109,7 +97,10 @@ def _none(_: object) -> None:
 
 
 OPERATIONS: dict[str, Preparation] = {
-    **{name: _exchange(name) for name in EXCHANGES},
+    "all_reduce": _exchange(Synchronizer.ALL_REDUCE),
+    "direct_exchange": _exchange(Synchronizer.DIRECT_EXCHANGE),
+    "push_pull": _exchange(Synchronizer.PARAMETER_SERVER),
+    "reduce_scatter_all_gather": _exchange(Synchronizer.REDUCE_SCATTER_ALL_GATHER),
     "reduce_scatter": _reduce_scatter,
     "all_gather": _all_gather,
     "broadcast": _broadcast,

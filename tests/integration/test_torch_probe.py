@@ -13,7 +13,6 @@ from torch_world import run_world
 from autotune.cluster import Cluster, Where
 from autotune.profiling.fits.probe_fits import collective_fits
 from autotune.recordings.probe import LinkCost, PeerCost, ProbedLinks, ProbeSeries
-from runtime_rewriter.probe import collectives
 from runtime_rewriter.probe.collectives import (
     SIZES_BYTES,
     ProbeResult,
@@ -22,7 +21,6 @@ from runtime_rewriter.probe.collectives import (
     sizes_up_to,
 )
 from runtime_rewriter.probe.groups import members_of
-from runtime_rewriter.probe.operations import EXCHANGES, Operation, exchanges
 from runtime_rewriter.probe.peers import PeerProbe
 from runtime_rewriter.pytorch.exchange.device import Device
 from runtime_rewriter.pytorch.exchange.ranks import SynchronizerGroups
@@ -64,29 +62,6 @@ def test_every_primitive_is_timed_for_pairs_and_the_world_with_equal_results_on_
         assert fit.smallest_bytes == SIZES_BYTES[0] < fit.largest_bytes
         assert fit.sizes >= 2 and fit.spread >= 0 and not fit.loaded
     assert Cluster.local(3).with_fits(fits).fit("push_pull", 3) is not None
-
-
-def small_ones(rank: int) -> set[tuple[str, int, int]]:
-    """(primitive, bytes, messages at once) of which the short probe measures CPU time."""
-    measured = set()
-
-    def noted(
-        primitive: str, ranks: SynchronizerGroups, size_bytes: int, device: Device, count: int
-    ) -> Operation:
-        if count > 1:
-            measured.add((primitive, size_bytes, count))
-        return exchanges(primitive, ranks, size_bytes, device, count)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "exchanges", noted)
-        probe_links(None, 3.0)
-    return measured
-
-
-def test_cpu_time_of_small_messages_is_that_of_one_among_several() -> None:
-    measured = run_world(small_ones, 2)[0]
-    sizes = {size for size in SIZES_BYTES if size <= 2**16}
-    assert measured == {(name, size, 8) for name in EXCHANGES for size in sizes}
 
 
 def test_a_short_deadline_gives_fewer_sizes_not_a_late_answer() -> None:
