@@ -70,7 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE.csv",
         help="time each distinct operator and shape of the trace on this machine, write the times, "
-        "and predict with them (kernel_times=FILE.csv)",
+        "and predict with them (kernel_times=FILE.csv); for a trace of a CPU also autocast and a "
+        "fused optimizer, from times of their own",
     )
     parser.add_argument(
         "--measure-time",

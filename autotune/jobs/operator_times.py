@@ -42,7 +42,7 @@ def working_operators(base: Base) -> dict[Operator, float]:
     working = (base.on_device == device) & (base.queue != NONE) & (base.operator != NONE)
     seconds: dict[Operator, float] = {}
     for op in np.flatnonzero(working).tolist():
-        operator = replace(base.names.operators[base.operator[op]], around=())
+        operator = replace(base.names.operators[base.operator[op]], around=(), optimizer="")
         seconds[operator] = seconds.get(operator, 0.0) + float(base.duration_s[op])
     if not seconds:
         raise InvalidInput(

@@ -11,6 +11,8 @@ import numpy as np
 
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
+from autotune.jobs.fused_times import SUFFIX as FUSED_SUFFIX
+from autotune.jobs.fused_times import fused_times, write_fused_times
 from autotune.jobs.half_times import SUFFIX, half_times, write_half_times
 from autotune.jobs.operator_times import measured_operators, working_operators, write_operator_times
 from autotune.profiling.formats.rank_trace import listed_numbers, repair_lines
@@ -198,8 +200,8 @@ def measure_operators(
     """Time the operators of a rank (None: the first) on this machine.
 
     Returns the what-ifs that use the times, and a line for people: `kernel_times=path`, and for a
-    CPU's trace `amp_cpu` with the times in both precisions, which take another `budget_s`. Raises
-    `InvalidInput` if none can be timed.
+    CPU's trace `amp_cpu` and `fused_adam_cpu` with times of their own, which take another
+    `budget_s` and a tenth of it. Raises `InvalidInput` if no operator can be timed.
     """
     place = 0 if rank is None else job.rank_numbers.index(rank)
     base = recorded_base(job, place)
@@ -222,6 +224,15 @@ def measure_operators(
         ratio = sum(one.step_s * one.half_s / one.single_s for one in halves)
         ratio /= sum(one.step_s for one in halves)
         line += f"; {len(halves)} matrix operators take {ratio:.2f} of their time in bfloat16"
+    if not base.on_device.any() and (fused := fused_times(base, budget_s)):
+        fused_path = path.with_suffix(FUSED_SUFFIX)
+        write_fused_times(fused_path, fused)
+        asked += f",fused_adam_cpu={fused_path}"
+        line += "".join(
+            f"; the step of {one.optimizer} takes {one.fused_s / one.unfused_s:.2f} of its time "
+            "fused"
+            for one in fused
+        )
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > cores:
         line += f"; {load:.0f} processes shared its {cores} cores, so these times are too long"

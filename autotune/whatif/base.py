@@ -47,12 +47,14 @@ class Operator:
     """A call of a framework's operator.
 
     `around`: the operators around it, from the outermost one on. `inputs`: None if the trace does
-    not state them.
+    not state them. `optimizer`: the class whose `step` calls it, such as "AdamW"; "" if none does,
+    or if the trace does not name it.
     """
 
     name: str
     around: tuple[str, ...]
     inputs: OpInputs | None = None
+    optimizer: str = ""
 
     @property
     def outer(self) -> str:

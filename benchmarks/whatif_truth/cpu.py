@@ -1,8 +1,7 @@
 """Part (b): what-ifs on this CPU, for the four example scripts.
 
-- `fused_adam` of one process: predicted from its recording, with the factor of the optimizer that
-  the other three examples show (`cpu_factors`). `amp`: predicted with the speed of bfloat16 that
-  `autotune what-if --measure` measures on this machine, operator by operator. Both are measured by
+- `fused_adam` and `amp` of one process: predicted from its recording as `what-if --measure` does
+  it, with the times of optimizers and operators on this machine in both versions. Measured by
   `autotune.jobs.check`, in turns with the unchanged script.
 - `distributed`, other bucket sizes and fp16 gradients on an emulated cluster (root): predicted from
   the recording of one process and the probe of the cluster, and measured on its hosts with real
@@ -22,7 +21,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -34,14 +33,17 @@ from autotune.commands.render.terminal import Terminal
 from autotune.commands.what_if import register_all
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.jobs.check import CheckPlan, check
+from autotune.jobs.fused_times import SUFFIX as FUSED_SUFFIX
+from autotune.jobs.fused_times import fused_times, write_fused_times
+from autotune.jobs.half_times import SUFFIX as HALF_SUFFIX
 from autotune.jobs.half_times import half_times, write_half_times
 from autotune.profiling.traces.job import TraceJob, read_job
 from autotune.whatif.answers.answers import Answer, Asked, answer, read_asked
+from autotune.whatif.base import Base
 from autotune.whatif.question import Question
 from autotune.whatif.recording.recorded import recorded_base
 from benchmarks.repository import ROOT, can_emulate, machine, option_parser, run_autotune
 from benchmarks.whatif_truth.cpu_cluster import CHANGES, cluster_rows
-from benchmarks.whatif_truth.cpu_factors import RecordedPair, predicted_speedup
 from benchmarks.whatif_truth.cpu_rows import CpuRow, KeptRows, keys, table
 from benchmarks.whatif_truth.cpu_stored import STORED_CHANGES, stored_domain, stored_rows
 from runtime_rewriter.world.command import read_command
@@ -49,10 +51,9 @@ from runtime_rewriter.world.command import read_command
 EXAMPLES = ("resnet_digits", "gpt_text", "lstm_text", "ncf_ratings")
 LOCAL = ("fused_adam", "amp")
 PARTS = ("local", "distributed", "stored")
-ENACTED = Path(__file__).with_name("enacted_script.py")
 RECORDED = ("--shapes", "--warmup", "3", "--steps", "5")
 PLAN = CheckPlan(pairs=6, steps=2)
-HALF_BUDGET_S = 15.0
+BUDGET_S = 15.0
 OF_PART = {"distributed": CHANGES, "stored": STORED_CHANGES}
 """The rows of an example in a part that measures several changes at once."""
 
@@ -103,7 +104,7 @@ def rows(run: Run, progress: Progress = lambda item: None) -> list[CpuRow]:
 def _measured(run: Run, example: str, change: str) -> list[CpuRow]:
     try:
         if change in OF_PART:
-            job = _recorded(run.folder, example, "")
+            job = _recorded(run.folder, example)
             if change == "stored":
                 return stored_rows(example, job)
             return cluster_rows(run.folder, example, job, lambda text: None)
@@ -111,7 +112,7 @@ def _measured(run: Run, example: str, change: str) -> list[CpuRow]:
     except AutotuneError as error:
         return [CpuRow(example, change, reason=str(error))]
     except CalledProcessError as error:  # it printed the reason
-        reason = f"not recorded with {change}: exit status {error.returncode}"
+        reason = f"not recorded: exit status {error.returncode}"
         return [CpuRow(example, change, reason=reason)]
 
 
@@ -119,7 +120,7 @@ def _measured(run: Run, example: str, change: str) -> list[CpuRow]:
 
 
 def _local_row(run: Run, example: str, change: str) -> CpuRow:
-    speedup = _fused_speedup(run, example) if change == "fused_adam" else _amp(run, example)
+    speedup = _predicted_speedup(run, example, change)
     load = os.getloadavg()[0]
     command = read_command(["python", *_script(example)])
     found = check(command, Answer(Asked(change, change), (), Question()), run.plan)
@@ -129,30 +130,35 @@ def _local_row(run: Run, example: str, change: str) -> CpuRow:
     return CpuRow(example, change, found.baseline_s, predicted_s, measured_s, load=load)
 
 
-def _fused_speedup(run: Run, example: str) -> float:
-    pairs = []
-    for other in EXAMPLES:
-        if other != example:
-            jobs = (_recorded(run.folder, other, change) for change in ("", "fused_adam"))
-            pairs.append(RecordedPair(*(recorded_base(job, 0) for job in jobs)))
-    return predicted_speedup(recorded_base(_recorded(run.folder, example, ""), 0), pairs)
-
-
-def _amp(run: Run, example: str) -> float:
-    """The speed-up that `autotune what-if --measure` predicts."""
+def _predicted_speedup(run: Run, example: str, change: str) -> float:
+    """The speed-up that `autotune what-if --measure` predicts; its times are kept in the folder."""
     import torch
 
     torch.set_num_threads(1)
     register_all([])
-    base = recorded_base(_recorded(run.folder, example, ""), 0)
-    path = run.folder / f"{example}.bf16.csv"
+    base = recorded_base(_recorded(run.folder, example), 0)
+    suffix, measure = MEASURES[change]
+    path = run.folder / f"{example}{suffix}"
     if not path.exists():
-        write_half_times(path, list(half_times(base, HALF_BUDGET_S)))
-    (asked,) = read_asked("amp_cpu")
-    found = answer(base, replace(asked, files={"amp_cpu": str(path)}), Question())
+        measure(path, base)
+    (asked,) = read_asked(f"{change}_cpu")
+    found = answer(base, replace(asked, files={f"{change}_cpu": str(path)}), Question())
     if found.prediction is None:
         raise InvalidInput(found.reason)
     return found.prediction.speedup
+
+
+MEASURES: Mapping[str, tuple[str, Callable[[Path, Base], object]]] = {
+    "fused_adam": (
+        FUSED_SUFFIX,
+        lambda path, base: write_fused_times(path, fused_times(base, BUDGET_S)),
+    ),
+    "amp": (
+        HALF_SUFFIX,
+        lambda path, base: write_half_times(path, list(half_times(base, BUDGET_S))),
+    ),
+}
+"""Change -> the ending of its file of times, and what writes the file."""
 
 
 def _script(example: str) -> list[str]:
@@ -160,13 +166,12 @@ def _script(example: str) -> list[str]:
 
 
 @cache
-def _recorded(folder: Path, example: str, change: str) -> TraceJob:
-    """Read the recording of an example, with a change enacted; made if it is missing."""
-    path = folder / f"{example}.{change or 'plain'}"
+def _recorded(folder: Path, example: str) -> TraceJob:
+    """Read the recording of an example; made if it is missing."""
+    path = folder / f"{example}.plain"
     if not (path / "job.json").exists():
-        script = _script(example)
-        words = [str(ENACTED), change, *script] if change else script
-        run_autotune("profile", "--output", str(path), *RECORDED, "--", "python", *words)
+        words = ("python", *_script(example))
+        run_autotune("profile", "--output", str(path), *RECORDED, "--", *words)
     return read_job([path])
 
 

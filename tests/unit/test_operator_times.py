@@ -12,6 +12,7 @@ from layered_training import MUL_KERNEL, Work, conv, layered
 
 import autotune.whatif.changes.all  # noqa: F401
 from autotune.errors import InvalidInput
+from autotune.jobs.fused_times import recorded_options, updated_shapes, write_fused_times
 from autotune.jobs.half_times import half_times, write_half_times
 from autotune.jobs.operator_times import (
     MeasuredOperator,
@@ -74,8 +75,11 @@ def test_the_command_measures_writes_and_predicts(
     assert times.read_text().startswith("operator,inputs,seconds\naten::")
     assert any("operators were timed on this machine" in note for note in data["notes"])
     half = times.with_suffix(".bf16.csv")
-    (row,) = [row for row in data["what_ifs"] if row["what_if"] == f"amp_cpu={half}"]
-    assert row["speedup"] > 0
+    fused = times.with_suffix(".fused.csv")
+    for what_if in (f"amp_cpu={half}", f"fused_adam_cpu={fused}"):
+        (row,) = [row for row in data["what_ifs"] if row["what_if"] == what_if]
+        assert row["speedup"] > 0
+    assert any("the step of SGD takes" in note for note in data["notes"])
 
 
 def test_operators_of_a_trace_are_timed_and_predict_its_step(
@@ -100,6 +104,18 @@ def test_operators_of_a_trace_are_timed_and_predict_its_step(
     )
     found = predict(cpu_base, combined("kernel_times"), Question(files={"kernel_times": str(path)}))
     assert 0 < found.after_s < 1
+
+
+def test_the_parameters_of_an_optimizer_are_what_its_step_changes_in_place(
+    cpu_base: Base, tmp_path: Path
+) -> None:
+    own = [one for one in cpu_base.names.operators if one.optimizer == "SGD"]
+    assert updated_shapes(own) == ((4,), (4, 3, 3, 3), (5,), (5, 144))
+    assert recorded_options("SGD", own) == {"foreach": False, "weight_decay": 0.0, "momentum": 0.0}
+    buffers = [*own, *(replace(one, name="aten::mul_") for one in own)]
+    assert recorded_options("SGD", buffers)["momentum"] > 0
+    with pytest.raises(InvalidInput, match="it needs one of Adagrad, Adam, AdamW, SGD, not fused"):
+        write_fused_times(tmp_path / "times.csv", [])
 
 
 def test_a_spent_budget_and_unknown_inputs_are_reasons(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ from autotune.whatif.answers.curves import bandwidth_curves, scaled_network, wor
 from autotune.whatif.answers.limits import limits
 from autotune.whatif.answers.user_file import load_what_ifs
 from autotune.whatif.base import Base, steady
-from autotune.whatif.changes.processor import BF16_MATRIX, FUSED_OPTIMIZER, amp_cpu, fused_adam_cpu
+from autotune.whatif.changes.processor import BF16_MATRIX, amp_cpu
+from autotune.whatif.changes.processor_optimizer import FUSED_OPTIMIZER, fused_adam_cpu
 from autotune.whatif.primitives import add, connect, scale
 from autotune.whatif.question import Question
 from autotune.whatif.recording.recorded import recorded_base
@@ -247,8 +248,9 @@ def test_a_file_that_registers_nothing_is_refused(
         load_what_ifs(tmp_path / name)
 
 
-def processor(name: str) -> Base:
-    """The steps of a processor: a product of 600 us, an activation of 300 us, and an update."""
+def processor(*names: str) -> Base:
+    """The steps of a processor: a product of 600 us, an activation of 300 us, and updates."""
+    each_us = 100 / len(names)
     events = [
         event
         for step in range(3)
@@ -256,8 +258,11 @@ def processor(name: str) -> Base:
             span(f"ProfilerStep#{step}", 1000.0 * step, 999, cat="user_annotation"),
             span("aten::addmm", 1000.0 * step, 600),
             span("aten::relu", 1000.0 * step + 600, 300),
-            span(name, 1000.0 * step + 900, 100, cat="user_annotation"),
-            span("aten::add_", 1000.0 * step + 900, 100),
+            *(
+                span(name, 1000.0 * step + 900 + at * each_us, each_us, cat=cat)
+                for at, mark in enumerate(names)
+                for name, cat in ((mark, "user_annotation"), ("aten::add_", "cpu_op"))
+            ),
         )
     ]
     text = json.dumps({"traceEvents": events}).encode()
@@ -273,8 +278,33 @@ def test_changes_of_a_processor_scale_its_ops() -> None:
     assert steady(fused).step_s == pytest.approx(
         step_s - 100e-6 * (1 - FUSED_OPTIMIZER.expected), 2e-3
     )
-    with pytest.raises(InvalidInput, match="shows none"):
-        fused_adam_cpu(processor("loss"), Question())
     for change in (amp_cpu, fused_adam_cpu):
         with pytest.raises(InvalidInput, match="has work of a device"):
             change(base_of(), Question())
+
+
+def test_each_optimizer_of_a_processor_is_fused_by_its_own_time_or_refused_by_name(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "times.fused.csv"
+    asked = Question(files={"fused_adam_cpu": str(path)})
+    base = processor("Optimizer.step#SGD.step")
+    path.write_text("optimizer,unfused_s,fused_s\nSGD,2e-3,5e-4\n")
+    step_s = steady(base).step_s
+    assert steady(fused_adam_cpu(base, asked)).step_s == pytest.approx(step_s - 75e-6, rel=2e-3)
+    for mark, question, message in (
+        ("loss", asked, "shows none"),
+        ("Optimizer.step#SparseAdam.step", asked, "AdamW or SGD .* but the trace has SparseAdam"),
+        ("Optimizer.step#Adam.step", asked, "the trace's Adam, but states those of SGD"),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            fused_adam_cpu(processor(mark), question)
+    path.write_text("optimizer,unfused_s,fused_s\nSGD,2e-3,0\n")
+    with pytest.raises(InvalidInput, match="line 2: seconds must be above 0"):
+        fused_adam_cpu(base, asked)
+    two = processor("Optimizer.step#Adam.step", "Optimizer.step#SparseAdam.step")
+    half = fused_adam_cpu(two, Question())
+    assert half.notes == ("SparseAdam has no fused version on processors and stays",)
+    assert steady(half).step_s == pytest.approx(
+        steady(two).step_s - 50e-6 * (1 - FUSED_OPTIMIZER.expected), rel=2e-3
+    )

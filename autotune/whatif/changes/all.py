@@ -20,6 +20,7 @@ from autotune.whatif.changes import (
     p3,
     precision,
     processor,
+    processor_optimizer,
     recomputation,
 )
 
@@ -43,5 +44,6 @@ __all__ = [
     "p3",
     "precision",
     "processor",
+    "processor_optimizer",
     "recomputation",
 ]

@@ -26,35 +26,17 @@ _SOURCE = (
     "about the middle of what the four examples showed without and with the change, on two loaded "
     "cores of an AMD EPYC (benchmarks.whatif_truth.cpu); single ones lay outside the range"
 )
-FUSED_OPTIMIZER = Factor(expected=0.5, optimistic=0.2, pessimistic=0.85, source=_SOURCE)
 MOST_FACTOR = 1e4
 BF16_MATRIX = Factor(expected=0.65, optimistic=0.35, pessimistic=0.95, source=_SOURCE)
 
 
-def _require_processor(base: Base) -> None:
+def require_processor(base: Base) -> None:
+    """Raise `InvalidInput` for a trace with work of a device."""
     if base.on_device.any():
         raise InvalidInput(
             "this what-if is of training on a processor, but the trace has work of a device; use "
             "the one without _cpu"
         )
-
-
-@what_if(
-    "fused_adam_cpu",
-    title="a fused optimizer on a processor",
-    source="Daydream, Alg. 4, with a factor measured on a processor",
-    enact="torch.optim.Adam(model.parameters(), fused=True)",
-)
-def fused_adam_cpu(base: Base, question: Question) -> Base:
-    """The optimizer's ops take a share of their time (`FUSED_OPTIMIZER`); nothing else changes."""
-    _require_processor(base)
-    updates = (base.kind == Kind.UPDATE) & (base.queue != NONE)
-    if not updates.any():
-        raise InvalidInput(
-            "a fused optimizer changes the ops of the optimizer, but the trace shows none; record "
-            "with torch.profiler, which marks Optimizer.step"
-        )
-    return scale(base, updates, FUSED_OPTIMIZER.at(question.reading))
 
 
 @what_if(
@@ -71,7 +53,7 @@ def amp_cpu(base: Base, question: Question) -> Base:
     instructions for bfloat16 is slower in it than in float32. What casts and other operators gain
     or lose is left out.
     """
-    _require_processor(base)
+    require_processor(base)
     names = np.array([bool(MATRIX.search(name)) for name in base.names.ops], dtype=np.bool_)
     chosen = names & (base.kind != Kind.UPDATE) & (base.queue != NONE)
     if not chosen.any():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,6 +13,9 @@ from autotune.dfg.graph import NONE
 from autotune.profiling.formats.rank_trace import DEVICE_WORK, MISSING, Category, RankTrace
 from autotune.profiling.graph.host_units import TICK_S
 from autotune.whatif.base import Operator
+
+_OPTIMIZER = re.compile(r"Optimizer\.step#(.+)\.step$")
+"""The annotation that torch puts around the step of an optimizer; the group is its class."""
 
 
 def operators_of(
@@ -35,10 +40,13 @@ def operators_of(
             call = by_external.get(int(trace.external[event]), launcher)
         if call != MISSING:
             found[place] = numbers.setdefault(call, len(numbers))
-    return found, tuple(_operator(trace, call, around) for call in numbers)
+    marks = _optimizer_marks(trace)
+    return found, tuple(_operator(trace, call, around, marks) for call in numbers)
 
 
-def _operator(trace: RankTrace, call: int, around: dict[int, int]) -> Operator:
+def _operator(
+    trace: RankTrace, call: int, around: dict[int, int], marks: dict[int, list[int]]
+) -> Operator:
     inputs = int(trace.inputs[call])
     names: list[str] = []
     outer = around[call]
@@ -46,8 +54,31 @@ def _operator(trace: RankTrace, call: int, around: dict[int, int]) -> Operator:
         names.insert(0, trace.name_of(outer))
         outer = around[outer]
     return Operator(
-        trace.name_of(call), tuple(names), None if inputs == MISSING else trace.op_inputs[inputs]
+        trace.name_of(call),
+        tuple(names),
+        None if inputs == MISSING else trace.op_inputs[inputs],
+        _optimizer(trace, call, marks.get(int(trace.lane[call]), [])),
     )
+
+
+def _optimizer_marks(trace: RankTrace) -> dict[int, list[int]]:
+    """Lane -> the annotations of optimizers' steps, in order of time."""
+    named = np.array([bool(_OPTIMIZER.match(name)) for name in trace.names], dtype=np.bool_)
+    marks: dict[int, list[int]] = {}
+    for mark in np.flatnonzero((trace.category == Category.HOST_MARK) & named[trace.name]).tolist():
+        marks.setdefault(int(trace.lane[mark]), []).append(mark)
+    return marks
+
+
+def _optimizer(trace: RankTrace, call: int, marks: Sequence[int]) -> str:
+    """The class of the optimizer whose step is around a call; `marks`: those of its thread."""
+    start_s = float(trace.start_s[call])
+    place = bisect.bisect_right(marks, start_s, key=lambda mark: float(trace.start_s[mark])) - 1
+    if place < 0 or start_s >= trace.end_s[marks[place]]:
+        return ""
+    found = _OPTIMIZER.match(trace.name_of(marks[place]))
+    assert found is not None
+    return found[1]
 
 
 def _nesting(trace: RankTrace, events: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
