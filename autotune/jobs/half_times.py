@@ -1,4 +1,4 @@
-"""Times a trace's matrix operators in both precisions on this machine, for what-if `amp_cpu`.
+"""Times a trace's operators in both precisions on this machine, and casts, for what-if `amp_cpu`.
 
 Processors differ in this by more than an order of magnitude: some have instructions for bfloat16,
 others convert each element. So a factor from another machine says little.
@@ -6,20 +6,32 @@ others convert each element. So a factor from another machine says little.
 
 from __future__ import annotations
 
+import csv
+import io
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from math import prod
 from pathlib import Path
 
 from autotune.errors import InvalidInput
-from autotune.jobs.operator_times import working_operators, write_means
+from autotune.files import write_whole
+from autotune.jobs.operator_times import working_operators
+from autotune.profiling.formats.op_inputs import OpInputs
 from autotune.whatif.base import Base, Operator
-from autotune.whatif.changes.processor import MATRIX
+from autotune.whatif.changes.kernel_times import inputs_text, tensor_text
+from autotune.whatif.changes.processor import CAST, COLUMNS, TIMES
+from autotune.whatif.kernels.autocast import FLOAT, MATRIX, Dims, autocast
 
-SINGLE, HALF = "float", "c10::BFloat16"
+HALF = "c10::BFloat16"
 SUFFIX = ".bf16.csv"
 TURNS = 3
 """Both precisions take turns; the shortest time of each met the least other work."""
+LEAST_SHARE = 5e-4
+"""Operators with less of a step are not timed."""
+CAST_SHARE = 0.25
+"""Of the time for operators; casts take another one of this share."""
 
 
 @dataclass(frozen=True)
@@ -35,27 +47,37 @@ class HalfTime:
     step_s: float
 
 
+@dataclass(frozen=True)
+class CastTime:
+    """Seconds of the cast of a float32 tensor, and of the cast of its gradient."""
+
+    dims: Dims
+    forward_s: float
+    backward_s: float
+
+
 def half_times(base: Base, budget_s: float) -> Iterator[HalfTime]:
-    """Time each matrix operator of a CPU's trace in both precisions, the longest first.
+    """Time each operator that autocast changes in both precisions, the longest first.
 
     Operators that cannot be called by themselves are left out. Needs torch.
     """
     from runtime_rewriter.probe.operators import Invocation, operator_times
 
-    chosen = [
-        (operator, step_s)
-        for operator, step_s in working_operators(base).items()
-        if operator.inputs is not None
-        and SINGLE in operator.inputs.types
-        and MATRIX.search(operator.name)
-    ]
+    half = {
+        replace(base.names.operators[number], around=(), optimizer="")
+        for number in autocast(base).half
+    }
+    known = working_operators(base)
+    least_s = LEAST_SHARE * sum(known.values())
+    chosen: list[tuple[Operator, float]] = []
     calls: list[Invocation] = []
-    for operator, _ in chosen:
+    for operator, step_s in known.items():
         inputs = operator.inputs
-        assert inputs is not None
+        if operator not in half or step_s < least_s or inputs is None:
+            continue
         single = Invocation(operator.name, inputs.dims, inputs.types, inputs.values)
-        types = tuple(HALF if one == SINGLE else one for one in inputs.types)
-        calls += [single, replace(single, types=types)] * TURNS
+        chosen.append((operator, step_s))
+        calls += [single, replace(single, types=half_types(operator.name, inputs))] * TURNS
     times = operator_times(calls, "cpu", budget_s)
     for operator, step_s in chosen:
         taken_s = [one.seconds for one in islice(times, 2 * TURNS)]
@@ -64,12 +86,52 @@ def half_times(base: Base, budget_s: float) -> Iterator[HalfTime]:
             yield HalfTime(operator, min(single_s), min(half_s), step_s)
 
 
-def write_half_times(path: Path, measured: Sequence[HalfTime]) -> int:
+def half_types(name: str, inputs: OpInputs) -> tuple[str, ...]:
+    """The types of an operator's inputs under autocast.
+
+    A product has all in bfloat16; another one what is as large as its first tensor, since weights
+    and statistics of normalizations stay in float32.
+    """
+    floats = [dims for dims, kind in zip(inputs.dims, inputs.types, strict=True) if kind == FLOAT]
+    size = prod(floats[0]) if floats else 0
+    return tuple(
+        HALF if kind == FLOAT and (MATRIX.search(name) or prod(dims) == size) else kind
+        for dims, kind in zip(inputs.dims, inputs.types, strict=True)
+    )
+
+
+def cast_times(base: Base, budget_s: float) -> Iterator[CastTime]:
+    """Time the casts that autocast adds, the largest first, for a share of the budget."""
+    from runtime_rewriter.probe.casts import cast_times_s
+
+    end_s = time.perf_counter() + CAST_SHARE * budget_s
+    sizes = {cast.dims for cast in autocast(base).casts}
+    for dims in sorted(sizes, key=lambda one: (-prod(one), one)):
+        if time.perf_counter() > end_s:
+            return
+        yield CastTime(dims, *cast_times_s(dims))
+
+
+def write_half_times(path: Path, measured: Sequence[HalfTime], casts: Sequence[CastTime]) -> int:
     """Write the CSV file that `amp_cpu` reads; return its number of rows.
 
-    Raises `InvalidInput` if nothing was timed.
+    Operators of one name and inputs that differ otherwise, such as in strides, share a row with
+    their means. Raises `InvalidInput` if no operator was timed.
     """
     if not measured:
-        raise InvalidInput("no matrix operator of the trace could be timed in both precisions")
-    factors = [(one.operator, one.half_s / one.single_s) for one in measured]
-    return write_means(path, "factor", factors, "the factors of bfloat16")
+        raise InvalidInput("no operator of the trace could be timed in both precisions")
+    rows: dict[tuple[str, str], list[HalfTime]] = {}
+    for one in measured:
+        rows.setdefault((one.operator.name, inputs_text(one.operator)), []).append(one)
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow([*COLUMNS, *TIMES])
+    for key, same in rows.items():
+        single_s = sum(one.single_s for one in same) / len(same)
+        half_s = sum(one.half_s for one in same) / len(same)
+        writer.writerow([*key, f"{single_s:.9g}", f"{half_s:.9g}"])
+    for cast in casts:
+        seconds = f"{cast.forward_s:.9g}", f"{cast.backward_s:.9g}"
+        writer.writerow([CAST, tensor_text(FLOAT, cast.dims), *seconds])
+    write_whole(path, text.getvalue(), "the times in bfloat16")
+    return len(rows) + len(casts)

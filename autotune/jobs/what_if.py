@@ -13,7 +13,7 @@ from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
 from autotune.jobs.fused_times import SUFFIX as FUSED_SUFFIX
 from autotune.jobs.fused_times import fused_times, write_fused_times
-from autotune.jobs.half_times import SUFFIX, half_times, write_half_times
+from autotune.jobs.half_times import SUFFIX, cast_times, half_times, write_half_times
 from autotune.jobs.operator_times import measured_operators, working_operators, write_operator_times
 from autotune.profiling.formats.rank_trace import listed_numbers, repair_lines
 from autotune.profiling.graph.global_graph import build_dfg
@@ -219,11 +219,11 @@ def measure_operators(
     asked = f"kernel_times={path}"
     if not base.on_device.any() and (halves := list(half_times(base, budget_s))):
         half_path = path.with_suffix(SUFFIX)
-        write_half_times(half_path, halves)
+        write_half_times(half_path, halves, list(cast_times(base, budget_s)))
         asked += f",amp_cpu={half_path}"
         ratio = sum(one.step_s * one.half_s / one.single_s for one in halves)
         ratio /= sum(one.step_s for one in halves)
-        line += f"; {len(halves)} matrix operators take {ratio:.2f} of their time in bfloat16"
+        line += f"; {len(halves)} operators take {ratio:.2f} of their time in bfloat16"
     if not base.on_device.any() and (fused := fused_times(base, budget_s)):
         fused_path = path.with_suffix(FUSED_SUFFIX)
         write_fused_times(fused_path, fused)

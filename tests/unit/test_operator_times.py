@@ -13,7 +13,7 @@ from layered_training import MUL_KERNEL, Work, conv, layered
 import autotune.whatif.changes.all  # noqa: F401
 from autotune.errors import InvalidInput
 from autotune.jobs.fused_times import recorded_options, updated_shapes, write_fused_times
-from autotune.jobs.half_times import half_times, write_half_times
+from autotune.jobs.half_times import cast_times, half_times, write_half_times
 from autotune.jobs.operator_times import (
     MeasuredOperator,
     measured_operators,
@@ -21,7 +21,7 @@ from autotune.jobs.operator_times import (
     write_operator_times,
 )
 from autotune.profiling.traces.job import read_job
-from autotune.whatif.answers.predict import predict
+from autotune.whatif.answers.predict import Prediction, predict
 from autotune.whatif.base import Base
 from autotune.whatif.changes.kernel_times import inputs_text
 from autotune.whatif.question import Question
@@ -193,23 +193,33 @@ def test_tensors_and_written_values_make_a_call(invocation: Invocation) -> None:
     assert found.seconds is not None, found.reason
 
 
-def test_bfloat16_takes_the_share_that_was_measured(cpu_base: Base, tmp_path: Path) -> None:
+def test_autocast_takes_the_times_that_were_measured(cpu_base: Base, tmp_path: Path) -> None:
     measured = list(half_times(cpu_base, budget_s=30.0))
     names = {one.operator.name for one in measured}
-    assert {"aten::mkldnn_convolution", "aten::addmm"} <= names and "aten::clamp_min" not in names
+    assert {"aten::mkldnn_convolution", "aten::addmm", "aten::clamp_min"} <= names
+    casts = list(cast_times(cpu_base, budget_s=30.0))
+    # the batch, weights and biases; the ReLU reads and writes bfloat16
+    assert {one.dims for one in casts} == {(2, 3, 8, 8), (4, 3, 3, 3), (4,), (5, 144), (5,)}
     path = tmp_path / "times.bf16.csv"
-    tenth = [replace(one, half_s=0.1 * one.single_s) for one in measured]
-    assert write_half_times(path, tenth) == len({inputs_text(one.operator) for one in tenth})
-    guessed, known = (
-        predict(cpu_base, combined("amp_cpu"), Question(files=files))
-        for files in ({}, {"amp_cpu": str(path)})
-    )
-    assert known.after_s < guessed.after_s
+
+    def predicted(share: float, cast_s: float) -> Prediction:
+        faster = [replace(one, half_s=share * one.single_s) for one in measured]
+        costs = [replace(one, forward_s=cast_s, backward_s=cast_s) for one in casts]
+        distinct = {(one.operator.name, inputs_text(one.operator)) for one in faster}
+        assert write_half_times(path, faster, costs) == len(distinct) + len(costs)
+        return predict(cpu_base, combined("amp_cpu"), Question(files={"amp_cpu": str(path)}))
+
+    known, same, cast = predicted(0.1, 1e-9), predicted(1.0, 1e-9), predicted(1.0, 1e-3)
+    assert known.after_s < same.after_s
+    # five casts forward; the batch has no gradient
+    assert cast.after_s - same.after_s == pytest.approx(9e-3, rel=1e-3)
+    guessed = predict(cpu_base, combined("amp_cpu"), Question())
     assert known.speedup_high - known.speedup_low <= guessed.speedup_high - guessed.speedup_low
     assert any("measure it with --measure" in note for note in guessed.base.notes)
-    path.write_text("operator,inputs,factor\naten::addmm,x,-1\n")
-    with pytest.raises(InvalidInput, match="line 2: a factor must be 0 to 10000"):
-        predict(cpu_base, combined("amp_cpu"), Question(files={"amp_cpu": str(path)}))
-    path.write_text("operator,seconds\n")
-    with pytest.raises(InvalidInput, match="needs the columns operator, inputs and factor"):
-        predict(cpu_base, combined("amp_cpu"), Question(files={"amp_cpu": str(path)}))
+    for text, message in (
+        ("operator,inputs,float32_s,bfloat16_s\naten::addmm,x,1,-1\n", "line 2: seconds must be"),
+        ("operator,seconds\n", "needs the columns operator, inputs, float32_s, bfloat16_s"),
+    ):
+        path.write_text(text)
+        with pytest.raises(InvalidInput, match=message):
+            predict(cpu_base, combined("amp_cpu"), Question(files={"amp_cpu": str(path)}))

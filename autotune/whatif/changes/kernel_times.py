@@ -136,10 +136,13 @@ def inputs_text(operator: Operator) -> str:
     """The shapes and types of an operator's inputs: `float[64, 3] float[8, 3] Scalar`."""
     if operator.inputs is None:
         return ""
-    return " ".join(
-        f"{kind}{list(dims) if dims else ''}".strip().replace(", ", "x")
-        for kind, dims in zip(operator.inputs.types, operator.inputs.dims, strict=True)
-    ).strip()
+    tensors = zip(operator.inputs.types, operator.inputs.dims, strict=True)
+    return " ".join(tensor_text(kind, dims).strip() for kind, dims in tensors).strip()
+
+
+def tensor_text(kind: str, dims: tuple[int, ...]) -> str:
+    """A tensor's type and shape: `float[64x3]`."""
+    return f"{kind}{list(dims) if dims else ''}".replace(", ", "x")
 
 
 def _executions(base: Base, row: KernelTime, chosen: BoolArray) -> Iterator[BoolArray]:
