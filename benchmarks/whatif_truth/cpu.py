@@ -19,6 +19,7 @@ that was cut off goes on where it was. The last line is one JSON object.
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -54,6 +55,8 @@ PARTS = ("local", "distributed", "stored")
 RECORDED = ("--shapes", "--warmup", "3", "--steps", "5")
 PLAN = CheckPlan(pairs=6, steps=2)
 BUDGET_S = 60.0
+TURN_S = 1.0
+"""A turn has as many steps as take this long: after a few short ones caches are still cold."""
 OF_PART = {"distributed": CHANGES, "stored": STORED_CHANGES}
 """The rows of an example in a part that measures several changes at once."""
 
@@ -123,7 +126,9 @@ def _local_row(run: Run, example: str, change: str) -> CpuRow:
     speedup = _predicted_speedup(run, example, change)
     load = os.getloadavg()[0]
     command = read_command(["python", *_script(example)])
-    found = check(command, Answer(Asked(change, change), (), Question()), run.plan)
+    step_s = recorded_base(_recorded(run.folder, example), 0).measured_s
+    plan = replace(run.plan, steps=max(run.plan.steps, math.ceil(TURN_S / step_s)))
+    found = check(command, Answer(Asked(change, change), (), Question()), plan)
     predicted_s = found.baseline_s / speedup
     # the pairs' ratio, since the two medians met different machines
     measured_s = found.baseline_s / found.measured

@@ -7,13 +7,16 @@ recurrent layer, parameters that are used twice, and a loss.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from autotune.profiling.formats.op_inputs import OpInputs
 from autotune.profiling.traces.job import read_job
 from autotune.whatif.base import Base
 from autotune.whatif.kernels.autocast import autocast
@@ -101,3 +104,21 @@ def test_casts_of_autocast_are_those_of_a_recording_with_it(
     computed = {base.names.operators[number].name for number in autocast(base).half}
     assert computed & {"aten::native_batch_norm", "aten::gelu"}
     assert "aten::_log_softmax" not in computed and "aten::native_layer_norm" not in computed
+    for change in (
+        lambda dims: dims[:1],
+        lambda dims: tuple((*one[:-1], 0) for one in dims if one),
+    ):
+        assert autocast(with_inputs(base, change)).half  # damaged traces do not end it
+
+
+def with_inputs(
+    base: Base, change: Callable[[tuple[tuple[int, ...], ...]], tuple[tuple[int, ...], ...]]
+) -> Base:
+    """The base with other sizes of its operators' inputs; as many types stay."""
+    operators = []
+    for one in base.names.operators:
+        if one.inputs is not None:
+            dims = change(one.inputs.dims)
+            one = replace(one, inputs=OpInputs(dims, one.inputs.types[: len(dims)]))
+        operators.append(one)
+    return replace(base, names=replace(base.names, operators=tuple(operators)))

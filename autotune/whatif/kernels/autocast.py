@@ -147,7 +147,7 @@ class _Forward:
                 self.casts.append((number, tensors[0], 1))
             self.newest = False
         elif one.name == EMBEDDING and one.inputs is not None:
-            rows = math.prod(one.inputs.dims[1])
+            rows = math.prod(math.prod(dims) for dims in one.inputs.dims[1:2])
             self.is_half[rows * tensors[0][-1]] = self.newest = False
         elif not _VIEW.match(one.name):
             self._keep(number, one, tensors)
@@ -226,8 +226,8 @@ def _tensors(one: Operator) -> list[Dims]:
 
 def _product_size(name: str, tensors: list[Dims]) -> int | None:
     """Elements of a product of matrices; None for other operators."""
-    if name == "aten::linear":
-        return math.prod(tensors[0]) // tensors[1][-1] * math.prod(tensors[1][:-1])
+    if name == "aten::linear" and len(tensors) > 1:
+        return math.prod(tensors[0]) // max(tensors[1][-1], 1) * math.prod(tensors[1][:-1])
     first = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}.get(name)
     if first is None or len(tensors) < first + 2:
         return None
