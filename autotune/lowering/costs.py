@@ -63,6 +63,7 @@ class RuntimeCosts:
     | `issue_s` | start a message, except the collective itself | s |
     | `issue_first_s` | emulated accelerators: more for the first message after a wake-up | s |
     | `lane_s` | pass a message to the thread of its next step | s |
+    | `piece_s` | the same for a piece of a direct exchange, with others under way | s |
     | `defer_s` | leave one variable to the next forward pass | s |
     | `settle_s` | flush one message when a variable of it is read, with its update | s |
     | `settle_first_s` | emulated accelerators: more for the first one after a wake-up | s |
@@ -106,6 +107,7 @@ class RuntimeCosts:
     issue_s: Constant = Constant(0.00019, _HERE)
     issue_first_s: Constant = Constant(0.0, "`issue_s` contains it unless both were measured")
     lane_s: Constant = Constant(0.00015, _HERE)
+    piece_s: Constant = Constant(1.9e-05, _HERE)
     defer_s: Constant = Constant(1e-05, _HERE)
     settle_s: Constant = Constant(0.00059, _HERE)
     settle_first_s: Constant = Constant(0.0, "`settle_s` contains it unless both were measured")
@@ -170,6 +172,7 @@ EMULATED_COSTS = replace(
     RuntimeCosts(),
     wake_s=Constant(0.00037, _HERE),
     hand_out_s_per_byte=Constant(1.6e-10, _HERE),
+    piece_s=Constant(1.2e-05, _FOUR_HERE),
     issue_s=Constant(1.6e-05, _FOUR_HERE),
     issue_first_s=Constant(0.00011, _FOUR_HERE),
     settle_s=Constant(7e-06, _FOUR_HERE),
@@ -187,6 +190,7 @@ TENSORFLOW_COSTS = replace(
             "fill_s",
             "issue_s",
             "lane_s",
+            "piece_s",
             "write_s",
             "pack_s_per_byte",
             "unpack_s_per_byte",

@@ -255,14 +255,18 @@ class Network:
         """
         step = timed.step
         threads: list[tuple[str, Op]] = []
+        later: list[tuple[str, Op]] = []
         if lane > 0 or self._limit is not None or batch.direct:
             share = self._crowd / len(self._workers) if self._crowd > 0 else 1.0
-            slot = template.duration(share * (self._costs["lane_s"] + step.prepare_s))
+            slot = behind = template.duration(share * (self._costs["lane_s"] + step.prepare_s))
+            if batch.pieces > 1 and self._in_flight > 1:  # which keep the thread awake
+                behind = template.duration(share * (self._costs["piece_s"] + step.prepare_s))
             cores = to.queue(CORES) if self._crowd > 0 else NONE
             kind = Kind.UNPACK if timed.times is None else Kind.PACK
             for worker in self._workers:
                 op = Op(to.queue(f"r{worker} lane {lane}"), cores, kind, worker, slot=slot)
                 threads.append((f"lane {lane} of r{worker}", op))
+                later.append((f"lane {lane} of r{worker}", op._replace(slot=behind)))
         root = None
         if step.prepare_root_s.any():
             queue = to.queue(f"r{timed.root} server")
@@ -271,7 +275,7 @@ class Network:
         rounds = None
         if timed.times is not None:
             rounds = self._rounds(to, template, timed, timed.times, lane, batch)
-        return StepOps(tuple(threads), root, rounds, len(self._workers))
+        return StepOps(tuple(threads), tuple(later), root, rounds, len(self._workers))
 
     def _rounds(
         self,

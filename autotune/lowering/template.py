@@ -160,10 +160,12 @@ class Rounds:
 class StepOps:
     """The ops of a step of each piece.
 
-    `threads`: of the lane's thread, by worker; `root`: computation of the root.
+    `threads`: of the lane's thread, by worker; `behind`: the same for all pieces but the first;
+    `root`: computation of the root.
     """
 
     threads: tuple[tuple[str, Op], ...]
+    behind: tuple[tuple[str, Op], ...]
     root: Op | None
     rounds: Rounds | None
     workers: int
@@ -173,7 +175,8 @@ class StepOps:
 
         `parts`: the ends of the stages of a push, directly before its pull.
         """
-        threads = [template.add(name, op, parts[:1] or behind) for name, op in self.threads]
+        ops = self.behind if template.threads[lane] else self.threads
+        threads = [template.add(name, op, parts[:1] or behind) for name, op in ops]
         behind = threads or behind
         if self.root is not None:
             behind = [template.add("sum", self.root, behind)]

@@ -14,6 +14,7 @@ from autotune.cluster import Cluster, CollectiveFit, PairLink, PeerFit
 from autotune.costs.direct_cost import direct_s_per_byte
 from autotune.costs.sync_cost import message_costs
 from autotune.dfg.replay import replay
+from autotune.lowering.costs import Constant
 from autotune.lowering.lower import Lowering
 from autotune.optimizer.bounds import least_transfer_s
 from autotune.strategy_space.constraints import exchange_shares
@@ -273,3 +274,14 @@ def test_a_fit_of_whole_messages_is_scaled_to_the_owners_and_pieces() -> None:
     ratio = direct_s_per_byte(on, exchange_shares(on), 8, False)[0]
     ratio /= direct_s_per_byte(on, None, 1, False)[0]
     assert owned == pytest.approx(ratio * fit.seconds(4e6) + 3.5 * fit.alpha_s)
+
+
+def test_pieces_pass_awake_threads_unless_one_is_under_way_at_a_time() -> None:
+    workload, plan = exchanged([10**6], [None], 3)
+    costs = replace(FREE, lane_s=Constant(1e-3, "test"), piece_s=Constant(1e-4, "test"))
+    lowering = Lowering(workload, CLUSTERS["even"], costs)
+    for in_flight, expected_s in ((1, [1e-3, 1e-3, 1e-3]), (2, [1e-3, 1e-4, 1e-4])):
+        graph = lowering.message_graph(plan.messages, in_flight=in_flight)
+        for lane in range(3):
+            on_lane = graph.queue == graph.names.queues.index(f"r0 lane {lane}")
+            assert graph.duration_s[on_lane].tolist() == expected_s

@@ -26,7 +26,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autotune.strategy_space.plan import Message, Plan, TensorSlice
-from autotune.strategy_space.strategy import Compressor, Synchronizer
+from autotune.strategy_space.shares import MOST_PIECES
+from autotune.strategy_space.strategy import MOST_DIRECT_IN_FLIGHT, Compressor, Synchronizer
 from autotune.workload import Variable, Workload
 from runtime_rewriter.compression import RowLayout, picked
 from runtime_rewriter.emulation import timetable_of
@@ -285,6 +286,7 @@ def spent(
     synchronizer: Synchronizer | None = Synchronizer.ALL_REDUCE,
     buffers: int = 0,
     sent_s: float = 0.0,
+    pieces: int = 1,
 ) -> Spent:
     """Measure a step under a plan of local messages, one per variable, or (None) one in all."""
     model = PlannedDataParallel(_Hooked(count, elements, buffers))
@@ -293,10 +295,21 @@ def spent(
     owner = 0 if synchronizer is Synchronizer.PARAMETER_SERVER else None
     groups = [tuple(slices)] if synchronizer is None else [(each,) for each in slices]
     messages = tuple(
-        Message(group, synchronizer or Synchronizer.ALL_REDUCE, Compressor.NONE, "float32", owner)
+        Message(
+            group,
+            synchronizer or Synchronizer.ALL_REDUCE,
+            Compressor.NONE,
+            "float32",
+            owner,
+            pieces=pieces,
+        )
         for group in groups
     )
-    hooked.load(Plan(hooked.model_id, 1, messages, cross_step))
+    hooked.load(
+        Plan(hooked.model_id, 1, messages, cross_step, in_flight=MOST_DIRECT_IN_FLIGHT)
+        if pieces > 1
+        else Plan(hooked.model_id, 1, messages, cross_step)
+    )
     arriving_one_by_one(hooked.cross_step)
     if sent_s > 0:
         as_if_sent(hooked.lanes, sent_s)
@@ -370,6 +383,7 @@ def hooks(count: int, way: CostConditions) -> dict[str, float]:
         "bucket_s": (bucketed_s - plain_s) / count,
         "issue_s": (apart.whole_s - together.whole_s) / count,
         "lane_s": (two_steps.whole_s - one_step.whole_s) / count,
+        "piece_s": piece_s(way),
         "defer_s": deferring_s / count,
         "settle_s": (settled_s - settled_together_s) / count,
         "settle_each_s": (deferred.forward_s - within_step.forward_s) / count,
@@ -406,6 +420,19 @@ def behind_another(
         costs_s[f"{name}_s"] = max(value, 0.0)
         costs_s[f"{name}_first_s"] = alone_s[f"{name}_s"] - costs_s[f"{name}_s"]
     return costs_s
+
+
+def piece_s(way: CostConditions) -> float:
+    """Passing one of many pieces of a direct exchange to the next of its three lanes.
+
+    They are under way together and nothing is sent, so the lanes' threads are awake.
+    """
+    busy = replace(way, pause_s=0.0)
+    whole_s, in_pieces_s = (
+        spent(1, MOST_PIECES, False, busy, Synchronizer.DIRECT_EXCHANGE, pieces=pieces).whole_s
+        for pieces in (1, MOST_PIECES)
+    )
+    return (in_pieces_s - whole_s) / (3 * (MOST_PIECES - 1))
 
 
 def one_process(way: CostConditions) -> dict[str, float]:
