@@ -8,7 +8,7 @@ Sparse gradients travel as rows, as torch's DDP sends them. Dense gradients woul
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 
@@ -19,7 +19,7 @@ from autotune.strategy_space.builders.cross_step import cross_step_all_reduce
 from autotune.strategy_space.builders.direct import directly
 from autotune.strategy_space.builders.priority import byte_scheduler_like
 from autotune.strategy_space.builders.rows import with_rows
-from autotune.strategy_space.plan import plan
+from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import (
     MOST_DIRECT_IN_FLIGHT,
     MOST_IN_FLIGHT,
@@ -82,12 +82,12 @@ def _both(cap_mib: float) -> tuple[int, int]:
 def _distinct(
     settings: Mapping[str, Strategy], workload: Workload, ranks: int, across_steps: bool
 ) -> Settings:
-    distinct: dict[str, tuple[str, Strategy]] = {}
+    distinct: dict[Plan, tuple[str, Strategy]] = {}
     for name, strategy in settings.items():
         if strategy.cross_step and not across_steps:
             continue
         enacted = with_rows(strategy, workload)
-        distinct.setdefault(plan(enacted, workload, ranks).id, (name, enacted))
+        distinct.setdefault(plan(enacted, workload, ranks), (name, enacted))
     return dict(distinct.values())
 
 
@@ -134,21 +134,30 @@ def _byteps(workload: Workload, cluster: Cluster) -> Settings:
         "its default": directly(default, workload, cluster, unlimited),
         f"its default, {ACROSS}": directly(across, workload, cluster, unlimited),
     }
-    for mib, credit in product(PIECES_MIB, DIRECT_CREDITS):
+    for mib in PIECES_MIB:
         served = servers.byteps_like(workload, cluster, int(mib * MIB))
-        within = directly(served, workload, cluster, credit)
-        settings[f"{mib:g} MiB, {credit} in flight"] = within
-        settings[f"{mib:g} MiB, {ACROSS}, {credit} in flight"] = replace(within, cross_step=True)
+        for credit, within in _with_credits(served, workload, cluster):
+            across = replace(within, cross_step=True)
+            settings[f"{mib:g} MiB, {credit} in flight"] = within
+            settings[f"{mib:g} MiB, {ACROSS}, {credit} in flight"] = across
     return settings
+
+
+def _with_credits(
+    strategy: Strategy, workload: Workload, cluster: Cluster
+) -> Iterator[tuple[int, Strategy]]:
+    """Yield each number of pieces in flight, and `strategy` exchanged directly with it."""
+    exchanged = directly(strategy, workload, cluster)
+    for credit in DIRECT_CREDITS:
+        yield credit, replace(exchanged, in_flight=credit) if exchanged.direct else exchanged
 
 
 def _zero2(workload: Workload, cluster: Cluster) -> Settings:
     settings = {}
     for cap in sorted(BUCKETS_MIB, reverse=True):
         scattered = collectives.reduce_scatter_all_gather(workload, *_both(cap))
-        for credit in DIRECT_CREDITS:
-            name = f"{cap:g} MiB, {credit} in flight"
-            settings[name] = directly(scattered, workload, cluster, credit)
+        for credit, strategy in _with_credits(scattered, workload, cluster):
+            settings[f"{cap:g} MiB, {credit} in flight"] = strategy
     return settings
 
 
@@ -180,6 +189,7 @@ def _servers(workload: Workload, cluster: Cluster) -> Settings:
         settings[f"pieces of {mib:g} MiB"] = servers.served_in_pieces(workload, cluster, size)
         settings[f"buckets of {mib:g} MiB"] = servers.served_in_buckets(workload, cluster, size)
     return {
-        f"{name}, {credit} in flight": directly(served, workload, cluster, credit)
-        for (name, served), credit in product(settings.items(), DIRECT_CREDITS)
+        f"{name}, {credit} in flight": strategy
+        for name, served in settings.items()
+        for credit, strategy in _with_credits(served, workload, cluster)
     }
