@@ -20,6 +20,7 @@ from autotune.records import (
     Role,
     TrialRequest,
 )
+from autotune.sampler.encodings import Encoding, FusionScalars, SpaceChoices
 from autotune.sampler.proposer import BAYES_ASKS, CUT_SHORT, Proposer
 from autotune.strategy_space.enactable import refusal_reason
 from autotune.strategy_space.moves.neighbours import neighbourhood
@@ -37,6 +38,8 @@ SMALL = Workload("m", MODEL.variables[:6], (), 0.1, 0.2)
 
 SLOW_NETWORK = Cluster("slow", tuple(Host(f"h{i}", 1, 12.5e6, 1e-4, 10e9, 1e-5) for i in range(4)))
 CLIPPED = "gradients are clipped by their global norm"
+SHORT = Budget(200), Budget(200)
+"""Searches of tests that do not look at how good their results are."""
 
 
 def job(cluster: Cluster = SLOW_NETWORK, **settings) -> JobSpec:
@@ -60,7 +63,7 @@ def leading(proposals: tuple[Proposal, ...]) -> list[Proposal]:
 @pytest.mark.parametrize("refused", ["", CLIPPED])
 def test_no_strategy_crosses_steps_where_the_script_cannot(refused: str) -> None:
     spec = job(Cluster.local(4), samples_per_round=60)
-    proposals = Proposer(spec, {}).propose(profiled(spec, refused), 0, 40).proposals
+    proposals = Proposer(spec, {}, budgets=SHORT).propose(profiled(spec, refused), 0, 40).proposals
     assert len(proposals) == 40
     assert any(proposal.strategy.cross_step for proposal in proposals) is not bool(refused)
 
@@ -71,7 +74,7 @@ def test_no_strategy_exchanges_directly_where_ranks_cannot(refused: str) -> None
     history = profiled(spec)
     assert history.profiled is not None
     history = History((replace(history.profiled, direct_refused=refused),), 0.1)
-    proposals = Proposer(spec, {}).propose(history, 0, 40).proposals
+    proposals = Proposer(spec, {}, budgets=SHORT).propose(history, 0, 40).proposals
     assert any(proposal.strategy.direct for proposal in proposals) is not bool(refused)
 
 
@@ -79,7 +82,7 @@ def test_no_strategy_exchanges_directly_where_ranks_cannot(refused: str) -> None
 def test_compressors_that_scaled_bytes_refuse_are_not_drawn(byte_scale, fed_back) -> None:
     conditions = Conditions(Network.EMULATED, Accelerators.REAL, byte_scale)
     spec = job(Cluster.local(4), lossy=True, samples_per_round=60, conditions=conditions)
-    proposed = Proposer(spec, {}).propose(profiled(spec), 0, 40)
+    proposed = Proposer(spec, {}, budgets=SHORT).propose(profiled(spec), 0, 40)
     choices = [choice for one in proposed.proposals for choice in one.strategy.variables]
     used = {shard.compressor for choice in choices for shard in choice.shards}
     assert any(kind.error_feedback for kind in used) is fed_back and Compressor.FP16 in used
@@ -101,7 +104,7 @@ def test_the_first_trials_are_what_the_optimizer_found_with_its_predictions() ->
 def test_in_a_later_round_the_optimizer_goes_on_from_what_was_measured() -> None:
     spec = job()
     history = profiled(spec, model=SMALL).then(finished(0, CURRENT_SETUP, None, 0.5))
-    proposer = Proposer(spec, {})
+    proposer = Proposer(spec, {}, budgets=SHORT)
     first = proposer.propose(history, 0, 8)
     history = history.then(first)
     for number, proposal in enumerate(first.proposals, start=1):
@@ -109,7 +112,9 @@ def test_in_a_later_round_the_optimizer_goes_on_from_what_was_measured() -> None
         trial = finished(number, proposal.strategy.id, plan_id, 0.4 + 0.01 * number)
         history = history.then(trial)
     later = proposer.propose(history, 1, 8).proposals
-    assert Proposer(spec, {}).propose(history, 1, 8).proposals == later  # a resumed job
+    assert (
+        Proposer(spec, {}, budgets=SHORT).propose(history, 1, 8).proposals == later
+    )  # a resumed job
     assert leading(later) == list(later[:4])
     tried = {trial.plan_id for trial in history.trials}
     assert not tried & {plan(proposal.strategy, SMALL, 4).id for proposal in later}
@@ -145,11 +150,11 @@ def test_proposals_depend_on_the_speed_of_the_machine_only_if_they_say_so() -> N
     def proposed(look_s: float) -> tuple[Proposed, float]:
         """The proposals with a clock that moves by `look_s` at each look, and its last time."""
         looks = count()
-        proposer = Proposer(spec, {}, clock=lambda: next(looks) * look_s)
+        proposer = Proposer(spec, {}, budgets=SHORT, clock=lambda: next(looks) * look_s)
         return proposer.propose(profiled(spec, model=SMALL), 0, 8), next(looks) * look_s
 
     fast, _ = proposed(1e-6)
-    slow, took_s = proposed(0.002)
+    slow, took_s = proposed(0.02)
     assert took_s > 10 and slow == fast
     stuck, _ = proposed(1000.0)
     assert CUT_SHORT in stuck.reason and CUT_SHORT not in fast.reason
@@ -164,7 +169,7 @@ def test_the_baselines_do_without_the_optimizer(search: Search) -> None:
 
 def test_the_optimizer_keeps_to_what_the_script_allows() -> None:
     spec = job()
-    proposals = Proposer(spec, {}).propose(profiled(spec, CLIPPED), 0, 8).proposals
+    proposals = Proposer(spec, {}, budgets=SHORT).propose(profiled(spec, CLIPPED), 0, 8).proposals
     [first] = [proposal for proposal in proposals if proposal.origin.startswith("optimizer")]
     assert first.origin == "optimizer: lossless, within the step"
     assert first.strategy.lossless and not first.strategy.cross_step
@@ -178,7 +183,7 @@ HUGE = Workload("huge", (TABLE, Variable("bias", (8,))), (), 0.1, 0.2)
 def test_strategies_that_cannot_be_enacted_are_left_out_with_the_reason(search: Search) -> None:
     spec = job(Cluster.local(4), search=search, lossy=True, samples_per_round=80)
     history = profiled(spec, model=HUGE)
-    proposed = Proposer(spec, {}).propose(history, 0, 80)
+    proposed = Proposer(spec, {}, budgets=SHORT).propose(history, 0, 80)
     assert proposed.considered > 20
     rule = r"; left out (\d+) strategies that cannot be enacted, the first because of message"
     left_out = re.search(rule + r" \d+ \(.*table", proposed.reason)
@@ -186,7 +191,7 @@ def test_strategies_that_cannot_be_enacted_are_left_out_with_the_reason(search: 
     assert "top_k sends int32 indices, but the message has" in proposed.reason
     plans = [plan(proposal.strategy, HUGE, 4) for proposal in proposed.proposals]
     assert all(refusal_reason(each) is None for each in plans)
-    assert Proposer(spec, {}).propose(history, 0, 80) == proposed
+    assert Proposer(spec, {}, budgets=SHORT).propose(history, 0, 80) == proposed
 
 
 def test_a_bayesian_search_of_known_plans_ends_at_its_deadline() -> None:
@@ -204,13 +209,17 @@ def test_a_bayesian_search_of_known_plans_ends_at_its_deadline() -> None:
     assert CUT_SHORT not in unhurried.reason
 
 
-@pytest.mark.parametrize("search", [Search.BAYES, Search.FUSION])
-def test_a_resumed_bayesian_search_goes_on_as_if_it_had_never_stopped(search: Search) -> None:
+@pytest.mark.parametrize(
+    ("search", "encoding"), [(Search.BAYES, SpaceChoices), (Search.FUSION, FusionScalars)]
+)
+def test_a_resumed_bayesian_search_goes_on_as_if_it_had_never_stopped(
+    search: Search, encoding: type[Encoding]
+) -> None:
     """The references drift. A resumed search uses each trial's time as it was known then."""
     spec = job(search=search)
     history = profiled(spec).then(finished(0, CURRENT_SETUP, None, 0.30))
     live = Proposer(spec, {})
-    for round_ in range(13):  # more than the random points
+    for round_ in range(encoding.initial + 3):  # more than the random points
         proposed = live.propose(history, round_, 1)
         assert Proposer(spec, {}).propose(history, round_, 1) == proposed
         [proposal] = proposed.proposals
