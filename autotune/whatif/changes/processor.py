@@ -23,8 +23,12 @@ from autotune.whatif.registry import what_if
 COLUMNS, TIMES = ("operator", "inputs"), ("float32_s", "bfloat16_s")
 CAST = "cast"
 """The operator in rows of casts: of a float32 tensor, and of its gradient in bfloat16."""
-BYTES_SHARE = 0.5
-"""Bytes of a tensor in bfloat16 over those in float32."""
+MEMORY = Factor(
+    expected=0.5,
+    optimistic=0.5,
+    pessimistic=1.0,
+    source="bytes of bfloat16 over those of float32; pessimistically memory takes as long",
+)
 BF16_MATRIX = Factor(
     expected=0.65,
     optimistic=0.35,
@@ -57,7 +61,7 @@ def amp_cpu(base: Base, question: Question) -> Base:
 
     Times are measured on this machine (`amp_cpu=FILE.bf16.csv`, which `--measure` writes: a row for
     each operator and its inputs, and for each cast). Operators without a row keep their time. What
-    an operator takes beyond its measured time in float32 is for memory, and is halved.
+    an operator takes beyond its measured time in float32 is for memory (`MEMORY`).
     Without a file, operators that multiply matrices take `BF16_MATRIX`, which is a guess: a
     processor without instructions for bfloat16 is slower in it than in float32.
 
@@ -85,7 +89,9 @@ def amp_cpu(base: Base, question: Question) -> Base:
     )
     for number in found.half:
         one = base.names.operators[number]
-        shares[number] = times.share((one.name, inputs_text(one)), float(recorded_s[number]))
+        shares[number] = times.share(
+            (one.name, inputs_text(one)), float(recorded_s[number]), MEMORY.at(question.reading)
+        )
     changed = replace(base, duration_s=base.duration_s * shares[base.operator])
     return _with_casts(changed, found, times, 1.0)
 
@@ -101,18 +107,18 @@ class HalfTimes:
     operators: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
     casts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
-    def share(self, key: tuple[str, str], recorded_s: float) -> float:
+    def share(self, key: tuple[str, str], recorded_s: float, memory: float) -> float:
         """The share of its recorded time that an operator takes in bfloat16.
 
         By itself it writes memory that it has written before. What it takes longer in a training is
-        for memory, and that follows its bytes.
+        for memory, and takes the share `memory`.
         """
         if key not in self.operators:
             return 1.0
         single_s, half_s = self.operators[key]
         if recorded_s <= single_s:
             return half_s / single_s
-        return (half_s + BYTES_SHARE * (recorded_s - single_s)) / recorded_s
+        return (half_s + memory * (recorded_s - single_s)) / recorded_s
 
     def cast_s(self, dims: Dims) -> tuple[float, float]:
         """Seconds of a cast, and of that of the gradient; assumed where the file has none."""
