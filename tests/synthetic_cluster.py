@@ -32,6 +32,7 @@ COST_NAMES = {field.name for field in fields(RuntimeCosts)} - {
     "threads",
     "star_threads",
     "star_turns",
+    "star_order",
     "payload",
     "collective_s",
 }

@@ -86,6 +86,7 @@ class RuntimeCosts:
     | `threads` | collectives that one process group runs at the same time | - |
     | `star_threads` | the same of gathers and scatters, in which one rank sums | - |
     | `star_turns` | 1: transfers of stars in both directions between two hosts take turns | - |
+    | `star_order` | 1: transfers to or from one root of stars go one after the other | - |
     | `payload` | share of a link's bytes that belong to messages | - |
     | `contention` | share by which a message is longer that computation accompanies | - |
 
@@ -143,6 +144,9 @@ class RuntimeCosts:
     star_turns: Constant = Constant(
         1, "gloo: a receiver requests a tensor on the connection that carries tensors the other way"
     )
+    star_order: Constant = Constant(
+        0, "gloo: every thread has connections of its own, which share a link evenly"
+    )
     payload: Constant = Constant(
         1448 / 1538,
         "Ethernet of MTU 1500: of 1538 bytes with preamble and gap, "
@@ -198,5 +202,6 @@ TENSORFLOW_COSTS = replace(
     },
     star_threads=Constant(2**20, _IN_GRAPH + "nothing bounds pushes and pulls"),
     star_turns=Constant(0, _IN_GRAPH + "each transfer is a call of gRPC of its own"),
+    star_order=Constant(1, "measured by `python -m benchmarks.transfer_order`"),
 )
 """Costs of a rank of a rewritten graph, whose messages are ops of TensorFlow."""

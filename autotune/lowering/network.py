@@ -210,7 +210,7 @@ class Network:
             to.edges(last[limited[behind[waits]]], first[limited[waits]])
 
     def _connect(self, to: DfgBuilder, templates: Sequence[Template], base: IntArray) -> None:
-        """Each connection of direct exchanges carries the tensors of all messages in plan order."""
+        """Each connection carries the tensors of all messages in plan order."""
         users: dict[Connection, list[tuple[int, int, int]]] = {}  # (batch, first op, last op)
         for number, template in enumerate(templates):
             for connection, ends in template.connections.items():
@@ -313,8 +313,9 @@ class Network:
         busy = [host for host in self._used_cores if times.cores[host] > 0]
         in_each = max(rounds // len(stages), 1)
         count = in_each * len(stages)
+        ordered = collective in _STARS and bool(self._costs["star_order"])
         pauses = len(stages) if direct else count
-        if collective is Collective.PULL:
+        if collective is Collective.PULL or ordered:
             pauses = 1
         rest = template.duration(rest_s / pauses)
         template.sizes.append(timed.step.size_bytes / count)
@@ -358,7 +359,8 @@ class Network:
             else:
                 stage = Stage(in_each, (*ports, *cores), names + core_names, rest)
             parts.append(stage)
-        return Rounds(collective, tuple(parts), lock, tuple(beyond))
+        root = timed.root if ordered else NONE
+        return Rounds(collective, tuple(parts), lock, tuple(beyond), root)
 
     def _port(self, to: DfgBuilder, port: int) -> int:
         """Its queue. Connections share a link evenly.

@@ -19,8 +19,8 @@ from autotune.dfg.graph import NONE, Kind
 from autotune.lowering.traffic import Collective
 
 Connection = tuple[int, str, int]
-"""(lane, port, owner): the connections at a port on which a direct exchange's lane sends to or from
-an owner. Each carries one tensor after the other."""
+"""(lane, port, owner): the connections at a port on which a lane sends to or from an owner, in a
+direct exchange or as the root of a star. Each carries one tensor after the other."""
 
 
 class Op(NamedTuple):
@@ -98,13 +98,15 @@ class Stage:
 class Rounds:
     """The rounds of a collective, in its stages. Only direct exchanges have several.
 
-    `lock`: held from the first round to the last. `beyond`: work of cores after the end.
+    `lock`: held from the first round to the last. `beyond`: work of cores after the end. `root`: of
+    a star whose connections carry one message after the other, NONE if they share the links.
     """
 
     collective: Collective
     stages: tuple[Stage, ...]
     lock: int
     beyond: tuple[Op, ...]
+    root: int = NONE
 
     def add(
         self, template: Template, lane: int, behind: Sequence[int], parts: Sequence[int]
@@ -130,7 +132,7 @@ class Rounds:
                 for name, op in stage.sends
             ]
             start = len(template.ops) - 1
-            pause = Op() if stage.owners else Op(slot=stage.rest)
+            pause = Op() if stage.owners or self.root != NONE else Op(slot=stage.rest)
             template.ops += [*stage.ports, pause] * stage.count
             template.ops[-1] = Op(slot=stage.rest)
             template.names += round_names(self.collective, stage.names, stage.count)
@@ -140,6 +142,10 @@ class Rounds:
             ]
             last = len(template.ops) - 1
             template.edges += [(op, last) for op in sends]
+            if self.root != NONE:
+                for place, name in enumerate(stage.names):
+                    ends_of_port = (start + 1 + place, last - len(stage.names) + place)
+                    template.connections[lane, name, self.root] = ends_of_port
             if not parts:
                 template.edges += [
                     (before[name], start + 1 + place)

@@ -351,6 +351,19 @@ def test_stars_of_a_tensorflow_graph_share_the_links_of_both_directions() -> Non
     assert gloo_s > 1.5 * grpc_s
 
 
+def test_one_server_of_a_tensorflow_graph_answers_a_message_while_it_receives_the_next() -> None:
+    """Eight messages of one server take as long as nine pushes: only the last pull is alone.
+
+    If they shared its port, all sums would end late, and the pulls would begin then.
+    """
+    how = (Synchronizer.PARAMETER_SERVER, Compressor.NONE, "float32")
+    message = Message((TensorSlice("v0", 2_500_000),), *how, owner=0)
+    lowering = Lowering(GPU, FOUR, TENSORFLOW_COSTS)
+    push_s = 3 * message.wire_bytes / 125e6 / TENSORFLOW_COSTS["payload"]
+    assert sync_s(lowering, *[message] * 8) == pytest.approx(9 * push_s, rel=0.01)
+    assert sync_s(lowering, message) == pytest.approx(2 * push_s, rel=0.01)
+
+
 def test_a_job_predicts_with_the_costs_of_its_framework() -> None:
     def costs_of(software: dict[str, str]) -> RuntimeCosts | None:
         return job_extractor(GPU, FOUR, Accelerators.EMULATED, software).costs

@@ -17,6 +17,7 @@ from benchmarks.replay_accuracy.tensorflow import (
     summary,
 )
 from benchmarks.tensorflow_ranks.layers import layers_of
+from benchmarks.transfer_order.__main__ import GAP_S, TENSORS, in_order_s, shared_s
 
 HOSTS = tuple(Host(name, 1, 1e8, 1e-5, 1e9, 1e-6) for name in "abcd")
 SIZE = 2**23
@@ -80,3 +81,11 @@ def test_errors_are_reported_apart_and_together() -> None:
     assert keys["error_mean_tensorflow"] == pytest.approx(0.2)
     assert keys["error_mean_tensorflow_all_reduce"] == pytest.approx(0.1)
     assert keys["error_mean_tensorflow_servers"] == pytest.approx(0.3)
+
+
+def test_tensors_arrive_in_order_or_together_and_the_last_one_at_the_same_time() -> None:
+    slow, fast = 4 * GAP_S * 1e6, 0.5 * GAP_S * 1e6  # bytes, on a link of 1 MB/s
+    assert in_order_s(slow, 1e6) == pytest.approx([4 * GAP_S * (n + 1) for n in range(TENSORS)])
+    assert shared_s(slow, 1e6)[-1] == pytest.approx(in_order_s(slow, 1e6)[-1])
+    assert shared_s(slow, 1e6)[0] > 4 * in_order_s(slow, 1e6)[0]
+    assert shared_s(fast, 1e6) == pytest.approx(in_order_s(fast, 1e6))  # none meets another
