@@ -244,6 +244,33 @@ def test_a_channel_must_be_another_queue() -> None:
     assert {int(kind) for kind in Discipline} == {0, 1, 2}
 
 
+def shared_link(**columns: Any) -> Dfg:
+    """A large and a small message at once, and one behind the small one."""
+    builder = DfgBuilder()
+    link = builder.queue("link", Discipline.SHARED)
+    builder.op("large", link, 4.0, Kind.SEND)
+    small = builder.op("small", link, 1.0, Kind.SEND, **columns)
+    builder.op("next", link, 1.0, Kind.SEND, [small])
+    return builder.build()
+
+
+def test_a_shared_queue_lets_small_ops_pass_large_ones(tmp_path: Path) -> None:
+    timeline = replay(shared_link())
+    assert timeline.start_s.tolist() == [0, 0, 2]
+    assert timeline.end_s.tolist() == [6, 2, 4]
+    path = critical_path(timeline)
+    assert (path.ops.tolist(), path.communication_s, path.total_wait_s) == ([0], 6, 0)
+    assert iteration_summary(timeline).bottleneck_queue == "link"
+    write_chrome_trace(timeline, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    lasting = [event["name"] for event in events if event["ph"] == "b"]
+    assert lasting == ["large", "small", "next"]  # slices of a thread must not overlap
+    with pytest.raises(InvalidInput, match="neither gap nor channel"):
+        shared_link(gap_s=0.1)
+    with pytest.raises(InvalidInput, match="one op at a time"):
+        IncrementalReplay(shared_link())
+
+
 def test_a_kernel_compiles_without_a_cache_folder() -> None:
     """numba keeps no code of source without a file."""
     written: dict[str, Any] = {}
