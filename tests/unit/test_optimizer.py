@@ -97,10 +97,10 @@ def test_equal_inputs_give_equal_results() -> None:
 
 def test_passes_improve_the_best_cuts_before_hand_made_strategies_are_replayed() -> None:
     graph = chain()
-    optimized = optimize(graph.workload(), NETWORK, graph=graph, budget=Budget(replays=30))
+    optimized = optimize(graph.workload(), NETWORK, graph=graph, budget=Budget(replays=40))
     gains = [entry.by for entry in optimized.log if entry.by not in optimized.starts_s]
     assert {one.name for one in default_passes()} & set(gains)
-    longer = optimize(graph.workload(), NETWORK, graph=graph, budget=SMALL)
+    longer = optimize(graph.workload(), NETWORK, graph=graph, budget=Budget(replays=160))
     assert "parameter_server" in longer.starts_s
     assert longer.predicted_step_s <= optimized.predicted_step_s
 
