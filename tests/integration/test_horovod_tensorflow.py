@@ -33,6 +33,7 @@ from test_horovod_torch import (
     as_launched,
     free_port,
     keep_imports_from_collections,
+    with_timelines,
 )
 from torch_plans import uniform
 from torch_world import run_world
@@ -154,16 +155,18 @@ def compare(run: Any, own: Any, tolerance: float) -> None:
 
 def sent(rank: int, timeline: str) -> list[str]:
     """The all-reduces of three steps in the order of their execution, by rank 0's timeline."""
+    import horovod.tensorflow as hvd
+
     session = PlanSession(lambda module: uniform(module, 2), in_trial=False)
-    with launched(session) as hvd:
+    with with_timelines(hvd), launched(session):
         _, train = step_of(hvd, rank)
         train(0)
         hvd.start_timeline(timeline)
         for step in range(3):
             train(step)
         hvd.stop_timeline()
-    assert session.synchronizer is not None
-    session.synchronizer.close()
+        assert session.synchronizer is not None
+        session.synchronizer.close()
     if rank > 0:
         return []
     events = json.loads(Path(timeline).read_text())

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -115,9 +116,20 @@ def as_launched(rank: int, port: int) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
-        "HOROVOD_TIMELINE": "DYNAMIC",
         "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
     }
+
+
+@contextmanager
+def with_timelines(hvd: Any) -> Iterator[None]:
+    """Let Horovod start again with timelines, and without them afterwards.
+
+    Their thread on rank 0 polls without a pause, so it takes a core from all other tests.
+    """
+    hvd.shutdown()
+    with patch.dict(os.environ, {"HOROVOD_TIMELINE": "DYNAMIC"}):
+        yield
+    hvd.shutdown()
 
 
 def keep_imports_from_collections() -> None:
@@ -209,15 +221,17 @@ def problems_of(name: str, rank: int) -> Iterator[str]:
 
 def sent(rank: int, timeline: str) -> list[list[str]]:
     """The tensors of each all-reduce of three steps, as rank 0's timeline shows them."""
+    import horovod.torch as hvd
+
     session = PlanSession(lambda module: uniform(module, 2), in_trial=False)
-    with launched(session) as hvd:
+    with with_timelines(hvd), launched(session):
         model = Net()
         optimizer = wrapped(model)
         hvd.start_timeline(timeline)
         train(model, optimizer, rank)
         hvd.stop_timeline()
-    assert session.synchronizer is not None
-    session.synchronizer.close()
+        assert session.synchronizer is not None
+        session.synchronizer.close()
     if rank > 0:
         return []
     return operations_of(Path(timeline))
