@@ -22,6 +22,7 @@ from autotune.records import (
 )
 from autotune.sampler.encodings import Encoding, FusionScalars, SpaceChoices
 from autotune.sampler.proposer import BAYES_ASKS, CUT_SHORT, Proposer
+from autotune.simulators.registry import SIMULATORS
 from autotune.strategy_space.enactable import refusal_reason
 from autotune.strategy_space.moves.neighbours import neighbourhood
 from autotune.strategy_space.plan import plan
@@ -99,6 +100,22 @@ def test_the_first_trials_are_what_the_optimizer_found_with_its_predictions() ->
     steps = LoweredSteps(MODEL, SLOW_NETWORK)
     predicted_s = [steps.step_s(plan(proposal.strategy, MODEL, 4)) for proposal in first]
     assert [proposal.predicted_s for proposal in first] == predicted_s == sorted(predicted_s)
+
+
+def test_the_last_training_keeps_to_its_share_of_the_job() -> None:
+    spec = job(max_seconds=100.0)
+    history = profiled(spec, model=SMALL).then(finished(0, CURRENT_SETUP, None, 0.5))
+    proposed = Proposer(spec, {}, budgets=SHORT).propose(history, 0, 12)
+    history = history.then(proposed)
+    for number, proposal in enumerate(proposed.proposals, start=1):
+        plan_id = plan(proposal.strategy, SMALL, 4).id
+        trial = finished(number, proposal.strategy.id, plan_id, 0.4 + 0.01 * number)
+        history = history.then(trial)
+    make = {"linear": SIMULATORS["linear"]}
+    assert Proposer(spec, make).finish(history).keys() == make.keys()
+    looks = count()
+    slow = Proposer(spec, make, clock=lambda: next(looks) * 6.0)  # the second look is beyond 10 s
+    assert slow.finish(history) == {}
 
 
 def test_in_a_later_round_the_optimizer_goes_on_from_what_was_measured() -> None:
