@@ -87,11 +87,11 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Four test files at a time, in the order of tests/conftest.py: most tests wait for processes.
+# Three test files at a time, in the order of tests/conftest.py: most tests wait for processes.
 # The wheel is tested while pip installs the environment, which leaves most of a core.
 test:
 	$(MAKE) --jobs 4 --output-sync horovod lint setup docs wheel-test PYTHONS=$(PYTHON)
-	$(BIN)/pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # The site in build/site; warnings, such as broken links, are errors.
 docs: $(VENV)/.installed

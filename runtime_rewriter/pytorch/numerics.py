@@ -42,7 +42,7 @@ from torch import Tensor
 
 from autotune.errors import SynchronizationError
 from autotune.strategy_space.strategy import SparseHandling
-from runtime_rewriter.pytorch.exchange.rows import rows_of
+from runtime_rewriter.pytorch.exchange.rows import dense_of, rows_of
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.observers import BackwardObserver
 from runtime_rewriter.tolerances import (
@@ -98,10 +98,10 @@ class GradientGate(BackwardObserver):
         elif gradient is None:
             self._local[index] = torch.zeros_like(self._synchronizer.parameters[index])
         else:
-            self._local[index] = _dense(gradient).clone()
+            self._local[index] = dense_of(gradient).clone()
         waiting = self._synchronizer.residuals.of(self._synchronizer.names[index])
         if waiting is not None:
-            self._local[index] = _dense(self._local[index]).add_(
+            self._local[index] = dense_of(self._local[index]).add_(
                 waiting, alpha=self._synchronizer.divisor
             )
 
@@ -164,12 +164,13 @@ class GradientGate(BackwardObserver):
         """Reduce both gradients to the rows of any rank, without allocating the variable's size."""
         local, summed = self._local[position], _gradient(self._synchronizer, position)
         touched = torch.zeros(local.shape[0], dtype=torch.uint8)
+        local, summed = (one.coalesce() if one.is_sparse else one for one in (local, summed))
         for gradient in (local, summed):
             touched[rows_of(gradient, gradient, 1.0).indices.cpu()] = 1
         dist.all_reduce(touched, op=dist.ReduceOp.MAX, group=self._synchronizer.ranks.control)
         rows = touched.nonzero().flatten().to(local.device)
         self._local[position], self._summed[position] = (
-            _dense(gradient.index_select(0, rows)) for gradient in (local, summed)
+            dense_of(gradient.index_select(0, rows)) for gradient in (local, summed)
         )
 
     def _errors(self, positions: list[int], scales: list[float]) -> Tensor:
@@ -177,7 +178,7 @@ class GradientGate(BackwardObserver):
         ranks = self._synchronizer.ranks
         local = [self._local[position] for position in positions]
         result = [
-            self._summed[i] if i in self._summed else _dense(_gradient(self._synchronizer, i))
+            self._summed[i] if i in self._summed else dense_of(_gradient(self._synchronizer, i))
             for i in positions
         ]
         sizes = [tensor.numel() for tensor in local]
@@ -200,10 +201,6 @@ def _gradient(synchronizer: GradientSynchronizer, position: int) -> Tensor:
 
 def _no_rows(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter, layout=torch.sparse_coo)
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def _error(a: Tensor, root: Tensor, b: Tensor, scale: float) -> float:

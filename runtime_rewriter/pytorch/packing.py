@@ -17,6 +17,7 @@ from runtime_rewriter.pytorch.exchange.lanes import Lanes
 from runtime_rewriter.pytorch.exchange.present_rows import PresentRows
 from runtime_rewriter.pytorch.exchange.residuals import Residuals, slice_of
 from runtime_rewriter.pytorch.exchange.row_transfer import RowTransfer, waiting_rows, write_average
+from runtime_rewriter.pytorch.exchange.rows import dense_of
 from runtime_rewriter.pytorch.exchange.transfer import Transfer, pack_slice
 
 
@@ -122,7 +123,7 @@ class Packing:
 
     def _dense(self, position: int) -> Tensor | None:
         gradient = self._parameters[position].grad
-        return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
+        return None if gradient is None else dense_of(gradient)
 
     def ask_for_rows(self, group: dist.ProcessGroup) -> None:
         """Exchange the rows of sparse gradients that travel dense. Collective, with final

@@ -109,7 +109,8 @@ def test_a_profile_without_times_is_refused_in_one_message(make_world) -> None:
 
 
 def test_with_scaled_bytes_the_gate_is_left_out_and_links_have_all_series(make_world) -> None:
-    world = make_world(conditions=Conditions(Network.EMULATED, Accelerators.REAL, byte_scale=4.0))
+    conditions = Conditions(Network.EMULATED, Accelerators.REAL, byte_scale=4.0)
+    world = make_world(conditions=conditions, probe_s=10.0)  # enough for a busy machine
     profile = world.profile()
     assert {one.primitive for one in profile.series} >= {"all_reduce", "push_pull"}
     for wanted in (None, PLAN):

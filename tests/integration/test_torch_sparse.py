@@ -40,7 +40,10 @@ WAYS = (
 
 
 class Embedded(nn.Module):
-    """An embedding, sparse or dense, and a layer above it."""
+    """An embedding, sparse or dense, and a layer above it.
+
+    Each look-up has a gradient of its own, so sums of a row's duplicates depend on their order.
+    """
 
     def __init__(self, sparse: bool = True) -> None:
         super().__init__()
@@ -48,7 +51,8 @@ class Embedded(nn.Module):
         self.head = nn.Linear(WIDTH, 2)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.table(tokens)).square().sum()
+        weights = torch.linspace(0.1, 1.0, len(tokens))[:, None]
+        return self.head(self.table(tokens) * weights).square().sum()
 
 
 def rows_plan(
@@ -88,7 +92,7 @@ def rows_plan(
 def tokens_of(rank: int, step: int) -> Tensor:
     """Duplicates, rows of one rank and rows of all ranks; their number differs by rank and step."""
     drawn = torch.randint(0, ROWS, (4 + 3 * rank + step,), generator=seeded(100 * rank + step))
-    return torch.cat([drawn, torch.tensor([5, 5, 7, rank])])
+    return torch.cat([drawn, torch.tensor([*[5] * 9, 7, 7, 7, 7, rank])])
 
 
 def assert_equal_gradients(mine: nn.Module, theirs: nn.Module, exact: bool) -> None:
@@ -153,6 +157,24 @@ def test_compressed_rows_are_equal_on_all_ranks_and_within_the_gates_tolerance(r
         mine(tokens_of(rank, 0)).backward()
         result = gate.error()
         assert result.ok and result.relative_error > 0, (way, compressor, hierarchical, result)
+
+
+@on_ranks(2)
+def test_a_row_s_many_duplicates_have_the_same_sum_in_the_gate_and_in_every_message(
+    rank: int,
+) -> None:
+    """Bit for bit: both sum the duplicates of a rank as `coalesce` does."""
+    module = Embedded()
+    mine = PlannedDataParallel(module)
+    gate = GradientGate(mine.synchronizer)
+    tokens = torch.randint(0, ROWS, (300,), generator=seeded(rank))
+    for way in (*WAYS, (SparseHandling.DENSE, Synchronizer.ALL_REDUCE)):
+        mine.synchronizer.load(rows_plan(module, 2, way))
+        gate.arm()
+        mine.zero_grad()
+        mine(tokens).backward()
+        result = gate.error()
+        assert result.ok and result.relative_error == 0.0, (way, result)
 
 
 class Optional(nn.Module):

@@ -121,7 +121,8 @@ def test_the_last_training_keeps_to_its_share_of_the_job() -> None:
 def test_in_a_later_round_the_optimizer_goes_on_from_what_was_measured() -> None:
     spec = job()
     history = profiled(spec, model=SMALL).then(finished(0, CURRENT_SETUP, None, 0.5))
-    proposer = Proposer(spec, {}, budgets=SHORT)
+    budgets = Budget(200), Budget(400)  # enough for as many optima as the round proposes
+    proposer = Proposer(spec, {}, budgets=budgets)
     first = proposer.propose(history, 0, 8)
     history = history.then(first)
     for number, proposal in enumerate(first.proposals, start=1):
@@ -130,7 +131,7 @@ def test_in_a_later_round_the_optimizer_goes_on_from_what_was_measured() -> None
         history = history.then(trial)
     later = proposer.propose(history, 1, 8).proposals
     assert (
-        Proposer(spec, {}, budgets=SHORT).propose(history, 1, 8).proposals == later
+        Proposer(spec, {}, budgets=budgets).propose(history, 1, 8).proposals == later
     )  # a resumed job
     assert leading(later) == list(later[:4])
     tried = {trial.plan_id for trial in history.trials}

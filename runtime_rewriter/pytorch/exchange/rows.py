@@ -70,10 +70,19 @@ def rows_of(gradient: Tensor | None, parameter: Tensor, scale: float) -> Gradien
     if gradient.is_sparse and gradient.sparse_dim() == 1:
         gathered = gradient.coalesce()
         return GradientRows(gathered.indices()[0], _matrix(gathered.values() * scale), Form.COO)
-    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    dense = dense_of(gradient)
     indices = (dense.reshape(len(dense), -1) != 0).any(1).nonzero().flatten()
     form = Form.COO if gradient.is_sparse else Form.DENSE
     return GradientRows(indices, _matrix(dense.index_select(0, indices) * scale), form)
+
+
+def dense_of(gradient: Tensor) -> Tensor:
+    """The gradient as a dense tensor.
+
+    Rows that a sparse one has several times are summed by `coalesce`, as torch's DDP does before it
+    sends them. `to_dense` alone adds them in another order, which rounds otherwise.
+    """
+    return gradient.coalesce().to_dense() if gradient.is_sparse else gradient
 
 
 def gradient_of(rows: GradientRows, parameter: Tensor) -> Tensor:
