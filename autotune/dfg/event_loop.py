@@ -88,7 +88,7 @@ class Waiting(NamedTuple):
 
 
 class Sharing(NamedTuple):
-    """What shared queues need beside `Waiting`."""
+    """The state of shared queues that `Waiting` lacks."""
 
     due_s: FloatArray  # (n,) the service with which an op ends
     served_s: FloatArray  # (Q,) service of each op since the queue was last empty

@@ -20,7 +20,7 @@ from autotune.whatif.changes.processor_optimizer import COLUMNS, FUSABLE, TIMES,
 
 SUFFIX = ".fused.csv"
 BUDGET_SHARE = 0.1
-"""Of the time for operators; an optimizer has few of them."""
+"""Share of the budget for operators that timing the optimizers may take."""
 WEIGHT_DECAY = 0.01
 MOMENTUM = 0.9
 

@@ -31,7 +31,7 @@ TURNS = 3
 LEAST_SHARE = 5e-4
 """Operators with less of a step are not timed."""
 CAST_SHARE = 0.25
-"""Of the time for operators; casts take another one of this share."""
+"""Share of the budget for operators that timing the casts may take as well."""
 
 
 @dataclass(frozen=True)

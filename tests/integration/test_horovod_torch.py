@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -127,8 +126,11 @@ def with_timelines(hvd: Any) -> Iterator[None]:
     Their thread on rank 0 polls without a pause, so it takes a core from all other tests.
     """
     hvd.shutdown()
-    with patch.dict(os.environ, {"HOROVOD_TIMELINE": "DYNAMIC"}):
+    os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"  # Horovod reads it at `init`
+    try:
         yield
+    finally:
+        del os.environ["HOROVOD_TIMELINE"]
     hvd.shutdown()
 
 

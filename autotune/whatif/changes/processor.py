@@ -75,30 +75,30 @@ def amp_cpu(base: Base, question: Question) -> Base:
         raise InvalidInput(
             "autocast speeds up matrix products and convolutions, but the trace shows none"
         )
-    found = autocast(base)
+    affected = autocast(base)
     path = question.files.get("amp_cpu")
     if path is None:
         note = f"bfloat16 on this processor: {BF16_MATRIX.source}; measure it with --measure"
         changed = scale(base, chosen, BF16_MATRIX.at(question.reading))
         changed = replace(changed, notes=(*base.notes, note))
-        return _with_casts(changed, found, HalfTimes(), CAST_RANGE.at(question.reading))
+        return _with_casts(changed, affected, HalfTimes(), CAST_RANGE.at(question.reading))
     times = read_half_times(Path(path))
     shares = np.ones(len(base.names.operators) + 1)  # NONE is the last one
     recorded_s = np.bincount(
         base.operator[base.operator != NONE], base.duration_s[base.operator != NONE], len(shares)
     )
-    for number in found.half:
+    for number in affected.half:
         one = base.names.operators[number]
         shares[number] = times.share(
             (one.name, inputs_text(one)), float(recorded_s[number]), MEMORY.at(question.reading)
         )
     changed = replace(base, duration_s=base.duration_s * shares[base.operator])
-    return _with_casts(changed, found, times, 1.0)
+    return _with_casts(changed, affected, times, 1.0)
 
 
 @dataclass(frozen=True)
 class HalfTimes:
-    """What a file states.
+    """Times that a file of `--measure` lists.
 
     - `operators`: (operator, inputs) -> seconds in float32 and in bfloat16, by itself.
     - `casts`: tensor -> seconds of its cast, and of the cast of its gradient.
@@ -138,7 +138,7 @@ def read_half_times(path: Path) -> HalfTimes:
     return HalfTimes(operators, casts)
 
 
-def _with_casts(base: Base, found: Autocast, times: HalfTimes, factor: float) -> Base:
+def _with_casts(base: Base, affected: Autocast, times: HalfTimes, factor: float) -> Base:
     """The base with the casts behind the first op of their calls, and of their gradients' nodes."""
     first: dict[int, int] = {}
     for queue in np.unique(base.queue[base.queue != NONE]):
@@ -146,7 +146,7 @@ def _with_casts(base: Base, found: Autocast, times: HalfTimes, factor: float) ->
             first.setdefault(int(base.operator[op]), op)
     last_s: dict[int, float] = {}
     backward: IntArray = np.flatnonzero((base.kind == Kind.BACKWARD) & (base.queue != NONE))
-    for cast in found.casts:
+    for cast in affected.casts:
         forward_s, backward_s = times.cast_s(cast.dims)
         op = first[cast.operator]
         last_s[op] = last_s.get(op, 0.0) + factor * forward_s

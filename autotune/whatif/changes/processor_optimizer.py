@@ -1,4 +1,4 @@
-"""What if one operator updated all parameters of an optimizer on a processor?"""
+"""What-if: one fused operator updates all parameters of an optimizer on a processor."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def fused_adam_cpu(base: Base, question: Question) -> Base:
         )
     classes = np.array([one.optimizer for one in base.names.operators] + [""], dtype=np.object_)
     of_op = classes[base.operator]  # NONE is the last one
-    found = sorted(set(of_op[mask].tolist()) - {""}) or [""]
-    shares = _shares(base, found, question)
+    optimizers = sorted(set(of_op[mask].tolist()) - {""}) or [""]
+    shares = _shares(base, optimizers, question)
     spent_s = [base.duration_s.copy(), base.gap_s.copy()]
     for name, share in shares.items():
         ops = mask & (of_op == name) if name else mask
         spent_s[0][ops] *= share
         spent_s[1][_inner_gaps(base, ops)] *= share
-    left = [name for name in found if name not in shares]
+    left = [name for name in optimizers if name not in shares]
     notes = [f"{' and '.join(left)} has no fused version on processors and stays"] if left else []
     return replace(
         base,

@@ -1,4 +1,4 @@
-"""What autocast to bfloat16 changes on a processor: which calls it affects, and the casts it adds.
+"""The calls that autocast to bfloat16 affects on a processor, and the casts that it adds.
 
 A trace states shapes, but not which tensor an operator reads. So the types of tensors follow from
 the order of the calls, by rules:
@@ -89,11 +89,11 @@ def autocast(base: Base) -> Autocast:
     for number, kind in calls:
         if kind == Kind.FORWARD:
             forward.call(number, operators[number])
-    found = Autocast(forward.half)
-    nodes = _backward(base, calls, forward, found.half)
+    changes = Autocast(forward.half)
+    nodes = _backward(base, calls, forward, changes.half)
     for call, dims, back in forward.casts:
-        found.casts.append(Cast(call, nodes.get(call, NONE), dims, back))
-    return found
+        changes.casts.append(Cast(call, nodes.get(call, NONE), dims, back))
+    return changes
 
 
 def _calls(base: Base) -> Iterator[tuple[int, int]]:
@@ -202,10 +202,10 @@ def _backward(
         one = base.names.operators[number]
         if kind != Kind.BACKWARD:
             continue
-        found = _NODE.match(one.name)
-        if found is not None:
+        node = _NODE.match(one.name)
+        if node is not None:
             tensors = _tensors(one)
-            key = _plain(found[1]), math.prod(tensors[0]) if tensors else 0
+            key = _plain(node[1]), math.prod(tensors[0]) if tensors else 0
             of_key = forward.made.get(key, [])
             call, is_half = of_key.pop() if of_key else (NONE, False)
             nodes[call] = number

@@ -76,9 +76,9 @@ def _optimizer(trace: RankTrace, call: int, marks: Sequence[int]) -> str:
     place = bisect.bisect_right(marks, start_s, key=lambda mark: float(trace.start_s[mark])) - 1
     if place < 0 or start_s >= trace.end_s[marks[place]]:
         return ""
-    found = _OPTIMIZER.match(trace.name_of(marks[place]))
-    assert found is not None
-    return found[1]
+    marked = _OPTIMIZER.match(trace.name_of(marks[place]))
+    assert marked is not None
+    return marked[1]
 
 
 def _nesting(trace: RankTrace, events: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
