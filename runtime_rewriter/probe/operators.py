@@ -24,6 +24,7 @@ ENOUGH_S = 0.2
 MAX_ELEMENTS = 2**31
 CALLED_SHARE = 0.1
 """An operator is timed with what it calls if that takes less: a recurrent layer adds its biases."""
+PROFILED_CALLS = 5
 _PLAIN = re.compile(
     r"aten::(?:empty|as_strided|resize|view|reshape|_unsafe_view|expand|set_|detach|slice|alias|t$|"
     r"transpose|permute|squeeze|unsqueeze|select|narrow|resolve_|copy_|fill_|zero_|is_|item|"
@@ -128,21 +129,27 @@ def prepared(one: Invocation, device: str) -> Callable[[], Any]:
 def _called(call: Callable[[], Any], name: str) -> str:
     """The longest operator with work of its own that this one calls; "" if none takes long.
 
-    What several of them take together counts: at least `CALLED_SHARE` of the operator's time.
+    What several of them take together counts: at least `CALLED_SHARE` of the operator's time, in
+    the median of some calls, since any one of them may be interrupted.
     """
     with torch.no_grad(), torch.autograd.profiler.profile(use_cpu=True) as profile:
-        call()
+        for _ in range(PROFILED_CALLS):
+            call()
+    shares, longest, longest_us = [], "", 0.0
     for event in profile.function_events:
-        if event.name == name and event.cpu_parent is None:
-            children = [
-                child
-                for child in event.cpu_children
-                if not _PLAIN.match(child.name) or (_COPIERS.match(name) and "copy" in child.name)
-            ]
-            called = sum(child.cpu_time_total for child in children)
-            if children and called >= CALLED_SHARE * event.cpu_time_total:
-                return str(max(children, key=lambda child: child.cpu_time_total).name)
-    return ""
+        if event.name != name or event.cpu_parent is not None:
+            continue
+        children = [
+            child
+            for child in event.cpu_children
+            if not _PLAIN.match(child.name) or (_COPIERS.match(name) and "copy" in child.name)
+        ]
+        called_us = sum(child.cpu_time_total for child in children)
+        shares.append(called_us / max(event.cpu_time_total, called_us, 1e-3))
+        for child in children:
+            if child.cpu_time_total > longest_us:
+                longest, longest_us = str(child.name), child.cpu_time_total
+    return longest if shares and statistics.median(shares) >= CALLED_SHARE else ""
 
 
 def _input(one: Invocation, number: int, device: str) -> Any:
