@@ -47,14 +47,39 @@ class Factor:
 
 
 @dataclass(frozen=True)
+class TouchedRows:
+    """The rows of a table that a step of one worker touches: their number, and that of all rows.
+
+    `size_bytes`: of the touched rows with their numbers.
+    """
+
+    count: float
+    table: int
+    size_bytes: float
+
+    def of_all(self, workers: int) -> Factor:
+        """How many times as many rows all workers touch together.
+
+        Expected: each row is as likely in every batch, independent of the others. No more can be
+        expected of independent batches; those with the same popular rows touch fewer.
+        """
+        share = min(self.count / self.table, 1.0) if self.table else 0.0
+        if share <= 0:
+            return Factor(1.0, 1.0, 1.0, "no rows")
+        together = (1.0 - (1.0 - share) ** workers) / share
+        most = min(float(workers), 1.0 / share)
+        return Factor(max(together, 1.0), 1.0, max(most, together, 1.0), "independent batches")
+
+
+@dataclass(frozen=True)
 class Gradient:
     """A parameter's gradient. Ops are numbers of the base; what-ifs keep the numbers of ops.
 
     - `ready`: the op that completes it in the backward pass; `update`: the first op of the
       optimizer that reads it, NONE if it is unknown; `read`: the first op of the next forward pass
       that reads the parameter, NONE if it is unknown. `dtype`: as torch names it.
-    - `rows_bytes`: the rows of a sparse gradient that one step touches, with their numbers; None
-      for a dense gradient.
+    - `shape`: of the parameter, () if it is unknown.
+    - `touched`: the rows of a sparse gradient that one step touches; None for a dense gradient.
     """
 
     name: str
@@ -64,7 +89,13 @@ class Gradient:
     update: int
     read: int
     dtype: str = "float32"
-    rows_bytes: float | None = None
+    shape: tuple[int, ...] = ()
+    touched: TouchedRows | None = None
+
+    @property
+    def rows_bytes(self) -> float | None:
+        """The touched rows with their numbers; None for a dense gradient."""
+        return None if self.touched is None else self.touched.size_bytes
 
 
 @dataclass(frozen=True)

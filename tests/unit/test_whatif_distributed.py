@@ -20,7 +20,7 @@ from autotune.whatif.messages.cluster_size import sized
 from autotune.whatif.messages.collective_times import CollectiveTimes, collective_of, faster_network
 from autotune.whatif.messages.ddp_buckets import buckets_of
 from autotune.whatif.primitives import select
-from autotune.whatif.question import Gradient, Question, Reading
+from autotune.whatif.question import Gradient, Question, Reading, TouchedRows
 from autotune.whatif.recording.recorded import recorded_base
 from autotune.whatif.registry import combined
 
@@ -111,7 +111,8 @@ def test_sparse_gradients_are_gathered_as_rows_and_copied_nowhere() -> None:
     on = fitted(4, 1.0)
     on = on.with_fits((*on.fits, fit))
     dense, table = gradients(base, 2, 64)
-    question = replace(ask(base, on), gradients=(dense, replace(table, rows_bytes=1.0 * MIB)))
+    table = replace(table, touched=TouchedRows(1, 64, MIB))
+    question = replace(ask(base, on), gradients=(dense, table))
     sent = changed(base, combined("distributed"), question)
     messages = select(sent, kinds=[Kind.COLLECTIVE])
     assert sent.size_bytes[messages].tolist() == [2 * MIB, 4 * MIB]

@@ -17,6 +17,7 @@ from autotune.whatif.messages.bucket_messages import messages_of
 from autotune.whatif.messages.cluster_size import sized, training_cluster
 from autotune.whatif.messages.collective_times import CollectiveTimes, collective_of
 from autotune.whatif.messages.ddp_buckets import buckets_of
+from autotune.whatif.messages.row_updates import with_rows_of_all
 from autotune.whatif.messages.synchronization import contended, synchronized
 from autotune.whatif.primitives import select
 from autotune.whatif.question import Factor, Question, Reading
@@ -79,7 +80,8 @@ def distributed(base: Base, question: Question) -> Base:
 
     DDP's buckets: the first of 1 MiB, then of 25 MiB, in the order in which gradients become ready.
     A bucket is sent when its last gradient is ready, and read after the backward pass. Of a sparse
-    gradient the rows that a step touches are gathered from all workers. Workers are equally fast.
+    gradient the rows that a step touches are gathered from all workers, and the optimizer updates
+    the rows of all. Workers are equally fast.
     Collectives that the trace holds already take the time that they have on the cluster, without
     waiting for others. Messages are longer while kernels run (`CONTENTION`).
     """
@@ -127,6 +129,7 @@ def on_cluster(
         messages = messages_of(buckets, times_on(base, cluster), costs)
         seconds = messages.seconds * fit_error(cluster, question.reading)
         messages = replace(messages, seconds=seconds)
+        base = with_rows_of_all(base, gradients, cluster.world_size, question.reading)
         base = synchronized(base, gradients, buckets, messages, costs)
     else:
         return base

@@ -29,7 +29,7 @@ from autotune.whatif.recording.parameter_sizes import (
     read_parameters,
     recorded_variables,
 )
-from autotune.whatif.recording.sparse_rows import LookedUpRows, rows_bytes, touched_bytes
+from autotune.whatif.recording.sparse_rows import LookedUpRows, counted_rows, looked_up_rows
 from autotune.workload import Variable
 
 
@@ -56,12 +56,16 @@ def gradients_of(
     if named is None:
         return None
     if variables is not None:
-        rows = [touched_bytes(one) for one in variables]
+        rows = [counted_rows(one) for one in variables]
+        shapes = [one.shape for one in variables]
     else:
-        rows = [rows_bytes(one.shape, one.looked_up) for one in found]
+        rows = [looked_up_rows(one.shape, one.looked_up) for one in found]
+        shapes = [() if one.shape is None else one.shape.dims for one in found]
     return tuple(
-        Gradient(name, size, one.layer, one.ready, one.update, one.read, rows_bytes=of_rows)
-        for one, (name, size), of_rows in zip(found, named, rows, strict=True)
+        Gradient(
+            name, size, one.layer, one.ready, one.update, one.read, shape=shape, touched=touched
+        )
+        for one, (name, size), shape, touched in zip(found, named, shapes, rows, strict=True)
     )
 
 

@@ -11,6 +11,7 @@ from autotune.errors import InvalidInput
 from autotune.profiling.formats.op_inputs import OpInputs
 from autotune.profiling.formats.rank_trace import MISSING, RankTrace
 from autotune.profiling.graph.host_units import ACCUMULATE
+from autotune.whatif.question import TouchedRows
 from autotune.whatif.recording.parameter_sizes import TensorShape
 from autotune.workload import Variable
 
@@ -20,24 +21,27 @@ SPARSE_BACKWARD = "aten::embedding_sparse_backward"
 """Its inputs: the gradient of what was looked up, the row numbers, the rows of the table."""
 
 
-def touched_bytes(variable: Variable) -> float | None:
-    """The rows that a step touches, with their numbers; None for a dense gradient."""
+def counted_rows(variable: Variable) -> TouchedRows | None:
+    """The rows that our recording counted; None for a dense gradient."""
     if not variable.sparse:
         return None
     all_rows_bytes = variable.grad_bytes + variable.rows * ROW_NUMBER_BYTES
-    return variable.touched_share * all_rows_bytes
+    share = variable.touched_share
+    return TouchedRows(share * variable.rows, variable.rows, share * all_rows_bytes)
 
 
-def rows_bytes(shape: TensorShape | None, looked_up: int) -> float | None:
-    """The rows that a step looks up, with their numbers; None for a dense gradient (no rows).
+def looked_up_rows(shape: TensorShape | None, looked_up: int) -> TouchedRows | None:
+    """The rows that a step looks up; None for a dense gradient (no rows).
 
     Rows that are looked up twice count twice, up to the whole table: the trace does not hold their
     numbers.
     """
     if shape is None or not looked_up:
         return None
-    rows = max(shape.dims[0], 1)
-    return min(looked_up, rows) * ((shape.size_bytes or 0) / rows + ROW_NUMBER_BYTES)
+    table = max(shape.dims[0], 1)
+    rows = min(looked_up, table)
+    row_bytes = (shape.size_bytes or 0) / table + ROW_NUMBER_BYTES
+    return TouchedRows(rows, table, rows * row_bytes)
 
 
 class LookedUpRows:
