@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import sys
 
-from autotune.jobs.campaign.runtime_costs import PAUSE_S, measured_costs
+from autotune.jobs.campaign.cost_processes import measured_costs
+from autotune.jobs.campaign.runtime_costs import PAUSE_S
 from benchmarks.repository import option_parser
 
 

@@ -18,7 +18,8 @@ _UNPACKING = (b"THPVariable", b"type_casterIN2at6Tensor")
 """Symbols of torch/csrc/autograd/python_variable.h and torch/csrc/utils/pybind.h: every way to get
 a tensor from a Python object names one of them."""
 _MAPPED = Path("/proc/self/maps")
-_TORCH = Path(torch.__file__).parent
+_TORCH = Path(torch.__file__).resolve().parent
+"""As the memory map names it: an environment may be reached by a symbolic link."""
 _ASKING = (("horovod", "torch", "mpi_lib_v2"),)
 """(folders and beginning of the name) of extensions whose callers ask every tensor for its type."""
 _BUILDER = "torch.utils.cpp_extension"
@@ -57,7 +58,7 @@ def _loaded_files() -> set[str]:
 @cache
 def _reads_unseen(file: str) -> bool:
     """Whether it unpacks tensors from Python objects and is not torch's own."""
-    path = Path(file)
+    path = Path(file).resolve()
     names = (*path.parts[-3:-1], path.name.partition(".")[0])
     if path.is_relative_to(_TORCH) or names in _ASKING:
         return False

@@ -14,7 +14,6 @@ is the slope between two sizes.
 from __future__ import annotations
 
 import math
-import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,7 +47,6 @@ from runtime_rewriter.pytorch.exchange.rows import (
 )
 from runtime_rewriter.pytorch.exchange.top_k import PickedRows
 from runtime_rewriter.pytorch.under_way import Arriving
-from runtime_rewriter.scheduling import take_round_robin
 
 SMALL, LARGE = 2**14, 2**21
 """Elements of the two messages between which a slope is measured."""
@@ -468,28 +466,3 @@ def one_process(way: CostConditions) -> dict[str, float]:
     costs["low_rank_s"], costs["low_rank_s_per_flop"] = per_call_s / 3, per_element / 3
     dist.destroy_process_group()
     return costs
-
-
-def _process(start: object, results: object, way: CostConditions) -> None:
-    take_round_robin()
-    torch.set_num_threads(1)
-    start.wait()  # type: ignore[attr-defined]
-    results.put(one_process(way))  # type: ignore[attr-defined]
-
-
-def measured_costs(
-    ranks: int, emulated: bool = False, pause_s: float = PAUSE_S
-) -> dict[str, float]:
-    """Return name of a constant -> mean over `ranks` processes that work at once."""
-    context = multiprocessing.get_context("spawn")
-    start, results = context.Barrier(ranks), context.Queue()
-    processes = [
-        context.Process(target=_process, args=(start, results, CostConditions(emulated, pause_s)))
-        for _ in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    by_rank = [results.get(timeout=300) for _ in processes]
-    for process in processes:
-        process.join()
-    return {name: fmean(one[name] for one in by_rank) for name in by_rank[0]}

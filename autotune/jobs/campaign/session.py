@@ -276,6 +276,6 @@ def _costs(setup: Setup, ranks: int, quick: bool) -> dict[str, float]:
 @cache
 def _measured_costs(ranks: int, emulated: bool) -> dict[str, float]:
     """Measure the runtime's costs on this machine, once in a process."""
-    from autotune.jobs.campaign.runtime_costs import measured_costs
+    from autotune.jobs.campaign.cost_processes import measured_costs
 
     return measured_costs(ranks, emulated=emulated)
