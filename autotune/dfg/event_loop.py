@@ -450,7 +450,7 @@ def _announce(op: int, size: int, end_s: float, work: Work, state: State, rules:
     return size
 
 
-@compiled()
+@compiled(allocates=False)
 def run(  # noqa: C901 half of it is compiled away
     work: Work,
     state: State,

@@ -14,7 +14,7 @@ from autotune.arrays import Int32Array, IntArray
 from autotune.dfg.compiled import compiled
 
 
-@compiled()
+@compiled(allocates=True)
 def topological(start: IntArray, child: Int32Array, parents: Int32Array) -> Int32Array:
     """Ops behind all their parents (Kahn); ops without parents come first, in ascending order.
 

@@ -96,7 +96,7 @@ def replay_many(timeline: Timeline, durations_s: FloatArray | Float32Array) -> F
     return FixedOrder(timeline).makespans_s(durations_s)
 
 
-@compiled()
+@compiled(allocates=False)
 def _transpose(rows: Float32Array, position: Int32Array, columns: Float32Array) -> None:
     """Write durations (at most WIDTH, N) as (N, WIDTH), op o at `position[o]`, by tiles."""
     ops = rows.shape[1]
@@ -106,7 +106,7 @@ def _transpose(rows: Float32Array, position: Int32Array, columns: Float32Array) 
                 columns[position[op], k] = rows[k, op]
 
 
-@compiled()
+@compiled(allocates=False)
 def _walk(  # noqa: C901 one branch for each number of predecessors
     columns: Float32Array,
     first: int,
