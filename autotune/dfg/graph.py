@@ -14,6 +14,7 @@ It then waits for its lock, its queue and its channel, in this order (docs/predi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -196,13 +197,7 @@ class Dfg:
                     f"but has {int(values.min())} to {int(values.max())}"
                 )
             if column.is_amount:
-                invalid = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
-                if len(invalid):
-                    op = int(invalid[0])
-                    raise InvalidInput(
-                        f"{name} must be finite and at least 0, "
-                        f"but that of op {self.names.ops[op]!r} is {values[op]}"
-                    )
+                self._check_amounts(name)
         if np.any((self.channel >= 0) & ((self.queue < 0) | (self.channel == self.queue))):
             raise InvalidInput("an op with a channel needs a queue that is another one")
         shared = np.append(self.discipline == Discipline.SHARED, False)  # NONE is the last
@@ -211,6 +206,27 @@ class Dfg:
             raise InvalidInput("an op of a shared queue has neither gap nor channel, nor is it one")
         if np.any(self.lock_capacity < 1):
             raise InvalidInput("a lock needs a capacity of at least 1")
+
+    def _check_amounts(self, name: str) -> None:
+        values = getattr(self, name)
+        invalid = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
+        if len(invalid):
+            op = int(invalid[0])
+            raise InvalidInput(
+                f"{name} must be finite and at least 0, "
+                f"but that of op {self.names.ops[op]!r} is {values[op]}"
+            )
+
+    def with_durations(self, duration_s: FloatArray) -> Dfg:
+        """The same graph with other durations (N,), which alone are checked again."""
+        durations: FloatArray = np.array(duration_s, dtype=np.float64)
+        if durations.shape != self.duration_s.shape:
+            raise InvalidInput(f"durations must have shape ({self.ops},), not {durations.shape}")
+        durations.flags.writeable = False
+        other = copy(self)  # with its cached properties: none depends on durations
+        object.__setattr__(other, "duration_s", durations)
+        other._check_amounts("duration_s")
+        return other
 
     @property
     def ops(self) -> int:

@@ -9,7 +9,6 @@ the computation is a little too large.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -20,18 +19,23 @@ from autotune.lowering.network import MessageOps
 
 SENT = (Kind.SEND, Kind.VIRTUAL)
 """Kinds of the parts of a message on the network; virtual ones are what occupies no port."""
+_IS_SENT = np.isin(np.arange(len(Kind)), SENT)
+_COMPUTES = np.isin(np.arange(len(Kind)), list(COMPUTATION))
 
 
 def contended(dfg: Dfg, message_ops: Sequence[MessageOps], contention: float) -> Dfg:
     """The graph with messages that are longer by up to the share `contention`."""
+    if not contention:
+        return dfg
     in_message = np.zeros(dfg.ops + 1, dtype=np.int64)
     for ops in message_ops:
         for firsts, lasts in ops.ranges:
-            np.add.at(in_message, firsts, 1)
-            np.add.at(in_message, lasts + 1, -1)
-    sent = (np.cumsum(in_message)[:-1] > 0) & (dfg.duration_s > 0) & np.isin(dfg.kind, SENT)
-    computes = np.isin(dfg.kind, list(COMPUTATION)) & (dfg.duration_s > 0)
-    if not contention or not sent.any() or not computes.any():
+            in_message += np.bincount(firsts, minlength=dfg.ops + 1)
+            in_message -= np.bincount(lasts + 1, minlength=dfg.ops + 1)
+    takes_time = dfg.duration_s > 0
+    sent = (np.cumsum(in_message)[:-1] > 0) & takes_time & _IS_SENT[dfg.kind]
+    computes = _COMPUTES[dfg.kind] & takes_time
+    if not sent.any() or not computes.any():
         return dfg
     computes &= dfg.worker == dfg.worker[computes].min()  # workers are equal
     timeline = replay(dfg)
@@ -41,4 +45,4 @@ def contended(dfg: Dfg, message_ops: Sequence[MessageOps], contention: float) ->
     shares = np.divide(within_s, lengths_s, out=np.zeros(len(within_s)), where=lengths_s > 0)
     durations_s = dfg.duration_s.copy()
     durations_s[sent] *= 1.0 + contention * np.clip(shares, 0.0, 1.0)
-    return replace(dfg, duration_s=durations_s)
+    return dfg.with_durations(durations_s)

@@ -7,7 +7,7 @@ second half sends it to all ranks. Compressed sums are complete only at the end 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -47,11 +47,8 @@ class Halves:
         place = np.full(len(plan.messages), -1, dtype=np.int64)
         place[sent] = np.arange(len(sent))
         return Halves(
-            [replace(b, steps=b.steps[:cut]) for b, cut in zip(batches, cuts, strict=True)],
-            [
-                replace(batch, numbers=place[batch.numbers], steps=batch.steps[cut:])
-                for batch, cut in cut_in_two
-            ],
+            [b.cut(slice(0, cut), b.numbers) for b, cut in zip(batches, cuts, strict=True)],
+            [batch.cut(slice(cut, None), place[batch.numbers]) for batch, cut in cut_in_two],
             sent,
         )
 

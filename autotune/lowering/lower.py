@@ -17,9 +17,11 @@ from autotune.lowering.contention import contended
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.device_costs import costs_of
 from autotune.lowering.halves import NORM_BYTES, Halves
-from autotune.lowering.messages import Batch, MessageTimer, SliceTable
-from autotune.lowering.network import CORES, MessageOps, Network
+from autotune.lowering.joined import ShapeCache
+from autotune.lowering.messages import MessageTimer, SliceTable
+from autotune.lowering.network import MessageOps, Network
 from autotune.lowering.pass_times import PassTimes
+from autotune.lowering.shapes import CORES, Surroundings
 from autotune.lowering.step_times import Timing
 from autotune.lowering.steps import Step
 from autotune.lowering.traffic import Collective, Ports
@@ -43,20 +45,34 @@ class Lowering:
         cluster: Cluster,
         costs: RuntimeCosts | None = None,
         taken_share: float = 0.0,
+        like: Lowering | None = None,
     ) -> None:
+        """`like`: a lowering whose messages have the same times and ops, see `retimed`."""
         self.workload = workload
         self.cluster = cluster
         self.costs = costs or costs_of(workload.device, workload.device_name)
         self.taken_share = taken_share
-        self.ports = Ports(cluster)
-        timing = Timing(cluster, self.ports, self.costs)
+        self.ports = Ports(cluster) if like is None else like.ports
+        timing = Timing(cluster, self.ports, self.costs) if like is None else like.messages.timing
         self.messages = MessageTimer(timing, self.costs, workload)
+        self.shapes = ShapeCache(self.ports, self.costs)
+        if like is not None:
+            self.messages, self.shapes = like.messages, like.shapes
         self.times = PassTimes.of(workload)
         self.broadcast_s = _broadcast_s(workload, timing)
         self.norms_s = _norms_s(workload, timing, self.costs)
         # Ranks per core of the shared machine; while each rank has a core, none waits for one.
         crowd = cluster.world_size / cluster.machine_cores if cluster.machine_cores > 0 else 0.0
         self.crowd = crowd if crowd >= 1 else 0.0
+
+    def retimed(self, workload: Workload) -> Lowering:
+        """Lower plans of the same variables with other times, such as those of fused kernels.
+
+        Both lowerings share the times and ops of messages, and so what they keep of them.
+        """
+        costs = self.costs
+        same = _sent(workload) == _sent(self.workload)
+        return Lowering(workload, self.cluster, costs, self.taken_share, self if same else None)
 
     def graph(self, plan: Plan, steps: int = 2, symmetric: bool = True) -> Dfg:
         """`steps` training steps, from the first forward pass to the last update.
@@ -126,21 +142,26 @@ class Lowering:
         )
         issued = first + np.arange(count)
         to.edges(issued[:-1], issued[1:])
-        network = Network(
-            batches,
-            self.ports,
-            self.costs,
+        around = Surroundings(
             symmetric=True,
-            workers=[0],
+            workers=(0,),
             limit=limit,
             in_flight=in_flight,
-            layer=np.zeros(count, dtype=np.int64),
             coarse=True,
             shared=any(batch.direct for batch in batches),
             crowd=self.crowd,
         )
+        network = Network(batches, self.shapes, around, np.zeros(count, dtype=np.int64))
         network.emit(to, issued[None, :])
         return to.build(("message",))
+
+
+def _sent(workload: Workload) -> list[tuple[object, ...]]:
+    """What the sizes of messages depend on."""
+    return [
+        (each.name, each.shape, each.dtype, each.sparse, each.touched_share)
+        for each in workload.variables
+    ]
 
 
 def _broadcast_s(workload: Workload, timing: Timing) -> float:
@@ -203,28 +224,24 @@ class _PlanGraph:
             results=0 if self.halves is None else len(self.halves.sent),
         )
 
-        def network(parts: Sequence[Batch], layer: IntArray) -> Network:
-            return Network(
-                parts,
-                lowering.ports,
-                lowering.costs,
-                symmetric=symmetric,
-                workers=workers,
-                limit=plan.limit,
-                in_flight=plan.in_flight,
-                layer=layer,
-                coarse=coarse,
-                shared=any(batch.direct for batch in batches),
-                crowd=lowering.crowd,
-            )
-
+        around = Surroundings(
+            symmetric=symmetric,
+            workers=tuple(workers),
+            limit=plan.limit,
+            in_flight=plan.in_flight,
+            coarse=coarse,
+            shared=any(batch.direct for batch in batches),
+            crowd=lowering.crowd,
+        )
+        layer, shapes = self.slices.last, lowering.shapes
         self.results: Network | None = None
         if self.halves is None:
-            self.network = network(batches, self.slices.last)
+            self.network = Network(batches, shapes, around, layer)
         else:
-            self.network = network(self.halves.sums, self.slices.last)
+            self.network = Network(self.halves.sums, shapes, around, layer)
             if len(self.halves.sent):
-                self.results = network(self.halves.results, self.slices.last[self.halves.sent])
+                sent = layer[self.halves.sent]
+                self.results = Network(self.halves.results, shapes, around, sent)
         shares_cores = lowering.crowd > 0
         cores = self.to.queue(CORES) if shares_cores else NONE
         self.workers = [

@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -18,35 +19,59 @@ from autotune.arrays import FloatArray, IntArray
 from autotune.costs.row_traffic import RowTraffic
 from autotune.errors import InvalidInput
 from autotune.lowering.costs import RuntimeCosts
+from autotune.lowering.durations import Base, bases_s
+from autotune.lowering.kept import Kept
 from autotune.lowering.step_times import StepTimes, Timing
 from autotune.lowering.steps import Scope, Step, pieces_of, steps_of
 from autotune.strategy_space.plan import Message, Plan
 from autotune.strategy_space.shares import Shares, shares_of_hosts
-from autotune.strategy_space.strategy import Compressor, Synchronizer
+from autotune.strategy_space.strategy import Compressor, SparseHandling, Synchronizer
 from autotune.workload import Workload
+
+KEPT_BATCHES, KEPT_MESSAGES = 512, 2**14
+"""Batches whose steps are kept, and their messages: 20 MB, with 60 numbers for three steps."""
 
 
 @dataclass(frozen=True, eq=False)
 class TimedStep:
-    """A step on a cluster. `times`: None if it only computes. `group`: key of its process group."""
+    """A step on a cluster. `times`: None if it only computes. `group`: key of its process group.
+
+    `bases_s` (B, K): all of its times, by `durations.Base`.
+    """
 
     step: Step
     times: StepTimes | None
     root: int
     group: Hashable
+    bases_s: FloatArray
+
+    @cached_property
+    def root_computes(self) -> bool:
+        return bool(self.bases_s[Base.PREPARE_ROOT].any())
+
+    @cached_property
+    def works_beyond(self) -> bool:
+        return bool(self.bases_s[Base.BEYOND].any())
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
     """Messages of one kind: `numbers` (K,) within the plan, ascending.
 
-    Each of the `pieces` of a direct exchange takes all steps by itself.
+    Each of the `pieces` of a direct exchange takes all steps by itself. `kind`: equal for batches
+    of one lowering whose messages differ only in sizes and times, so that their ops are equal.
     """
 
     numbers: IntArray
     steps: tuple[TimedStep, ...]
+    kind: Hashable
     pieces: int = 1
     direct: bool = False
+
+    def cut(self, steps: slice, numbers: IntArray) -> Batch:
+        """The batch with some of its steps only, and other numbers of its messages."""
+        kind = (self.kind, steps.start, steps.stop)
+        return replace(self, steps=self.steps[steps], kind=kind, numbers=numbers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +127,7 @@ class MessageTimer:
         ]
         self._world = tuple(range(self.cluster.world_size))
         self._groups: dict[Hashable, _Groups] = {}
+        self._steps: Kept[tuple[TimedStep, ...]] = Kept(KEPT_BATCHES, KEPT_MESSAGES)
 
     def batches(
         self, messages: Sequence[Message], ring_order: tuple[int, ...] | None = None
@@ -110,7 +136,9 @@ class MessageTimer:
         numbers_of: dict[Hashable, list[int]] = {}
         for number, message in enumerate(messages):
             numbers_of.setdefault(_kind(message), []).append(number)
-        return [self._batch(messages, numbers, ring_order) for numbers in numbers_of.values()]
+        return [
+            self._batch(messages, numbers, ring_order, kind) for kind, numbers in numbers_of.items()
+        ]
 
     def cpu_s(self, plan: Plan) -> FloatArray:
         """CPU time of every message on one rank by the fits, shape (M,); 0 without a fit."""
@@ -127,10 +155,29 @@ class MessageTimer:
         return np.array(seconds)
 
     def _batch(
-        self, messages: Sequence[Message], numbers: list[int], ring_order: tuple[int, ...] | None
+        self,
+        messages: Sequence[Message],
+        numbers: list[int],
+        ring_order: tuple[int, ...] | None,
+        message_kind: Hashable,
     ) -> Batch:
         of_kind = [messages[number] for number in numbers]
-        groups = self._groups_of(of_kind[0], ring_order)
+        first = of_kind[0]
+        sizes = tuple([_size(message) for message in of_kind])
+        steps = self._steps.get((message_kind, ring_order, sizes))
+        if steps is None:
+            steps = self._timed_steps(of_kind, self._groups_of(first, ring_order))
+            self._steps.put((message_kind, ring_order, sizes), len(of_kind), steps)
+        flags = tuple((step.root_computes, step.works_beyond) for step in steps)
+        return Batch(
+            numbers=np.array(numbers, dtype=np.int64),
+            steps=steps,
+            kind=(message_kind, ring_order, flags),
+            pieces=pieces_of(first),
+            direct=first.synchronizer is Synchronizer.DIRECT_EXCHANGE,
+        )
+
+    def _timed_steps(self, of_kind: Sequence[Message], groups: _Groups) -> tuple[TimedStep, ...]:
         steps = steps_of(
             of_kind,
             self.traffic,
@@ -140,10 +187,7 @@ class MessageTimer:
             self.costs,
             _shares(of_kind[0], groups),
         )
-        timed = tuple(self._timed(step, groups.by_scope[step.scope]) for step in steps)
-        first = of_kind[0]
-        direct = first.synchronizer is Synchronizer.DIRECT_EXCHANGE
-        return Batch(np.array(numbers, dtype=np.int64), timed, pieces_of(first), direct)
+        return tuple(self._timed(step, groups.by_scope[step.scope]) for step in steps)
 
     def _timed(self, step: Step, groups: tuple[tuple[int, ...], ...]) -> TimedStep:
         times = self.timing.of(step, groups) if step.collective is not None else None
@@ -151,7 +195,7 @@ class MessageTimer:
         if root is None:
             root = groups[0][0] if groups and groups[0] else 0
         key = step.scope if step.scope is Scope.HOSTS else (step.scope, groups)
-        return TimedStep(step, times, root, key)
+        return TimedStep(step, times, root, key, bases_s(step, times, self.costs))
 
     def _groups_of(self, message: Message, ring_order: tuple[int, ...] | None) -> _Groups:
         world = message.ranks or ring_order or self._world
@@ -180,6 +224,13 @@ def _shares(message: Message, groups: _Groups) -> Shares | None:
         return message.shares
     (leaders,) = groups.by_scope[Scope.LEADERS]
     return shares_of_hosts(message.shares, groups.by_scope[Scope.HOSTS], leaders)
+
+
+def _size(message: Message) -> Hashable:
+    """Equal for messages of one kind that take the same time."""
+    if message.sparse is SparseHandling.DENSE and message.rank is None:
+        return message.elements
+    return message.slices
 
 
 def _kind(message: Message) -> Hashable:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Hashable
 from typing import Generic, TypeVar
 
+from autotune.lowering.kept import Kept
 from autotune.strategy_space.plan import Plan
 
 SLICES = 2**19
@@ -17,21 +18,11 @@ class PlanMemory(Generic[T]):
     """Remembers at most `plans` results, and at most `slices` slices of their plans."""
 
     def __init__(self, plans: int, slices: int = SLICES) -> None:
-        self._plans, self._most_slices = plans, slices
-        self._slices = 0
-        self._results: OrderedDict[object, tuple[T, int]] = OrderedDict()
+        self._kept: Kept[T] = Kept(plans, slices)
 
-    def get(self, key: object) -> T | None:
-        remembered = self._results.pop(key, None)
-        if remembered is None:
-            return None
-        self._results[key] = remembered
-        return remembered[0]
+    def get(self, key: Hashable) -> T | None:
+        return self._kept.get(key)
 
-    def put(self, key: object, plan: Plan, result: T) -> None:
+    def put(self, key: Hashable, plan: Plan, result: T) -> None:
         """`key` holds parts of `plan`; forgets those that were not used for longest."""
-        _, before = self._results.pop(key, (result, 0))
-        self._results[key] = result, plan.slice_count
-        self._slices += plan.slice_count - before
-        while len(self._results) > self._plans or self._slices > self._most_slices:
-            self._slices -= self._results.popitem(last=False)[1][1]
+        self._kept.put(key, plan.slice_count, result)

@@ -17,8 +17,9 @@ from autotune.dfg.graph import NONE, Dfg, Kind
 from autotune.dfg.replay import Timeline, replay
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.lower import Lowering
-from autotune.lowering.network import CORES, MessageOps
+from autotune.lowering.network import MessageOps
 from autotune.lowering.plan_memory import PlanMemory
+from autotune.lowering.shapes import CORES
 from autotune.lowering.steady import SteadySteps, steady_steps
 from autotune.strategy_space.plan import Message, Plan
 from autotune.strategy_space.strategy import OpFusionSets
@@ -71,7 +72,9 @@ class LoweredSteps:
         taken_share: float = 0.0,
         costs: RuntimeCosts | None = None,
         fused: Mapping[OpFusionSets, Workload] = {},
+        lowering: Lowering | None = None,
     ) -> None:
+        """`lowering`: that of this workload, if it exists."""
         self.workload = workload
         self.fused = fused
         self.cluster = cluster
@@ -79,9 +82,15 @@ class LoweredSteps:
         self.costs = costs
         self.replayed = self.ops = 0
         self._symmetric = symmetric
-        self._lowering = Lowering(workload, cluster, costs, taken_share)
+        self._lowering = lowering or Lowering(workload, cluster, costs, taken_share)
         self._lowerings: dict[OpFusionSets, Lowering] = {}
         self._remembered: PlanMemory[tuple[float, int]] = PlanMemory(REMEMBERED)
+
+    def retimed(self, workload: Workload) -> LoweredSteps:
+        """Replay plans of the same variables with other times (`Lowering.retimed`)."""
+        lowering = self._lowering.retimed(workload)
+        how = (self._symmetric, self.taken_share, self.costs)
+        return LoweredSteps(workload, self.cluster, *how, lowering=lowering)
 
     def step_s(self, plan: Plan) -> float:
         """Predicted seconds per step in the steady state."""
@@ -131,9 +140,7 @@ class LoweredSteps:
         if workload is None:
             return self._lowering
         if plan.op_fusion not in self._lowerings:
-            self._lowerings[plan.op_fusion] = Lowering(
-                workload, self.cluster, self.costs, self.taken_share
-            )
+            self._lowerings[plan.op_fusion] = self._lowering.retimed(workload)
         return self._lowerings[plan.op_fusion]
 
     def _remember(self, plan: Plan, timeline: Timeline) -> tuple[float, int]:

@@ -278,12 +278,18 @@ class _PeerCosts:
 
     def __init__(self, cluster: Cluster, ports: Ports, costs: RuntimeCosts) -> None:
         self._cluster, self._ports, self._costs = cluster, ports, costs
+        self._factors: dict[tuple[int, ...], FloatArray] = {}
 
     def factors(self, members: tuple[int, ...]) -> FloatArray:
         """Cost of a byte on each port relative to the hosts' own links, shape (P,).
 
         1 for a port that was not probed, or whose peers together were not faster than it.
         """
+        if members not in self._factors:
+            self._factors[members] = self._new_factors(members)
+        return self._factors[members]
+
+    def _new_factors(self, members: tuple[int, ...]) -> FloatArray:
         ports, payload = self._ports, self._costs["payload"]
         factors = np.ones(ports.count)
         hosts = np.unique(ports.host_of_rank[list(members)]).tolist()

@@ -1,10 +1,6 @@
 """The ops of one message, as a template that all messages of a kind share.
 
-| symbol | meaning |
-|---|---|
-| K | messages of one kind |
-| L | ops of one message of a kind |
-| W | workers in the graph, 1 if the graph is symmetric |
+A template knows no time: its durations are rows, by which each message's are computed.
 """
 
 from __future__ import annotations
@@ -14,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from autotune.arrays import FloatArray
 from autotune.dfg.graph import NONE, Kind
 from autotune.lowering.traffic import Collective
 
@@ -23,8 +18,22 @@ Connection = tuple[int, str, int]
 direct exchange or as the root of a star. Each carries one tensor after the other."""
 
 
+class Row(NamedTuple):
+    """A duration or size: that of number `base`, times `factor`, by `divisor`.
+
+    The bases of durations are numbered by `durations.base`, those of sizes are steps.
+    """
+
+    base: int
+    factor: float = 1.0
+    divisor: float = 1.0
+
+
 class Op(NamedTuple):
-    """One op of a message. `slot`, `size_slot`: rows of the template's durations and sizes."""
+    """One op of a message. `slot`, `size_slot`: rows of the template's durations and sizes.
+
+    Queues, channels and locks are numbers of the template's own resources.
+    """
 
     queue: int = NONE
     channel: int = NONE
@@ -38,18 +47,18 @@ class Op(NamedTuple):
 
 @dataclass
 class Template:
-    """The ops of one message of a batch.
+    """The ops of one message of a kind.
 
-    `durations`, `sizes`: rows of shape (K,); row 0 of the durations is 0. For each lane and piece,
-    by worker: `threads` are the ops of the lane's thread, `ends` those that the step ends with.
-    `connections`: the first and the last op of each.
+    Row 0 of the `durations` is 0. For each lane and piece, by worker: `threads` are the ops of the
+    lane's thread, `ends` those that the step ends with. `connections`: the first and the last op of
+    each.
     """
 
-    durations: list[FloatArray]
+    durations: list[Row] = field(default_factory=lambda: [Row(0, factor=0.0)])
     ops: list[Op] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     edges: list[tuple[int, int]] = field(default_factory=list)
-    sizes: list[FloatArray] = field(default_factory=list)
+    sizes: list[Row] = field(default_factory=list)
     threads: list[list[list[int]]] = field(default_factory=list)
     ends: list[list[list[int]]] = field(default_factory=list)
     first: list[int] = field(default_factory=list)  # ops that start when the message is issued
@@ -72,8 +81,8 @@ class Template:
             self.connections[each] = self.connections.get(each, (number,))[0], number
         return number
 
-    def duration(self, values_s: FloatArray) -> int:
-        self.durations.append(values_s)
+    def duration(self, base: int, factor: float = 1.0, divisor: float = 1.0) -> int:
+        self.durations.append(Row(base, factor, divisor))
         return len(self.durations) - 1
 
 

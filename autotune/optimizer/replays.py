@@ -23,14 +23,21 @@ from autotune.workload import Workload
 LOWERINGS = 8
 """Lowerings that are kept."""
 
-Lower = Callable[[Workload, Cluster, bool], LoweredSteps]
-"""(workload, cluster, whether one of equal workers is replayed for all) -> replayed steps."""
+Lower = Callable[[Workload, Cluster, bool, LoweredSteps | None], LoweredSteps]
+"""(workload, cluster, whether one of equal workers is replayed for all, the same with other times
+if there is one) -> replayed steps."""
+
+
+def lowered(
+    workload: Workload, cluster: Cluster, symmetric: bool, like: LoweredSteps | None
+) -> LoweredSteps:
+    return LoweredSteps(workload, cluster, symmetric) if like is None else like.retimed(workload)
 
 
 class Replays:
     """Counts its `whole` steps, its `partial` replays, and the `ops` of both."""
 
-    def __init__(self, problem: Problem, lower: Lower = LoweredSteps) -> None:
+    def __init__(self, problem: Problem, lower: Lower = lowered) -> None:
         self.problem = problem
         self._lower = lower
         self.whole = self.partial = self.ops = 0
@@ -93,10 +100,9 @@ class Replays:
         if key not in self._lowerings:
             workload = self.problem.workload_of(state)
             symmetric = self.problem.speedups.symmetry
-            self._lowerings[key] = (
-                workload,
-                self._lower(workload, self.problem.cluster, symmetric),
-            )
+            like = next((steps for _, steps in self._lowerings.values()), None)
+            steps = self._lower(workload, self.problem.cluster, symmetric, like)
+            self._lowerings[key] = workload, steps
             if len(self._lowerings) > LOWERINGS:
                 self._lowerings.popitem(last=False)
         self._lowerings.move_to_end(key)

@@ -73,10 +73,12 @@ def suggestions(
     `avoid`: ids of plans that are not among `others`.
     """
 
-    def lower(workload: Workload, cluster: Cluster, symmetric: bool) -> LoweredSteps:
+    def lower(
+        workload: Workload, cluster: Cluster, symmetric: bool, like: LoweredSteps | None
+    ) -> LoweredSteps:
         if workload is steps.workload or any(workload is one for one in steps.fused.values()):
             return steps
-        return LoweredSteps(workload, cluster, symmetric, steps.taken_share, steps.costs)
+        return steps.retimed(workload)
 
     total = budget or Budget()
     deadline = Deadline.after(total.seconds, clock)

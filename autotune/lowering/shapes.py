@@ -1,0 +1,379 @@
+"""The ops of the messages of one kind, without times: as arrays that many plans share.
+
+| symbol | meaning |
+|---|---|
+| L, E | ops and edges of one message |
+| R, S | rows of durations, of sizes |
+| W | workers in the graph, 1 if the graph is symmetric |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from autotune.arrays import BoolArray, FloatArray, IntArray
+from autotune.dfg.graph import NONE, Discipline, Kind
+from autotune.lowering.costs import RuntimeCosts
+from autotune.lowering.deciding import deciding, distinct
+from autotune.lowering.durations import Base, base
+from autotune.lowering.messages import Batch, TimedStep
+from autotune.lowering.step_times import StepTimes
+from autotune.lowering.template import Connection, Op, Rounds, Row, Stage, StepOps, Template
+from autotune.lowering.traffic import DIRECT, IN, OUT, Collective, Ports
+
+CORES = "cores"
+"""Queue of the cores that all hosts share."""
+MAX_ROUNDS = 16
+"""More rounds are joined into this many equal ones. Alone, a message takes the same time;
+concurrent messages share the links more coarsely."""
+STAR_PIECES = 4
+"""Pieces of a gather or scatter, whose transfers share a link evenly with other messages.
+
+A direct exchange is cut into as many unless the plan cuts it finer."""
+_STARS = (Collective.GATHER, Collective.SCATTER)
+
+Queue = tuple[str, Discipline]
+Lock = tuple[int, Hashable]
+"""Its capacity and its key."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """How messages are sent in one graph.
+
+    `symmetric`: only the ports that decide are in the graph. `limit`: messages in flight on a lane
+    (`Plan.limit`). `in_flight`: pieces of direct exchanges in flight in each of their rounds.
+    `coarse`: a message without competitors is one round. `shared`: the plan has direct exchanges.
+    `crowd`: ranks per core of the machine that they share; 0 if every rank has cores enough. With
+    shared cores, other work delays a message round by round.
+    """
+
+    symmetric: bool
+    workers: tuple[int, ...]
+    limit: int | None
+    in_flight: int
+    coarse: bool
+    shared: bool
+    crowd: float
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What all messages of a graph determine: its ports, cores and owners that decide.
+
+    `slow_hosts`: those whose transfers into gathers and from scatters take turns. `coarse`: a
+    message is one round, since none competes with it.
+    """
+
+    around: Surroundings
+    ports: tuple[int, ...]
+    cores: tuple[int, ...]
+    owners: tuple[int, ...]
+    slow_hosts: frozenset[int]
+    coarse: bool
+
+    @staticmethod
+    def of(
+        batches: Sequence[Batch], around: Surroundings, ports: Ports, costs: RuntimeCosts
+    ) -> Scene:
+        timed_steps = [timed for batch in batches for timed in batch.steps]
+        times = [timed.times for timed in timed_steps if timed.times is not None]
+        # The busiest device of a host may differ between stages, which then exceed their whole.
+        loads = [loads for step in times for loads in (*step.stages, step.ports)]
+        alone = around.limit == 1 and all(len(batch.steps) == 1 for batch in batches)
+        slow_hosts = {
+            port % ports.hosts
+            for timed in timed_steps
+            for port in slowest_ports(timed, around, ports, costs)
+            if port != root_port(timed, ports)
+        }
+        return Scene(
+            around=around,
+            ports=tuple(deciding(loads, around.symmetric).tolist()),
+            cores=tuple(deciding([step.cores for step in times], around.symmetric).tolist()),
+            owners=tuple(distinct([mask for step in times for mask in step.owners]).tolist()),
+            slow_hosts=frozenset(slow_hosts),
+            coarse=around.coarse and alone and around.crowd == 0,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Shape:
+    """The ops of a message of one kind.
+
+    `columns` (6, L): queue, channel, kind, worker, and the locks acquired and released. Queues and
+    locks are numbers of `queues` and `locks`. `slots` (2, L): rows of durations and sizes; the last
+    size is 0. `threads`, `ends`: for each lane, (pieces, W) ops of `Template`; empty without
+    threads. `first`: ops that start when the message is issued.
+    """
+
+    columns: IntArray
+    slots: IntArray
+    durations: tuple[Row, ...]
+    sizes: tuple[Row, ...]
+    edges: IntArray
+    first: IntArray
+    threads: tuple[IntArray, ...]
+    ends: tuple[IntArray, ...]
+    connections: dict[Connection, tuple[int, int]]
+    names: tuple[str, ...]
+    queues: tuple[Queue, ...]
+    locks: tuple[Lock, ...]
+
+    @property
+    def ops(self) -> int:
+        return self.columns.shape[1]
+
+    def durations_s(self, batch: Batch) -> FloatArray:
+        """The durations of a batch of this shape, (R, K)."""
+        bases_s = np.concatenate([timed.bases_s for timed in batch.steps])
+        rows, factor, divisor = self._duration_rows
+        durations_s: FloatArray = bases_s[rows] * factor / divisor
+        return durations_s
+
+    def sizes_bytes(self, batch: Batch) -> FloatArray:
+        """The sizes, (S + 1, K); the last row is 0."""
+        nothing = np.zeros(len(batch.numbers))
+        sizes = [batch.steps[row.base].step.size_bytes / row.divisor for row in self.sizes]
+        return np.stack([*sizes, nothing])
+
+    @cached_property
+    def _duration_rows(self) -> tuple[IntArray, FloatArray, FloatArray]:
+        """Bases (R,), factors and divisors (R, 1)."""
+        table = np.array(self.durations)
+        return table[:, 0].astype(np.int64), table[:, 1:2], table[:, 2:3]
+
+
+def shape_of(batch: Batch, scene: Scene, ports: Ports, costs: RuntimeCosts) -> Shape:
+    return _ShapeBuilder(batch, scene, ports, costs).shape()
+
+
+class _ShapeBuilder:
+    """Builds the ops of a message of one batch. Queues and locks are numbered by first use."""
+
+    def __init__(self, batch: Batch, scene: Scene, ports: Ports, costs: RuntimeCosts) -> None:
+        self._batch = batch
+        self._scene = scene
+        self._around = scene.around
+        self._ports = ports
+        self._costs = costs
+        self._template = Template()
+        self._queues: dict[Queue, int] = {}
+        self._locks: dict[Lock, int] = {}
+
+    def shape(self) -> Shape:
+        template = self._template
+        self._add_ops()
+        ops = np.array(template.ops, dtype=np.int64)
+        slots = ops[:, -2:].T.copy()
+        slots[1] %= len(template.sizes) + 1  # NONE is the last row
+        workers = len(self._around.workers)
+        threads, ends = (
+            tuple(np.array(lane, dtype=np.int64).reshape(-1, workers) for lane in lanes)
+            for lanes in (template.threads, template.ends)
+        )
+        return Shape(
+            columns=ops[:, :-2].T.copy(),
+            slots=slots,
+            durations=tuple(template.durations),
+            sizes=tuple(template.sizes),
+            edges=np.array(sorted(template.edges), dtype=np.int64).reshape(-1, 2).T.copy(),
+            first=np.array(template.first, dtype=np.int64),
+            threads=threads,
+            ends=ends,
+            connections=template.connections,
+            names=tuple(template.names),
+            queues=tuple(self._queues),
+            locks=tuple(self._locks),
+        )
+
+    def _add_ops(self) -> None:
+        template, batch = self._template, self._batch
+        steps = [self._step_ops(timed, lane) for lane, timed in enumerate(batch.steps)]
+        template.threads = [[] for _ in steps]
+        template.ends = [[] for _ in steps]
+        last: list[int] = []
+        for _ in range(batch.pieces):
+            behind: list[int] = []
+            before: Collective | None = None
+            for lane, step in enumerate(steps):
+                collective = batch.steps[lane].step.collective
+                pulls = (before, collective) == DIRECT
+                behind = step.add(template, lane, behind, behind if pulls else [])
+                before = collective
+            last += behind
+        if len(last) > 1 or len(template.ops) - 1 not in last:
+            template.add("out", Op(), last)
+
+    def _queue(self, name: str, discipline: Discipline = Discipline.FIFO) -> int:
+        return self._queues.setdefault((name, discipline), len(self._queues))
+
+    def _lock(self, capacity: int, key: Hashable) -> int:
+        return self._locks.setdefault((capacity, key), len(self._locks))
+
+    def _step_ops(self, timed: TimedStep, lane: int) -> StepOps:
+        """The ops of a step of each piece.
+
+        The thread that issues messages prepares them for lane 0, unless there is a limit.
+        """
+        template, batch, around = self._template, self._batch, self._around
+        threads: list[tuple[str, Op]] = []
+        later: list[tuple[str, Op]] = []
+        if lane > 0 or around.limit is not None or batch.direct:
+            share = around.crowd / len(around.workers) if around.crowd > 0 else 1.0
+            slot = behind = template.duration(base(lane, Base.PREPARE), share)
+            if batch.pieces > 1 and around.in_flight > 1:  # which keep the thread awake
+                behind = template.duration(base(lane, Base.PREPARE_PIECE), share)
+            cores = self._queue(CORES) if around.crowd > 0 else NONE
+            kind = Kind.UNPACK if timed.times is None else Kind.PACK
+            for worker in around.workers:
+                op = Op(self._queue(f"r{worker} lane {lane}"), cores, kind, worker, slot=slot)
+                threads.append((f"lane {lane} of r{worker}", op))
+                later.append((f"lane {lane} of r{worker}", op._replace(slot=behind)))
+        root = None
+        if timed.root_computes:
+            queue = self._queue(f"r{timed.root} server")
+            slot = template.duration(base(lane, Base.PREPARE_ROOT))
+            root = Op(queue, kind=Kind.SERVER, worker=timed.root, slot=slot)
+        rounds = None
+        if timed.times is not None:
+            rounds = self._rounds(timed, timed.times, lane)
+        return StepOps(tuple(threads), tuple(later), root, rounds, len(around.workers))
+
+    def _rounds(self, timed: TimedStep, times: StepTimes, lane: int) -> Rounds:
+        """The rounds of a collective for each piece."""
+        template, collective = self._template, timed.step.collective
+        assert collective is not None
+        direct = collective in DIRECT
+        rounds, stages, owners = self._stages(times, collective)
+        lock = NONE
+        if self._around.limit != 1 and not direct:
+            threads = int(self._costs["star_threads" if collective in _STARS else "threads"])
+            lock = self._lock(threads, (lane, timed.group, threads))
+        in_each = max(rounds // len(stages), 1)
+        count = in_each * len(stages)
+        ordered = collective in _STARS and bool(self._costs["star_order"])
+        pauses = len(stages) if direct else count
+        if collective is Collective.PULL or ordered:
+            pauses = 1
+        rest = template.duration(base(lane, Base.REST), divisor=pauses)
+        template.sizes.append(Row(lane, divisor=count))
+        size = len(template.sizes) - 1
+        busy = [host for host in self._scene.cores if times.cores[host] > 0]
+        cores = self._core_ops(times, busy, base(lane, Base.WITHIN), count)
+        beyond: tuple[Op, ...] = ()
+        if timed.works_beyond:
+            beyond = self._core_ops(times, busy, base(lane, Base.BEYOND), 1)
+        core_names = tuple(self._cores_name(host) for host in busy)
+        parts = []
+        for number, share in enumerate(stages):
+            loaded = [port for port in self._scene.ports if share[port] > 0]
+            names = tuple(self._ports.name(port) for port in loaded)
+            sends = self._sends(timed, share, loaded, 1 if direct else in_each, lane, size)
+            if direct:
+                named = tuple(zip(names, sends, strict=True))
+                of_stage = tuple(rank for rank in self._scene.owners if owners[number][rank])
+                stage = Stage(in_each, cores, core_names, rest, named, of_stage)
+            else:
+                stage = Stage(in_each, (*sends, *cores), names + core_names, rest)
+            parts.append(stage)
+        root = timed.root if ordered else NONE
+        return Rounds(collective, tuple(parts), lock, beyond, root)
+
+    def _stages(
+        self, times: StepTimes, collective: Collective
+    ) -> tuple[int, tuple[FloatArray, ...], tuple[BoolArray, ...]]:
+        """(rounds, loads of the ports in each stage, owners in each stage)."""
+        rounds = min(times.rounds, MAX_ROUNDS)
+        if times.rounds == 1 and collective is not Collective.ALL_TO_ALL:
+            rounds = -(-STAR_PIECES // self._batch.pieces)
+        if self._scene.coarse:
+            rounds = 1
+        if rounds < len(times.stages):  # pieces overlap each other
+            owners = (np.logical_or.reduce(times.owners),) if times.owners else ()
+            return rounds, (times.ports,), owners
+        return rounds, times.stages, times.owners
+
+    def _core_ops(
+        self, times: StepTimes, busy: Sequence[int], which: int, rounds: int
+    ) -> tuple[Op, ...]:
+        return tuple(
+            Op(
+                self._queue(self._cores_name(host)),
+                kind=Kind.COPY,
+                slot=self._template.duration(which, float(times.cores[host]), rounds),
+            )
+            for host in busy
+        )
+
+    def _sends(
+        self,
+        timed: TimedStep,
+        share: FloatArray,
+        loaded: Sequence[int],
+        rounds: int,
+        lane: int,
+        size: int,
+    ) -> tuple[Op, ...]:
+        """The ops of the loaded ports in one round.
+
+        Connections share a link evenly. Without direct exchanges, the rounds of different messages
+        take turns.
+        """
+        discipline = Discipline.SHARED if self._around.shared else Discipline.FIFO
+        slowest = slowest_ports(timed, self._around, self._ports, self._costs)
+        waiting = [p for p in slowest if p % self._ports.hosts in self._scene.slow_hosts]
+        return tuple(
+            Op(
+                self._queue(self._ports.name(port), discipline),
+                kind=Kind.SEND,
+                slot=self._template.duration(base(lane, Base.LINK), float(share[port]), rounds),
+                size_slot=size,
+                **(self._turns(lane, port) if port in waiting else {}),
+            )
+            for port in loaded
+        )
+
+    def _cores_name(self, host: int) -> str:
+        if self._around.crowd > 0:
+            return CORES
+        return f"{self._ports.name(host).removesuffix(' out')} cores"
+
+    def _turns(self, lane: int, port: int) -> dict[str, int]:
+        """The channel or lock by which gathers or scatters of both directions of a host take turns.
+
+        Gloo's receiver requests a tensor on the connection that carries tensors the other way, and
+        waits behind those. So a host's transfer into a gather waits while the host is the root of
+        another gather; for scatters, a transfer to the host waits. This delays the slowest hosts.
+        """
+        name = f"lane {lane} turns of {self._ports.name(port).rpartition(' ')[0]}"
+        if self._around.shared:
+            lock = self._lock(1, name)
+            return {"acquires": lock, "releases": lock}
+        return {"channel": self._queue(name)}
+
+
+def slowest_ports(
+    timed: TimedStep, around: Surroundings, ports: Ports, costs: RuntimeCosts
+) -> list[int]:
+    """The slowest ports of a gather or scatter: the root's, or those of other hosts.
+
+    Empty for other steps.
+    """
+    star = timed.step.collective in _STARS
+    if timed.times is None or around.limit == 1 or not star or not costs["star_turns"]:
+        return []
+    slowest: list[int] = np.flatnonzero(timed.times.ports >= 1 - 1e-9).tolist()
+    at_root = root_port(timed, ports)
+    if at_root in slowest:
+        return [at_root]
+    return [port for port in slowest if port < 2 * ports.hosts]
+
+
+def root_port(timed: TimedStep, ports: Ports) -> int:
+    side = IN if timed.step.collective is Collective.GATHER else OUT
+    return side * ports.hosts + int(ports.host_of_rank[timed.root])
