@@ -187,9 +187,9 @@ def _connections(shapes: Sequence[Shape]) -> tuple[Connections, ...]:
         groups.setdefault(tuple(each), set()).add(tuple(each.values()))
     connections = []
     for numbers, distinct in groups.items():
-        ends = np.zeros((2, len(distinct), len(shapes)), dtype=np.int64)
-        ends[:, :, list(numbers)] = np.array(sorted(distinct)).transpose(2, 0, 1)
+        table = np.zeros((2, len(distinct), len(shapes)), dtype=np.int64)
+        table[:, :, list(numbers)] = np.array(sorted(distinct)).transpose(2, 0, 1)
         used = np.zeros(len(shapes), dtype=np.bool_)
         used[list(numbers)] = True
-        connections.append(Connections(used, ends[0], ends[1]))
+        connections.append(Connections(used, table[0], table[1]))
     return tuple(connections)

@@ -52,11 +52,15 @@ class Lowering:
         self.cluster = cluster
         self.costs = costs or costs_of(workload.device, workload.device_name)
         self.taken_share = taken_share
-        self.ports = Ports(cluster) if like is None else like.ports
-        timing = Timing(cluster, self.ports, self.costs) if like is None else like.messages.timing
-        self.messages = MessageTimer(timing, self.costs, workload)
-        self.shapes = ShapeCache(self.ports, self.costs)
-        if like is not None:
+        self.ports: Ports = Ports(cluster) if like is None else like.ports
+        self.messages: MessageTimer
+        self.shapes: ShapeCache
+        if like is None:
+            timing = Timing(cluster, self.ports, self.costs)
+            self.messages = MessageTimer(timing, self.costs, workload)
+            self.shapes = ShapeCache(self.ports, self.costs)
+        else:
+            timing = like.messages.timing
             self.messages, self.shapes = like.messages, like.shapes
         self.times = PassTimes.of(workload)
         self.broadcast_s = _broadcast_s(workload, timing)

@@ -126,7 +126,7 @@ class Shape:
 
     @property
     def ops(self) -> int:
-        return self.columns.shape[1]
+        return len(self.names)
 
     def durations_s(self, batch: Batch) -> FloatArray:
         """The durations of a batch of this shape, (R, K)."""
