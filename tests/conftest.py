@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import os
 import shutil
 import subprocess
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 # On a busy machine any example may take longer than Hypothesis lets one take.
 hypothesis.settings.register_profile("busy", deadline=None)
 hypothesis.settings.load_profile("busy")
+gc.disable()  # while pytest imports the test files: see `pytest_collection_finish`
 
 JOB_TIMEOUT_S = 600.0
 SMALL = Path(__file__).parent / "scripts" / "train_small.py"
@@ -97,10 +99,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def pytest_collection_finish() -> None:
-    """Let this process compute on one thread: several test files run side by side.
+    """Let this process compute on one thread, and let its collections visit no imports.
 
-    Threads of OpenMP and OpenBLAS that wait for each other spin, most of all on a busy machine.
+    Several test files run side by side. Threads of OpenMP and OpenBLAS that wait for each other
+    spin, most of all on a busy machine. Test files import two million objects.
     """
+    gc.freeze()
+    gc.enable()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     with contextlib.suppress(ImportError):  # scikit-learn brings it

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, ClassVar
 
 import torch
-from torch_world import fork_server
+from torch_world import exempt_imports, fork_server
 
 from autotune.records import REAL_CONDITIONS, Conditions
 from autotune.tuning import statistics
@@ -73,6 +73,7 @@ def _rank(
     log: str,
     line: socket.socket,
 ) -> None:
+    exempt_imports()
     os.setsid()
     sender.send(None)
     sender.close()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch_world import fork_server, free_port
+from torch_world import exempt_imports, fork_server, free_port
 
 ABORTED_AT_EXIT = "terminate called without an active exception"
 
@@ -74,6 +74,7 @@ def run_ranks(
 
 
 def _run(words: list[str], environment: dict[str, str], streams: list[str]) -> None:
+    exempt_imports()
     for descriptor, path in enumerate(streams, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), descriptor)
     os.environ.update(environment)
