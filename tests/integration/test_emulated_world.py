@@ -39,7 +39,7 @@ def assert_emulated(outcome: Measured | Failed) -> None:
 
 
 def test_a_given_profile_is_emulated_under_ddp_and_plans_and_links_are_probed(make_world) -> None:
-    world = make_world(given_profile=PROFILE)
+    world = make_world(given_profile=PROFILE, probe_s=10.0)  # enough for a busy machine
     profile = world.profile()
     assert profile.workload == PROFILE and profile.series and profile.cores > 0
     assert profile.cross_step_refused == ""

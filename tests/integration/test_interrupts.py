@@ -96,7 +96,7 @@ def test_a_terminated_job_stops_its_ranks_and_says_how_to_go_on(
     try:
         wait_for(lambda: trials() >= 3, "the third trial")
         process.send_signal(signal.SIGHUP)
-        _, error = process.communicate(timeout=60)
+        _, error = process.communicate(timeout=START_S)
     finally:
         process.kill()
     assert process.returncode == 130, error
@@ -121,7 +121,7 @@ def test_a_terminated_run_ends_torchrun_and_its_ranks(tmp_path) -> None:
     )
     time.sleep(3.0)
     running.send_signal(signal.SIGTERM)
-    running.wait(timeout=60)
+    running.wait(timeout=START_S)
     wait_for(
         lambda: not processes_with("train_with_export.py"),
         "the end of torchrun and its ranks",

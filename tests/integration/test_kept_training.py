@@ -96,7 +96,7 @@ def test_a_kept_and_resumed_training_ends_as_plain_ddp_does_with_all_checkpoints
     printed = itertools.takewhile(lambda line: "round 0: " not in line, begun.stderr)
     assert "profiled" in "".join(printed)
     begun.send_signal(signal.SIGINT)
-    assert "`autotune tune --resume` continues" in begun.communicate(timeout=90)[1]
+    assert "`autotune tune --resume` continues" in begun.communicate(timeout=START_S)[1]
     assert begun.returncode == 130 and not (project / "final.pt").exists()
     done = subprocess.run([*tune, "--resume"], **pipes, timeout=JOB_S)
     assert done.returncode == 0, done.stderr

@@ -136,7 +136,7 @@ def test_ctrl_c_takes_the_testbed_down_and_resume_builds_it_again(tmp_path, trac
     try:
         wait_for(lambda: trials_in(tmp_path) >= 2, "the second trial", START_S)
         process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=60)
+        _, error = process.communicate(timeout=START_S)
     finally:
         process.kill()
     assert process.returncode == 130, error
@@ -180,7 +180,7 @@ def test_after_kill_9_of_the_driver_down_removes_the_namespaces_and_all_processe
         wait_for(ray_runs, "Ray on both hosts", START_S)
     finally:
         process.kill()
-        process.wait(timeout=30)
+        process.wait(timeout=START_S)
     (left,) = beds_of("killed")
     assert left.left_over
     pids = [pid for host in left.processes for pid in host]

@@ -292,7 +292,7 @@ def _sharing(rank: int) -> RecordedMemory | None:
 
 
 def test_no_rank_computes_half_a_batch_alone_where_that_would_wait_for_the_others() -> None:
-    memory, _ = run_world(_sharing, 2, timeout_s=40.0)
+    memory, _ = run_world(_sharing, 2)
     assert memory is not None and memory.fixed is None
 
 
@@ -326,7 +326,7 @@ KINDS = [
 
 def _settled(counter: AllocatorCounter, wanted: int) -> int:
     """Bytes allocated once the threads of the last messages have let go of theirs."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while counter.current_bytes != wanted and time.monotonic() < deadline:
         time.sleep(0.01)
     return counter.current_bytes

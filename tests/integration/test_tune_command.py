@@ -76,7 +76,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory, tracking_store: Path) -> tup
     """One small job on the ResNet example, run once for the tests that look at what it left."""
     directory = with_tracking_store(tmp_path_factory.mktemp("jobs"), tracking_store)
     # A deadline for the probe that a busy machine meets: one test looks at what it measured.
-    probe = ("--probe-time", "5s")
+    probe = ("--probe-time", "20s")
     options = ("--json", "--job", "resnet", "--simulators", "linear", *SHORT_PROBE, *probe)
     words = tune_words(
         directory,
@@ -243,7 +243,7 @@ def test_kill_9_at_random_moments_loses_no_finished_trial_and_repeats_none(
         time.sleep(moments.uniform(0.0, 1.5))
         [folder] = ray_folders_of(process)
         process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=30)
+        process.communicate(timeout=START_S)
         wait_until_gone(folder)
         events = stored_events(tmp_path)
         assert events[: len(last_events)] == last_events
