@@ -28,7 +28,7 @@ from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.traffic import DIRECT, Collective
 from autotune.strategy_space.compressors import CodecCosts
 from autotune.strategy_space.plan import Message
-from autotune.strategy_space.shares import Shares, piece_bounds
+from autotune.strategy_space.shares import Shares, piece_count
 from autotune.strategy_space.strategy import CASTS, ROOTED, Compressor, SparseHandling, Synchronizer
 from autotune.workload import DTYPE_BYTES
 
@@ -291,7 +291,7 @@ class _MessageKind:
 
 def pieces_of(message: Message) -> int:
     """The pieces in which a direct exchange sends a message; none of them is empty."""
-    return len(piece_bounds(message.elements, message.pieces))
+    return piece_count(message.elements, message.pieces)
 
 
 def _codec_costs(compressor: Compressor, costs: RuntimeCosts) -> CodecCosts:

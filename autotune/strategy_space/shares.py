@@ -51,8 +51,13 @@ def pieces_error(pieces: int) -> str | None:
 
 def piece_bounds(elements: int, pieces: int) -> list[tuple[int, int]]:
     """Cut `elements` into at most `pieces` ranges whose sizes differ by at most one; none empty."""
-    count = max(1, min(pieces, elements))
+    count = piece_count(elements, pieces)
     return list(pairwise(number * elements // count for number in range(count + 1)))
+
+
+def piece_count(elements: int, pieces: int) -> int:
+    """Return the number of `piece_bounds`."""
+    return max(1, min(pieces, elements))
 
 
 def owned_bounds(
