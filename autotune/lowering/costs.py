@@ -86,7 +86,7 @@ class RuntimeCosts:
     | `threads` | collectives that one process group runs at the same time | - |
     | `star_threads` | the same of gathers and scatters, in which one rank sums | - |
     | `star_turns` | 1: transfers of stars in both directions between two hosts take turns | - |
-    | `star_order` | 1: transfers to or from one root of stars go one after the other | - |
+    | `star_order` | 1: each connection of stars carries one tensor after the other | - |
     | `payload` | share of a link's bytes that belong to messages | - |
     | `contention` | share by which a message is longer that computation accompanies | - |
 

@@ -21,7 +21,7 @@ from autotune.lowering.joined import ShapeCache
 from autotune.lowering.messages import MessageTimer, SliceTable
 from autotune.lowering.network import MessageOps, Network
 from autotune.lowering.pass_times import PassTimes
-from autotune.lowering.shapes import CORES, Surroundings
+from autotune.lowering.shapes import CORES, Surroundings, shares_ports
 from autotune.lowering.step_times import Timing
 from autotune.lowering.steps import Step
 from autotune.lowering.traffic import Collective, Ports
@@ -152,7 +152,7 @@ class Lowering:
             limit=limit,
             in_flight=in_flight,
             coarse=True,
-            shared=any(batch.direct for batch in batches),
+            shared=shares_ports(batches, self.costs),
             crowd=self.crowd,
         )
         network = Network(batches, self.shapes, around, np.zeros(count, dtype=np.int64))
@@ -234,7 +234,7 @@ class _PlanGraph:
             limit=plan.limit,
             in_flight=plan.in_flight,
             coarse=coarse,
-            shared=any(batch.direct for batch in batches),
+            shared=shares_ports(batches, lowering.costs),
             crowd=lowering.crowd,
         )
         layer, shapes = self.slices.last, lowering.shapes

@@ -34,6 +34,8 @@ STAR_PIECES = 4
 """Pieces of a gather or scatter, whose transfers share a link evenly with other messages.
 
 A direct exchange is cut into as many unless the plan cuts it finer."""
+MOST_CONNECTIONS = 8
+"""Connections at the port of a star's root that share it evenly with others."""
 _STARS = (Collective.GATHER, Collective.SCATTER)
 
 Queue = tuple[str, Discipline]
@@ -47,7 +49,7 @@ class Surroundings:
 
     `symmetric`: only the ports that decide are in the graph. `limit`: messages in flight on a lane
     (`Plan.limit`). `in_flight`: pieces of direct exchanges in flight in each of their rounds.
-    `coarse`: a message without competitors is one round. `shared`: the plan has direct exchanges.
+    `coarse`: a message without competitors is one round. `shared`: connections share a port evenly.
     `crowd`: ranks per core of the machine that they share; 0 if every rank has cores enough. With
     shared cores, other work delays a message round by round.
     """
@@ -173,7 +175,10 @@ class _ShapeBuilder:
         slots[1] %= len(template.sizes) + 1  # NONE is the last row
         workers = len(self._around.workers)
         threads, ends = (
-            tuple(np.array(lane, dtype=np.int64).reshape(-1, workers) for lane in lanes)
+            tuple(
+                np.array([] if free else lane, dtype=np.int64).reshape(-1, workers)
+                for lane, free in zip(lanes, self._unordered_lanes(), strict=True)
+            )
             for lanes in (template.threads, template.ends)
         )
         return Shape(
@@ -190,6 +195,11 @@ class _ShapeBuilder:
             queues=tuple(self._queues),
             locks=tuple(self._locks),
         )
+
+    def _unordered_lanes(self) -> list[bool]:
+        """Lanes whose threads keep no order: without a limit, connections order stars."""
+        unlimited = self._around.limit is None
+        return [unlimited and is_ordered(timed, self._costs) for timed in self._batch.steps]
 
     def _add_ops(self) -> None:
         template, batch = self._template, self._batch
@@ -249,14 +259,16 @@ class _ShapeBuilder:
         template, collective = self._template, timed.step.collective
         assert collective is not None
         direct = collective in DIRECT
+        ordered = is_ordered(timed, self._costs)
         rounds, stages, owners = self._stages(times, collective)
+        if ordered and not times.cores.any():
+            rounds = 1
         lock = NONE
         if self._around.limit != 1 and not direct:
             threads = int(self._costs["star_threads" if collective in _STARS else "threads"])
             lock = self._lock(threads, (lane, timed.group, threads))
         in_each = max(rounds // len(stages), 1)
         count = in_each * len(stages)
-        ordered = collective in _STARS and bool(self._costs["star_order"])
         pauses = len(stages) if direct else count
         if collective is Collective.PULL or ordered:
             pauses = 1
@@ -273,16 +285,33 @@ class _ShapeBuilder:
         for number, share in enumerate(stages):
             loaded = [port for port in self._scene.ports if share[port] > 0]
             names = tuple(self._ports.name(port) for port in loaded)
-            sends = self._sends(timed, share, loaded, 1 if direct else in_each, lane, size)
-            if direct:
+            together = 1 if direct or ordered else in_each
+            sends = self._sends(timed, share, loaded, together, lane, size)
+            if ordered:
+                named = self._connections(times, loaded, sends)
+                stage = Stage(in_each, cores, core_names, rest, named, (timed.root,))
+            elif direct:
                 named = tuple(zip(names, sends, strict=True))
                 of_stage = tuple(rank for rank in self._scene.owners if owners[number][rank])
                 stage = Stage(in_each, cores, core_names, rest, named, of_stage)
             else:
                 stage = Stage(in_each, (*sends, *cores), names + core_names, rest)
             parts.append(stage)
-        root = timed.root if ordered else NONE
-        return Rounds(collective, tuple(parts), lock, beyond, root)
+        return Rounds(collective, tuple(parts), lock, beyond)
+
+    def _connections(
+        self, times: StepTimes, loaded: Sequence[int], sends: Sequence[Op]
+    ) -> tuple[tuple[str, Op], ...]:
+        """The ops of the connections of a star at each loaded port; `sends`: all of a port."""
+        named = []
+        for port, op in zip(loaded, sends, strict=True):
+            count = min(max(int(times.connections[port]), 1), MOST_CONNECTIONS)
+            row = self._template.durations[op.slot]
+            slot = self._template.duration(row.base, row.factor, row.divisor * count)
+            name = self._ports.name(port)
+            names = [f"{name} {number}" for number in range(count)] if count > 1 else [name]
+            named += [(each, op._replace(slot=slot)) for each in names]
+        return tuple(named)
 
     def _stages(
         self, times: StepTimes, collective: Collective
@@ -355,6 +384,18 @@ class _ShapeBuilder:
             lock = self._lock(1, name)
             return {"acquires": lock, "releases": lock}
         return {"channel": self._queue(name)}
+
+
+def shares_ports(batches: Sequence[Batch], costs: RuntimeCosts) -> bool:
+    """Whether connections share a port evenly in a graph of these messages."""
+    return any(
+        batch.direct or any(is_ordered(timed, costs) for timed in batch.steps) for batch in batches
+    )
+
+
+def is_ordered(timed: TimedStep, costs: RuntimeCosts) -> bool:
+    """Whether the step is a star each of whose connections carries one tensor after the other."""
+    return timed.step.collective in _STARS and bool(costs["star_order"])
 
 
 def slowest_ports(

@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autotune.arrays import BoolArray, FloatArray
+from autotune.arrays import BoolArray, FloatArray, IntArray
 from autotune.cluster import Cluster, CollectiveFit, Where
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.steps import Scope, Step
@@ -63,6 +63,7 @@ class StepTimes:
     (C,) it is the time that the cores of each host are busy. `stages`: parts of `ports` that end
     one after the other; in a direct exchange, owners have their parts at their ends. `owners`: for
     each of its stages, whether a rank owns some of what it moves, shape (ranks,); else none.
+    `connections` (P,): of a gather or scatter, the tensors that pass each port.
     """
 
     alone_s: FloatArray
@@ -72,6 +73,7 @@ class StepTimes:
     cpu_s: FloatArray
     cores: FloatArray
     stages: tuple[FloatArray, ...]
+    connections: IntArray
     owners: tuple[BoolArray, ...] = ()
 
 
@@ -98,7 +100,7 @@ class Timing:
         if not groups:
             none = np.zeros(len(size_bytes))
             ports = np.zeros(self.ports.count)
-            return StepTimes(none, none, ports, 1, none, cores, (ports,))
+            return StepTimes(none, none, ports, 1, none, cores, (ports,), ports.astype(np.int64))
         traffics = [
             self.traffic(step.collective, members, _root(step.root, members), step.shares)
             for members in groups
@@ -142,6 +144,7 @@ class Timing:
             cpu_s,
             cores,
             stages=tuple(stage / scale for stage in stages),
+            connections=np.rint(s_per_byte / self.ports.s_per_byte).astype(np.int64),
             owners=tuple(owners),
         )
 

@@ -107,15 +107,13 @@ class Stage:
 class Rounds:
     """The rounds of a collective, in its stages. Only direct exchanges have several.
 
-    `lock`: held from the first round to the last. `beyond`: work of cores after the end. `root`: of
-    a star whose connections carry one message after the other, NONE if they share the links.
+    `lock`: held from the first round to the last. `beyond`: work of cores after the end.
     """
 
     collective: Collective
     stages: tuple[Stage, ...]
     lock: int
     beyond: tuple[Op, ...]
-    root: int = NONE
 
     def add(
         self, template: Template, lane: int, behind: Sequence[int], parts: Sequence[int]
@@ -141,7 +139,7 @@ class Rounds:
                 for name, op in stage.sends
             ]
             start = len(template.ops) - 1
-            pause = Op() if stage.owners or self.root != NONE else Op(slot=stage.rest)
+            pause = Op() if stage.owners else Op(slot=stage.rest)
             template.ops += [*stage.ports, pause] * stage.count
             template.ops[-1] = Op(slot=stage.rest)
             template.names += round_names(self.collective, stage.names, stage.count)
@@ -151,10 +149,6 @@ class Rounds:
             ]
             last = len(template.ops) - 1
             template.edges += [(op, last) for op in sends]
-            if self.root != NONE:
-                for place, name in enumerate(stage.names):
-                    ends_of_port = (start + 1 + place, last - len(stage.names) + place)
-                    template.connections[lane, name, self.root] = ends_of_port
             if not parts:
                 template.edges += [
                     (before[name], start + 1 + place)

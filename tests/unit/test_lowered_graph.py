@@ -364,6 +364,24 @@ def test_one_server_of_a_tensorflow_graph_answers_a_message_while_it_receives_th
     assert sync_s(lowering, message) == pytest.approx(2 * push_s, rel=0.01)
 
 
+def test_a_small_message_of_one_server_does_not_wait_for_a_large_one_of_another() -> None:
+    """Its push has server 1's port alone; at server 0, its pull shares with three large pushes.
+
+    So it takes the time of 3 + 4 of its tensors. In rounds over all ports it waited for the large
+    message's rounds at server 0.
+    """
+    how = (Synchronizer.PARAMETER_SERVER, Compressor.NONE, "float32")
+    large = Message((TensorSlice("v0", 2_500_000),), *how, owner=0)
+    small = Message((TensorSlice("v1", 25_000),), *how, owner=1)
+    costs = replace(TENSORFLOW_COSTS, collective_s=Constant(0.0, "test"))
+    on = cluster(*[(1, 1000)] * 4, latency_s=0.0)
+    graph = Lowering(GPU, on, costs).message_graph([large, small])
+    ends_s = replay(graph).end_s
+    of_small = [name.startswith("message 1 ") for name in graph.names.ops]
+    tensor_s = small.wire_bytes / 125e6 / costs["payload"]
+    assert ends_s[of_small].max() == pytest.approx(7 * tensor_s, rel=0.01)
+
+
 def test_a_job_predicts_with_the_costs_of_its_framework() -> None:
     def costs_of(software: dict[str, str]) -> RuntimeCosts | None:
         return job_extractor(GPU, FOUR, Accelerators.EMULATED, software).costs
