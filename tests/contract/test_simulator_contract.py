@@ -16,7 +16,6 @@ from autotune.cluster import Cluster, Host
 from autotune.errors import InvalidInput
 from autotune.features.extract import extract
 from autotune.rng import generator
-from autotune.simulators.gat import gat_simulator
 from autotune.simulators.interface import Example, Simulator
 from autotune.simulators.linear import linear_simulator
 from autotune.simulators.registry import SIMULATORS
@@ -33,10 +32,18 @@ from autotune.strategy_space.strategy import (
 from autotune.workload import Variable, Workload
 
 RECIPE = TrainingRecipe(epochs=5, warm_epochs=2, threads=1)
+
+
+def small_gat() -> Simulator:
+    from autotune.simulators.gat import gat_simulator  # its import takes seconds
+
+    return gat_simulator(RECIPE, hidden=4, heads=2)
+
+
 MAKERS: dict[str, Callable[[], Simulator]] = {
     "linear": lambda: linear_simulator(RECIPE),
     "rnn": lambda: rnn_simulator(RECIPE, hidden=8, layers=2),
-    "gat": lambda: gat_simulator(RECIPE, hidden=4, heads=2),
+    "gat": small_gat,
 }
 
 

@@ -15,8 +15,10 @@ import warnings
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from importlib import import_module
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from threading import Lock
 from typing import Any
 
 import torch
@@ -122,10 +124,26 @@ IMPORTED = (
 )
 
 
+_THREADS, _STARTING = "OMP_NUM_THREADS", Lock()
+
+
 def fork_server() -> multiprocessing.context.ForkServerContext:
-    """A server that has imported torch: a process costs a fork instead of seconds of imports."""
+    """A server that has imported torch: a process costs a fork instead of seconds of imports.
+
+    Each thread of its processes computes on itself alone. OpenMP reads that when it is loaded;
+    `torch.set_num_threads` sets it for one thread, and those of the others spin while they wait.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED))
+    with _STARTING:
+        inherited = os.environ.get(_THREADS)
+        os.environ[_THREADS] = "1"
+        try:
+            forkserver.ensure_running()
+        finally:
+            del os.environ[_THREADS]
+            if inherited is not None:
+                os.environ[_THREADS] = inherited
     return context
 
 

@@ -18,7 +18,6 @@ from autotune.features.flat import flatten
 from autotune.rng import generator
 from autotune.simulators.batch import Scaling, chunks, collate
 from autotune.simulators.evaluation import pairwise_accuracy
-from autotune.simulators.gat import gat_simulator
 from autotune.simulators.interface import Example, Simulator
 from autotune.simulators.linear import linear_simulator
 from autotune.simulators.registry import SIMULATORS
@@ -180,6 +179,8 @@ def test_torch_keeps_its_number_of_threads_after_training():
 
 
 def test_an_untrained_simulator_ranks_exactly_as_the_replay():
+    from autotune.simulators.gat import gat_simulator  # its import takes seconds
+
     examples = measured_examples(30, seed=2, overhead_s=0.01)
     for make in (linear_simulator, rnn_simulator, gat_simulator):
         simulator = make(TrainingRecipe(epochs=0, threads=1))
