@@ -1,7 +1,7 @@
 """One worker: `python -m benchmarks.mirrored_ranks.rank JOB.json`, with `TF_CONFIG` of `start`.
 
-It writes `rank<r>.json`: seconds of the steps of each case. It runs round-robin if that is
-permitted, as the ranks of an emulated accelerator do.
+It writes `rank<r>.json`: seconds of the steps of each case. Then it serves the other workers until
+its stdin ends. It runs round-robin if that is permitted, as ranks of emulated accelerators do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ os.environ.update(CUDA_VISIBLE_DEVICES="", TF_CPP_MIN_LOG_LEVEL="3", no_proxy="*
 import numpy as np
 import tensorflow as tf
 
+from autotune.files import write_whole
 from autotune.workload import Workload
+from benchmarks.mirrored_ranks.start import result_file
 from runtime_rewriter.emulation import timetable_of
 from runtime_rewriter.scheduling import take_round_robin
 from runtime_rewriter.tensorflow.emulation import waited
@@ -92,8 +94,9 @@ def main() -> None:
             steps[size]()
         times_s = [after - before for before, after in pairwise(begins_s)]
         results.append(times_s[case["warmup"] :])
-    path = Path(job["folder"]) / f"rank{rank}.json"
-    path.write_text(json.dumps(results))
+    write_whole(result_file(Path(job["folder"]), rank), json.dumps(results), "a worker's times")
+    # Others may still receive its last sums, or wait for the coordination service of the first one.
+    sys.stdin.read()
     os._exit(0)  # the server of a worker has no end of its own
 
 

@@ -1,4 +1,8 @@
-"""Start workers of MultiWorkerMirroredStrategy in the hosts of a testbed; read their times."""
+"""Start workers of MultiWorkerMirroredStrategy in the hosts of a testbed; read their times.
+
+A worker whose peer ends during its own last step fails with "Socket closed". So no worker ends
+before all have written their times.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +24,7 @@ PORT = 23600
 JOB = "job.json"
 START_S, STEP_S = 240.0, 5.0
 """Longest time until all workers run, and of a step."""
+LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -55,31 +61,48 @@ def run_cases(
         }
         (folder / JOB).write_text(json.dumps(job))
         command = [sys.executable, "-m", "benchmarks.mirrored_ranks.rank", str(folder / JOB)]
+        files = [result_file(folder, rank) for rank in range(len(places))]
+        for file in files:
+            file.unlink(missing_ok=True)
         processes = [
-            inside(bed, index, command, TF_CONFIG=_configuration(workers, rank))
+            inside(bed, index, command, subprocess.PIPE, TF_CONFIG=_configuration(workers, rank))
             for rank, (index, _) in enumerate(places)
         ]
         try:
-            for process in processes:
-                process.wait(START_S + STEP_S * steps)
-        except subprocess.TimeoutExpired:
-            raise SystemExit("workers of TensorFlow did not end in time") from None
+            await_results(processes, files, START_S + STEP_S * steps)
         finally:
             for process in processes:
                 process.kill()
-                process.wait()
-    failed = {
-        rank: process.returncode for rank, process in enumerate(processes) if process.returncode
-    }
-    if failed:
-        raise SystemExit(f"workers of TensorFlow failed (rank: status): {failed}; see above")
-    of_ranks = [
-        json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(len(places))
-    ]
+                process.communicate()
+    of_ranks = [json.loads(file.read_text()) for file in files]
     return [
         tuple(max(step) for step in zip(*of_case, strict=True))
         for of_case in zip(*of_ranks, strict=True)
     ]
+
+
+def result_file(folder: Path, rank: int) -> Path:
+    """Return the file with the times of a worker; it is there once the worker is done."""
+    return folder / f"rank{rank}.json"
+
+
+def await_results(
+    processes: Sequence[subprocess.Popen[str]], files: Sequence[Path], most_s: float
+) -> None:
+    """Wait until all files exist. End the benchmark if a process ends before, or after `most_s`."""
+    deadline_s = time.monotonic() + most_s
+    while missing := [rank for rank, file in enumerate(files) if not file.exists()]:
+        ended = {
+            rank: one.returncode for rank, one in enumerate(processes) if one.poll() is not None
+        }
+        if ended:
+            raise SystemExit(
+                "workers of TensorFlow must run until all have their times, but some ended "
+                f"(rank: status): {ended}; see above"
+            )
+        if time.monotonic() > deadline_s:
+            raise SystemExit(f"workers {missing} of TensorFlow had no times after {most_s:.0f} s")
+        time.sleep(LOOK_S)
 
 
 def _configuration(workers: Sequence[str], rank: int) -> str:

@@ -15,12 +15,20 @@ GOODPUT_S = 2.0
 
 
 def inside(
-    bed: Testbed, host: int, words: Sequence[str], **environment: str
+    bed: Testbed, host: int, words: Sequence[str], stdin: int | None = None, /, **environment: str
 ) -> subprocess.Popen[str]:
-    """Start a process in the host of this index, in the root of the repository."""
+    """Start a process in the host of this index, in the root of the repository.
+
+    `stdin` as in `subprocess.Popen`.
+    """
     command = [*words_inside(bed.hosts[host].namespace), *words]
     return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}
+        command,
+        cwd=ROOT,
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
     )
 
 
