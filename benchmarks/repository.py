@@ -1,4 +1,4 @@
-"""Paths, setups and output that several benchmarks share."""
+"""Paths, setups, processes and output that several benchmarks share."""
 
 from __future__ import annotations
 
@@ -8,16 +8,22 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from autotune.jobs.campaign import domains
 from autotune.jobs.campaign.setups import Setup
+from autotune.jobs.signals import terminable
 from autotune.testbed.capabilities import capabilities
 
 ROOT = Path(__file__).parents[1]
 CLUSTERS = ROOT / "examples" / "clusters"
+INTERRUPTED = 130
+"""Exit status after a signal, as of `autotune`."""
+END_S = 120.0
+"""Longest time in which a process ends its ranks and removes their hosts."""
 
 
 def cluster_file(name: str) -> Path:
@@ -75,7 +81,52 @@ def last_json(text: str) -> dict[str, Any]:
     return result
 
 
+def run_benchmark(main: Callable[[], int | None]) -> NoReturn:
+    """Run a benchmark and exit with its status.
+
+    SIGTERM and SIGHUP end it as Ctrl-C does: what it started ends, too.
+    """
+    try:
+        with terminable():
+            status = main()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        status = INTERRUPTED
+    sys.exit(status)
+
+
+@contextmanager
+def child_process(words: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """Start a process that ends with the block, and at once by SIGTERM after an exception.
+
+    At the end of the block its stdin is closed. It is in a session of its own, so that a terminal's
+    Ctrl-C does not come twice. `options` as in `subprocess.Popen`.
+    """
+    with subprocess.Popen(words, cwd=ROOT, text=True, start_new_session=True, **options) as process:
+        try:
+            yield process
+            if process.stdin is not None:
+                process.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
+        finally:
+            if process.poll() is None:
+                _terminate(process)
+
+
+def _terminate(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
 def run_autotune(*words: str) -> str:
     """Run a command of `autotune` and return its output; progress goes to stderr."""
     command = [sys.executable, "-m", "autotune", *words]
-    return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    with child_process(command, stdout=subprocess.PIPE) as process:
+        output, _ = process.communicate()
+    if process.returncode != 0:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return output

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import time
 from collections.abc import Iterator
 
 from autotune.tuning.events import Event
 from autotune.tuning.history import History
 from autotune.tuning.tuner import Instruction
+
+AGAIN_S = 2.0
+"""A signal that comes again within this time is the same request: `timeout` sends its signal to
+the command and to the command's group. Another exception would end the clean-up of the first."""
 
 
 class Interruption:
@@ -20,11 +25,16 @@ class Interruption:
 
     def __init__(self) -> None:
         self.asked = False
+        self._asked_s: dict[int, float] = {}
 
-    def ask(self, *_: object) -> None:
+    def ask(self, number: int, _: object = None) -> None:
         """Handle a signal."""
         self.asked = True
-        self.obey()
+        now_s = time.monotonic()
+        before_s = self._asked_s.get(number)
+        self._asked_s[number] = now_s
+        if before_s is None or now_s - before_s > AGAIN_S:
+            self.obey()
 
     def obey(self) -> None:
         if self.asked:

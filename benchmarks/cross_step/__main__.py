@@ -15,14 +15,20 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
 from autotune.cluster_file import read_cluster
 from autotune.testbed.bed import running
 from benchmarks.cross_step.rank import OURS, SETTLE_STEPS
-from benchmarks.repository import CLUSTERS, can_emulate, emulated_setting, last_json, option_parser
+from benchmarks.repository import (
+    CLUSTERS,
+    can_emulate,
+    emulated_setting,
+    last_json,
+    option_parser,
+    run_benchmark,
+)
 from benchmarks.testbed_fidelity.processes import WAIT_S, first_rank_output
 
 MASTER_PORT = 29410
@@ -66,4 +72,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_benchmark(main)

@@ -18,7 +18,7 @@ import subprocess
 import sys
 from typing import Any
 
-from benchmarks.repository import ROOT, last_json, option_parser
+from benchmarks.repository import ROOT, last_json, option_parser, run_benchmark
 from benchmarks.testbed_fidelity.processes import WAIT_S
 
 MODELS = ("resnet", "small_tensors")
@@ -74,4 +74,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_benchmark(main)

@@ -18,7 +18,6 @@ import itertools
 import json
 import os
 import statistics
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ from typing import Any
 from autotune.cluster import Cluster, Host
 from autotune.cluster_file import cluster_yaml
 from autotune.testbed.bed import running
-from benchmarks.repository import can_emulate, last_json, machine, option_parser
+from benchmarks.repository import can_emulate, last_json, machine, option_parser, run_benchmark
 from benchmarks.testbed_fidelity.processes import WAIT_S, first_rank_output
 
 CLUSTERS = {"mixed": (2000, 1000, 1000, 500), "even": (1000, 1000, 1000, 1000)}  # Mbit/s
@@ -102,4 +101,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_benchmark(main)

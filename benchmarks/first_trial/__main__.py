@@ -26,7 +26,15 @@ import threading
 import time
 from itertools import pairwise
 
-from benchmarks.repository import CLUSTERS, ROOT, can_emulate, machine, option_parser
+from benchmarks.repository import (
+    CLUSTERS,
+    ROOT,
+    can_emulate,
+    child_process,
+    machine,
+    option_parser,
+    run_benchmark,
+)
 
 PLACES = {
     "loopback": ["--", "torchrun", "--nproc-per-node", "2"],
@@ -86,24 +94,22 @@ def first_lines(place: str) -> Lines:
     with tempfile.TemporaryDirectory() as directory:
         words = ["tune", "--directory", directory, "--budget-time", "10min", *PLACES[place]]
         began_s = time.monotonic()
-        job = subprocess.Popen(
+        with child_process(
             [sys.executable, "-m", "autotune", *words, *SCRIPT],
-            cwd=ROOT,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            text=True,
             env={**os.environ, "COLUMNS": "1000"},
-        )
-        limit = threading.Timer(LIMIT_S, job.send_signal, [signal.SIGINT])
-        limit.start()
-        assert job.stderr is not None
-        for line in job.stderr:
-            lines.append((time.monotonic() - began_s, line.rstrip()))
-            if re.search(PHASES["trial"], line):
-                break
-        job.send_signal(signal.SIGINT)
-        job.communicate(timeout=LIMIT_S)
-        limit.cancel()
+        ) as job:
+            limit = threading.Timer(LIMIT_S, job.send_signal, [signal.SIGINT])
+            limit.start()
+            assert job.stderr is not None
+            for line in job.stderr:
+                lines.append((time.monotonic() - began_s, line.rstrip()))
+                if re.search(PHASES["trial"], line):
+                    break
+            job.send_signal(signal.SIGINT)
+            job.communicate(timeout=LIMIT_S)
+            limit.cancel()
     if not lines or not re.search(PHASES["trial"], lines[-1][1]):
         raise SystemExit("the job ended before a trial:\n" + "\n".join(line for _, line in lines))
     return lines
@@ -138,4 +144,4 @@ def _middle(runs: list[dict[str, float]], name: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_benchmark(main)

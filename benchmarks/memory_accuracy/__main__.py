@@ -37,7 +37,7 @@ from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Compressor, Strategy
 from autotune.workload import Workload
 from benchmarks.memory_accuracy.c10_memory import built
-from benchmarks.repository import ROOT, machine, option_parser
+from benchmarks.repository import ROOT, machine, option_parser, run_benchmark
 
 MODELS = ("resnet_digits", "gpt_text", "lstm_text", "ncf_ratings", "clicks")
 """The examples' models, and one more."""
@@ -185,4 +185,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_benchmark(main)

@@ -57,7 +57,7 @@ from benchmarks.outcome.measure import DOMAINS, measure
 from benchmarks.outcome.report import section
 from benchmarks.outcome.results import row_of
 from benchmarks.outcome.tensorflow import measure_tensorflow, tensorflow_keys, tensorflow_ratios
-from benchmarks.repository import ROOT, can_emulate, option_parser
+from benchmarks.repository import ROOT, can_emulate, option_parser, run_benchmark
 
 MARKS = (25,)
 LONG = 100
@@ -318,4 +318,4 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_benchmark(main)

@@ -32,12 +32,11 @@ from benchmarks.horovod_ranks import start
 from benchmarks.outcome.kept import OutcomeSettings
 from benchmarks.outcome.measure import DOMAINS, LENGTHS
 from benchmarks.outcome.searches import MOST_STEPS, searched
+from benchmarks.repository import END_S, child_process, run_benchmark
 
 TRAIN = Path(start.__file__).with_name("train.py").resolve()
 STEPS = 6
 JOB = "through"
-END_S = 120.0
-"""Longest time in which the process ends its ranks."""
 
 
 @dataclass(frozen=True)
@@ -104,20 +103,11 @@ def through_horovod(
     setup: Setup, folder: Path, settings: OutcomeSettings, quick: bool
 ) -> Iterator[ThroughHorovod]:
     """Start the process, and end it with the block."""
-    words = [str(folder), setup.name, str(settings.marks[-1]), str(settings.seed)]
+    words = [str(folder.resolve()), setup.name, str(settings.marks[-1]), str(settings.seed)]
     command = [sys.executable, "-m", __name__, *words, *(["quick"] if quick else [])]
     pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
-    try:
+    with child_process(command, stdin=pipe, stdout=pipe) as process:
         yield ThroughHorovod(process)
-    finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        try:
-            process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            process.wait(END_S)
 
 
 def main() -> None:
@@ -145,4 +135,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

@@ -43,7 +43,13 @@ from benchmarks.replay_accuracy.trials import (
     collect,
     collected,
 )
-from benchmarks.repository import can_emulate, emulated_setting, option_parser, setup_of
+from benchmarks.repository import (
+    can_emulate,
+    emulated_setting,
+    option_parser,
+    run_benchmark,
+    setup_of,
+)
 
 console = Console(stderr=True, highlight=False, markup=False)
 
@@ -256,4 +262,4 @@ def torch_accuracy(options: argparse.Namespace) -> dict[str, object] | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_benchmark(main)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -41,7 +40,15 @@ from autotune.strategy_space.builders.collectives import reduce_scatter_all_gath
 from autotune.strategy_space.plan import Plan, plan
 from autotune.testbed.bed import Testbed, running
 from autotune.workload import Workload
-from benchmarks.repository import ROOT, can_emulate, last_json, machine, option_parser, run_autotune
+from benchmarks.repository import (
+    ROOT,
+    can_emulate,
+    last_json,
+    machine,
+    option_parser,
+    run_autotune,
+    run_benchmark,
+)
 from benchmarks.testbed_fidelity.processes import first_rank_output, streams
 from runtime_rewriter.world.command import read_command
 from runtime_rewriter.world.world import World
@@ -226,4 +233,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_benchmark(main)

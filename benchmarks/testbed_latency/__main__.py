@@ -17,6 +17,7 @@ from autotune.cluster import Cluster, Host
 from autotune.testbed.bed import Testbed, running
 from autotune.testbed.state import States
 from autotune.units import format_seconds
+from benchmarks.repository import run_benchmark
 from benchmarks.testbed_fidelity.processes import inside, output, streams
 
 LATENCIES_S = (5e-5, 5e-4, 2e-3, 5e-3)
@@ -89,4 +90,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

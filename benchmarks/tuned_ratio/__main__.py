@@ -11,13 +11,20 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from autotune.records import Accelerators
-from benchmarks.repository import CLUSTERS, ROOT, can_emulate, machine, option_parser, run_autotune
+from benchmarks.repository import (
+    CLUSTERS,
+    ROOT,
+    can_emulate,
+    machine,
+    option_parser,
+    run_autotune,
+    run_benchmark,
+)
 
 
 def tune(options: argparse.Namespace, directory: str) -> dict[str, Any]:
@@ -61,4 +68,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_benchmark(main)

@@ -29,7 +29,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks.repository import ROOT, machine, option_parser
+from benchmarks.repository import ROOT, machine, option_parser, run_benchmark
 from benchmarks.whatif_truth import gpu
 from benchmarks.whatif_truth.cpu import Run, cpu_result
 from benchmarks.whatif_truth.messages import message_result
@@ -77,4 +77,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(main)

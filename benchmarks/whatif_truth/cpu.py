@@ -43,7 +43,14 @@ from autotune.whatif.answers.answers import Answer, Asked, answer, read_asked
 from autotune.whatif.base import Base
 from autotune.whatif.question import Question
 from autotune.whatif.recording.recorded import recorded_base
-from benchmarks.repository import ROOT, can_emulate, machine, option_parser, run_autotune
+from benchmarks.repository import (
+    ROOT,
+    can_emulate,
+    machine,
+    option_parser,
+    run_autotune,
+    run_benchmark,
+)
 from benchmarks.whatif_truth.cpu_cluster import CHANGES, cluster_rows
 from benchmarks.whatif_truth.cpu_rows import CpuRow, KeptRows, keys, table
 from benchmarks.whatif_truth.cpu_stored import STORED_CHANGES, stored_domain, stored_rows
@@ -207,4 +214,4 @@ def _command() -> None:
 
 
 if __name__ == "__main__":
-    _command()
+    run_benchmark(_command)

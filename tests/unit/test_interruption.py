@@ -56,3 +56,15 @@ def test_handlers_are_restored_and_an_ignored_ctrl_c_stays_ignored() -> None:
         assert signal.getsignal(signal.SIGTERM) is before[0]
     finally:
         signal.signal(signal.SIGINT, before[1])
+
+
+def test_a_repeated_signal_does_not_interrupt_the_clean_up_of_the_first() -> None:
+    """`timeout` sends its signal to the command, and to the command's group."""
+    cleaned_up = False
+    with pytest.raises(KeyboardInterrupt), terminable():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.raise_signal(signal.SIGTERM)
+            cleaned_up = True
+    assert cleaned_up
