@@ -28,12 +28,17 @@ IN_ORDER = replace(
 )
 """Servers of TensorFlow that cost nothing besides the network."""
 PAIR = (PairLink(("h0", "h1"), 3e7, 0.0),)
-SLOW_INSIDE = {"latency_s": 0.0, "inner_latency_s": 0.0, "inner_bytes_per_s": 1e8}
+Port = tuple[str, str]
+"""A host and a direction, or two hosts with a link of their own."""
+Link = tuple[bool, int, int]
+"""Whether it pulls, the root, and the number of a connection."""
 CLUSTERS = {
     "even": cluster(*[(1, 1000)] * 4, latency_s=0.0),
     "mixed": cluster((1, 2000), (1, 1000), (1, 1000), (1, 250), latency_s=0.0),
-    "devices": cluster((3, 1000), (1, 400), **SLOW_INSIDE),
-    "pair": cluster((2, 900), (1, 500), (1, 1000), **SLOW_INSIDE, pairs=PAIR),
+    "devices": cluster(
+        (3, 1000), (1, 400), latency_s=0.0, inner_latency_s=0.0, inner_bytes_per_s=1e8
+    ),
+    "pair": cluster((2, 900), (1, 500), (1, 1000), latency_s=0.0, inner_latency_s=0.0, pairs=PAIR),
 }
 
 
@@ -57,13 +62,13 @@ def served(sizes: list[int], owners: list[int]) -> tuple[Workload, Plan]:
     return workload, Plan(workload.id, 4, messages)
 
 
-def tensors_on_ports(on: Cluster, root: int, pull: bool) -> dict[object, int]:
+def tensors_on_ports(on: Cluster, root: int, pull: bool) -> dict[Port, int]:
     """Tensors that pass each port, between the root and every other rank.
 
     Inside a host the busiest device counts.
     """
     linked = {frozenset(link.between) for link in on.pair_links}
-    passed: Counter[object] = Counter()
+    passed: Counter[Port] = Counter()
     inside: Counter[tuple[str, int, str]] = Counter()
     for rank in range(4):
         source, target = (root, rank) if pull else (rank, root)
@@ -83,7 +88,7 @@ def tensors_on_ports(on: Cluster, root: int, pull: bool) -> dict[object, int]:
     return dict(passed)
 
 
-def bytes_per_s(on: Cluster, port: object) -> float:
+def bytes_per_s(on: Cluster, port: Port) -> float:
     hosts = {host.name: host for host in on.hosts}
     a, b = port
     if b == "inside":
@@ -99,8 +104,8 @@ def twin_s(on: Cluster, sizes: list[int], owners: list[int]) -> list[float]:
     A port serves all its connections evenly. A connection carries one tensor after the other,
     whatever other connections of the same message do. A sum is pulled when all have pushed.
     """
-    waiting: dict[object, dict[object, list[int]]] = defaultdict(dict)
-    left_s: dict[object, float] = {}
+    waiting: dict[Port, dict[Link, list[int]]] = defaultdict(dict)
+    left_s: dict[tuple[Port, Link, int], float] = {}
     pending: Counter[tuple[bool, int]] = Counter()
 
     def start(pull: bool, number: int) -> None:
