@@ -4,7 +4,7 @@ Small variants of the four example models train on two ranks, once uncompressed 
 strategies drawn from the search space with one compressor each, from the same weights on the same
 batches. The mean loss of the last steps over both ranks is compared.
 
-Largest deviations measured in 40 steps, with two strategies per compressor and seed (the losses of
+Largest deviations measured, with two strategies per compressor and seed (the losses of
 an uncompressed strategy equal the reference's):
 
 | | fp16 | bf16 | int8 | top-k, 10 % | PowerSGD, rank 4 |
@@ -46,9 +46,9 @@ sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 RANKS = 2
 STRATEGIES = 1  # per compressor and example
-STEPS = 30
+STEPS = 40
 LAST = 10  # steps whose mean loss counts
-# All settings of the default space: 1 % of a small model's elements in 30 steps is too little to
+# All settings of the default space: 1 % of a small model's elements in 40 steps is too little to
 # learn from.
 (TOP_K_RATIO,), (POWER_SGD_RANK,) = SHOWN_TOP_K_RATIOS, SHOWN_POWER_SGD_RANKS
 
