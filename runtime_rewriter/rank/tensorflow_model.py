@@ -248,13 +248,13 @@ class ProfileRun:
         running, recording = self._model.running, self._recording
         if recording is None:
             return running.step(batch)
-        recorded = len(recording.records.steps)
+        recorded = recording.recorded
         wanted = recorded_tensors(running.training, 0)
         rows = {name: tensor for name, tensor in wanted.items() if name.endswith("/indices")}
         results, indices = recording.step(
             lambda options, metadata: running.observed_step(batch, metadata, rows, options)
         )
-        if len(recording.records.steps) == recorded:
+        if recording.recorded == recorded:
             return results
         if self._request.alone:
             alone = tf.compat.v1.RunMetadata()

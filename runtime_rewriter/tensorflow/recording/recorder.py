@@ -119,13 +119,17 @@ class StepRecording:
 
     The first `warmup` steps are ordinary. The next one returns the partitions, if `partitions`.
     Then ordinary and recorded steps take turns until `steps` are recorded.
+
+    Events are read once `records` are asked for: between two steps, other ranks would wait for it.
     """
 
     steps: int = RECORDED_STEPS
     warmup: int = WARMUP_STEPS
     partitions: bool = True
-    records: StepRecords = field(default_factory=StepRecords)
     taken: int = 0
+    recorded: int = 0
+    _records: StepRecords = field(default_factory=StepRecords)
+    _unread: list[Any] = field(default_factory=list)  # StepStats
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.warmup < 0:
@@ -141,7 +145,14 @@ class StepRecording:
 
     @property
     def done(self) -> bool:
-        return len(self.records.steps) == self.steps
+        return self.recorded == self.steps
+
+    @property
+    def records(self) -> StepRecords:
+        """What was recorded so far."""
+        self._records.steps += map(step_events, self._unread)
+        self._unread.clear()
+        return self._records
 
     def step(self, run: RunStep[T]) -> T:
         """Run the next step and return what `run` returns."""
@@ -153,16 +164,17 @@ class StepRecording:
         metadata = v1.RunMetadata()
         if number < 0:
             result = run(v1.RunOptions(output_partition_graphs=True), metadata)
-            self.records.partitions = read_partitions(metadata.partition_graphs)
+            self._records.partitions = read_partitions(metadata.partition_graphs)
             return result
         recorded = number % 2 == 1
         options = v1.RunOptions(trace_level=v1.RunOptions.FULL_TRACE) if recorded else None
         begin_s = time.perf_counter()
         result = run(options, metadata if recorded else None)
         step_s = time.perf_counter() - begin_s
-        (self.records.recorded_s if recorded else self.records.plain_s).append(step_s)
+        (self._records.recorded_s if recorded else self._records.plain_s).append(step_s)
         if recorded:
-            self.records.steps.append(step_events(metadata.step_stats))
+            self._unread.append(metadata.step_stats)
+            self.recorded += 1
         return result
 
 
