@@ -58,6 +58,7 @@ class TensorflowScript:
         self._workload = workload
         self.calls: list[HorovodCall] = []
         self._session: Any = None
+        self._traces: list[tuple[int, Any]] = []  # (step, StepStats)
         model = _TimedStep(workload, case["groups"])
         self._step = tf.function(model, autograph=False)
         self._logged_step: RunStep[list[float]]
@@ -76,18 +77,25 @@ class TensorflowScript:
                     yield
                 finally:
                     self._session = None
+                    self._read_traces()
 
     def step(self, number: int) -> list[float]:
         if self._session is None:
             return [float(mark) for mark in self._step()]
-        marks, events = _traced(self._logged_step)
-        variables = self._workload.variables
-        for event in events:
-            if (match := _ALL_REDUCE.search(event.name)) is not None:
-                variable = variables[int(match[1])]
-                size_bytes = 4 * variable.elements
-                self.calls.append(_call(variable.name, size_bytes, number, event))
+        marks, trace = _traced(self._logged_step)
+        self._traces.append((number, trace))
         return [float(mark) for mark in marks]
+
+    def _read_traces(self) -> None:
+        """List the calls of the logged steps behind them: between two steps other ranks wait."""
+        variables = self._workload.variables
+        for number, trace in self._traces:
+            for event in all_events(step_events(trace)):
+                if (match := _ALL_REDUCE.search(event.name)) is not None:
+                    variable = variables[int(match[1])]
+                    size_bytes = 4 * variable.elements
+                    self.calls.append(_call(variable.name, size_bytes, number, event))
+        self._traces.clear()
 
     def probe(self, size_bytes: int) -> None:
         probes = probes_of(size_bytes)
@@ -119,7 +127,8 @@ class TensorflowScript:
                 run: RunStep[None] = lambda options, metadata: session.run(  # noqa: E731
                     done, options=options, run_metadata=metadata
                 )
-                _, events = _traced(run)
+                _, trace = _traced(run)
+        events = all_events(step_events(trace))
         found = [event for event in events if event.name.startswith(f"probe_{size_bytes}_")]
         return sorted(found, key=lambda event: event.end_ns)
 
@@ -182,11 +191,11 @@ def _session(graph: Any) -> Any:
     return v1.Session(graph=graph, config=config)
 
 
-def _traced(run: Callable[[Any, Any], Any]) -> tuple[Any, list[NodeEvent]]:
-    """What `run` returns, and the events of the step."""
+def _traced(run: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
+    """What `run` returns, and the `StepStats` of its nodes, which all are on the CPU."""
     metadata = v1.RunMetadata()
     result = run(v1.RunOptions(trace_level=v1.RunOptions.FULL_TRACE), metadata)
-    return result, list(all_events(step_events(metadata.step_stats)))
+    return result, metadata.step_stats
 
 
 def _call(name: str, size_bytes: int, step: int, event: NodeEvent) -> HorovodCall:
