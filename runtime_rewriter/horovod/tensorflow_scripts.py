@@ -344,6 +344,7 @@ class _Steering:
         """The synchronizer of the variables that have a gradient on any rank. Collective."""
         import tensorflow as tf
 
+        from runtime_rewriter.horovod.tensorflow_emulation import TensorflowAccelerator
         from runtime_rewriter.horovod.tensorflow_synchronizer import TensorflowSynchronizer
         from runtime_rewriter.horovod.tensorflow_variables import TensorflowStep, unique_names
 
@@ -372,6 +373,7 @@ class _Steering:
             self._switches,
             self._waits,
         )
+        synchronizer.accelerator_of = TensorflowAccelerator
         absent = {name for name, (has, _) in zip(names, present, strict=True) if not has}
         synchronizer.missing = frozenset(
             position for position, (name, _, _) in enumerate(chosen) if name in absent

@@ -24,7 +24,6 @@ from torch import Tensor
 from autotune.errors import InvalidInput, SynchronizationError
 from autotune.strategy_space.plan import Plan
 from autotune.workload import Library
-from runtime_rewriter.emulation import Timetable
 from runtime_rewriter.horovod.connection import HorovodConnection
 from runtime_rewriter.horovod.tensorflow_messages import TensorflowLanes
 from runtime_rewriter.horovod.tensorflow_variables import TensorflowStep, to_numpy, to_torch
@@ -112,7 +111,6 @@ class TensorflowSynchronizer(GradientSynchronizer):
         self.cross_step.forbidden = NO_CROSSING
         self.records_graph = True
         self.graph_recorder: GraphRecorder | None = None
-        self.accelerator_of = _accelerator
         self.failure: BaseException | None = None
         """What ended a step inside TensorFlow, which would report it as an error of an
         operation."""
@@ -281,9 +279,3 @@ def _no_byte_scale(byte_scale: float) -> None:
             "a byte scale cannot be used with Horovod, whose own operations send whole gradients; "
             "leave out --byte-scale"
         )
-
-
-def _accelerator(synchronizer: Any, timetable: Timetable | None) -> Any:
-    from runtime_rewriter.horovod.tensorflow_emulation import TensorflowAccelerator
-
-    return TensorflowAccelerator(synchronizer, timetable)
