@@ -24,9 +24,9 @@ ROW_NUMBER_BYTES = 4
 """A row's number is sent as a 32-bit integer (64 bits for tables beyond 2^31 rows)."""
 
 
-def summed_share(variable: Variable, ranks: int) -> float:
+def summed_share(touched_share: float, ranks: int) -> float:
     """Return u."""
-    return 1.0 - (1.0 - variable.touched_share) ** ranks
+    return 1.0 - (1.0 - touched_share) ** ranks
 
 
 def collective_share(variable: Variable, sparse: SparseHandling, ranks: int) -> float:
@@ -36,7 +36,7 @@ def collective_share(variable: Variable, sparse: SparseHandling, ranks: int) -> 
     """
     if sparse is SparseHandling.ALL_GATHER:
         return ranks * variable.touched_share
-    return (variable.touched_share + summed_share(variable, ranks)) / 2
+    return (variable.touched_share + summed_share(variable.touched_share, ranks)) / 2
 
 
 class RowTraffic:
@@ -57,7 +57,7 @@ class RowTraffic:
         if message.sparse is SparseHandling.DENSE:
             return float(message.wire_bytes)
         variable = self._variable(message)
-        share = summed_share(variable, len(message.ranks) or ranks)
+        share = summed_share(variable.touched_share, len(message.ranks) or ranks)
         return share * _all_rows_bytes(message, variable)
 
     def collective_bytes(self, messages: Sequence[Message], ranks: int) -> FloatArray:

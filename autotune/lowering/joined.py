@@ -94,8 +94,7 @@ class JoinedShapes:
         queues = np.array([*(to.queue(name, kind) for name, kind in self.queues), NONE])
         locks = np.array([*(to.lock(capacity, key) for capacity, key in self.locks), NONE])
         columns = self.columns.copy()
-        for number, resources in ((0, queues), (1, queues), (4, locks), (5, locks)):
-            columns[number] = resources[columns[number]]  # NONE is the last
+        _renumber(columns, queues, locks)
         return columns
 
 
@@ -139,9 +138,7 @@ def join(shapes: Sequence[Shape]) -> JoinedShapes:
     for shape, start in zip(shapes, ops.starts.tolist(), strict=True):
         of_queues = np.array([*(queues.setdefault(q, len(queues)) for q in shape.queues), NONE])
         of_locks = np.array([*(locks.setdefault(k, len(locks)) for k in shape.locks), NONE])
-        own = columns[:, start : start + shape.ops]
-        for number, resources in ((0, of_queues), (1, of_queues), (4, of_locks), (5, of_locks)):
-            own[number] = resources[own[number]]
+        _renumber(columns[:, start : start + shape.ops], of_queues, of_locks)
     lanes = max(len(shape.threads) for shape in shapes)
     return JoinedShapes(
         shapes=tuple(shapes),
@@ -157,6 +154,12 @@ def join(shapes: Sequence[Shape]) -> JoinedShapes:
         queues=tuple(queues),
         locks=tuple(locks),
     )
+
+
+def _renumber(columns: IntArray, queues: IntArray, locks: IntArray) -> None:
+    """Replace the numbers of queues and locks in `columns`; the last of each is NONE."""
+    for column, numbers in ((0, queues), (1, queues), (4, locks), (5, locks)):
+        columns[column] = numbers[columns[column]]
 
 
 def _of_lane(shape: Shape, lane: int) -> tuple[IntArray, IntArray] | None:

@@ -18,11 +18,11 @@ class Kept(Generic[T]):
         self._results: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()
 
     def get(self, key: Hashable) -> T | None:
-        kept = self._results.pop(key, None)
-        if kept is None:
+        entry = self._results.pop(key, None)
+        if entry is None:
             return None
-        self._results[key] = kept
-        return kept[0]
+        self._results[key] = entry
+        return entry[0]
 
     def put(self, key: Hashable, parts: int, result: T) -> None:
         """Forgets the results that were not used for longest."""

@@ -75,7 +75,7 @@ class Lowering:
         Both lowerings share the times and ops of messages, and so what they keep of them.
         """
         costs = self.costs
-        same = _sent(workload) == _sent(self.workload)
+        same = _message_sizes_key(workload) == _message_sizes_key(self.workload)
         return Lowering(workload, self.cluster, costs, self.taken_share, self if same else None)
 
     def graph(self, plan: Plan, steps: int = 2, symmetric: bool = True) -> Dfg:
@@ -160,8 +160,8 @@ class Lowering:
         return to.build(("message",))
 
 
-def _sent(workload: Workload) -> list[tuple[object, ...]]:
-    """What the sizes of messages depend on."""
+def _message_sizes_key(workload: Workload) -> list[tuple[object, ...]]:
+    """Return the properties of the variables that determine the sizes of messages."""
     return [
         (each.name, each.shape, each.dtype, each.sparse, each.touched_share)
         for each in workload.variables

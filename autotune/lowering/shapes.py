@@ -65,7 +65,7 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class Scene:
-    """What all messages of a graph determine: its ports, cores and owners that decide.
+    """The ports, cores and owners that decide, determined by all messages of a graph.
 
     `slow_hosts`: those whose transfers into gathers and from scatters take turns. `coarse`: a
     message is one round, since none competes with it.

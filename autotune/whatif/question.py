@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from autotune.cluster import Cluster
+from autotune.costs.row_traffic import summed_share
 from autotune.errors import InvalidInput
 from autotune.whatif.memory import ReplicaMemory
 
@@ -66,7 +67,7 @@ class TouchedRows:
         share = min(self.count / self.table, 1.0) if self.table else 0.0
         if share <= 0:
             return Factor(1.0, 1.0, 1.0, "no rows")
-        together = (1.0 - (1.0 - share) ** workers) / share
+        together = summed_share(share, workers) / share
         most = min(float(workers), 1.0 / share)
         return Factor(max(together, 1.0), 1.0, max(most, together, 1.0), "independent batches")
 

@@ -25,6 +25,7 @@ MAX_ELEMENTS = 2**31
 CALLED_SHARE = 0.1
 """An operator is timed with what it calls if that takes less: a recurrent layer adds its biases."""
 PROFILED_CALLS = 5
+"""Enough for a median that one or two interrupted calls do not change."""
 _PLAIN = re.compile(
     r"aten::(?:empty|as_strided|resize|view|reshape|_unsafe_view|expand|set_|detach|slice|alias|t$|"
     r"transpose|permute|squeeze|unsqueeze|select|narrow|resolve_|copy_|fill_|zero_|is_|item|"
@@ -135,7 +136,7 @@ def _called(call: Callable[[], Any], name: str) -> str:
     with torch.no_grad(), torch.autograd.profiler.profile(use_cpu=True) as profile:
         for _ in range(PROFILED_CALLS):
             call()
-    shares, longest, longest_us = [], "", 0.0
+    called_shares, longest, longest_us = [], "", 0.0
     for event in profile.function_events:
         if event.name != name or event.cpu_parent is not None:
             continue
@@ -145,11 +146,13 @@ def _called(call: Callable[[], Any], name: str) -> str:
             if not _PLAIN.match(child.name) or (_COPIERS.match(name) and "copy" in child.name)
         ]
         called_us = sum(child.cpu_time_total for child in children)
-        shares.append(called_us / max(event.cpu_time_total, called_us, 1e-3))
+        called_shares.append(called_us / event.cpu_time_total if called_us > 0 else 0.0)
         for child in children:
             if child.cpu_time_total > longest_us:
                 longest, longest_us = str(child.name), child.cpu_time_total
-    return longest if shares and statistics.median(shares) >= CALLED_SHARE else ""
+    if not called_shares or statistics.median(called_shares) < CALLED_SHARE:
+        return ""
+    return longest
 
 
 def _input(one: Invocation, number: int, device: str) -> Any:

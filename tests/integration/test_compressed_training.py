@@ -4,8 +4,8 @@ Small variants of the four example models train on two ranks, once uncompressed 
 strategies drawn from the search space with one compressor each, from the same weights on the same
 batches. The mean loss of the last steps over both ranks is compared.
 
-Largest deviations measured, with two strategies per compressor and seed (the losses of
-an uncompressed strategy equal the reference's):
+Largest deviations measured, with two strategies per compressor and seed (the losses of an
+uncompressed strategy equal the reference's):
 
 | | fp16 | bf16 | int8 | top-k, 10 % | PowerSGD, rank 4 |
 |---|---|---|---|---|---|

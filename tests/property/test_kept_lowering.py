@@ -50,14 +50,14 @@ def worlds(draw: st.DrawFn) -> tuple[Workload, Cluster]:
 def test_a_lowering_gives_the_graphs_of_a_new_one(world, seed, crowded, symmetric) -> None:
     workload, cluster = world
     costs = CROWDED if crowded else None
-    kept = Lowering(workload, cluster, costs)
+    used = Lowering(workload, cluster, costs)
     plans = neighbours(workload, cluster, seed)
     for each in [*plans, *plans]:
         new = Lowering(workload, cluster, costs)
-        assert_equal_graphs(kept.period(each, symmetric), new.period(each, symmetric))
+        assert_equal_graphs(used.period(each, symmetric), new.period(each, symmetric))
         few = each.messages[::2]
         limit = (each.limit, each.in_flight)
-        graphs = [one.message_graph(few, None, *limit) for one in (kept, new)]
+        graphs = [one.message_graph(few, None, *limit) for one in (used, new)]
         assert_equal_graphs(*graphs)
 
 
@@ -72,10 +72,10 @@ def test_a_retimed_lowering_gives_the_graphs_of_a_new_one(world, seed, factor, t
             for each in variables
         )
     other = replace(workload, variables=variables, update_s=factor * workload.update_s)
-    kept = Lowering(workload, cluster)
+    used = Lowering(workload, cluster)
     plans = neighbours(workload, cluster, seed)
     for each in plans:
-        kept.period(each)
-    retimed = kept.retimed(other)
+        used.period(each)
+    retimed = used.retimed(other)
     for each in plans:
         assert_equal_graphs(retimed.period(each), Lowering(other, cluster).period(each))

@@ -20,5 +20,5 @@ def test_torch_behind_a_symbolic_link_is_no_foreign_extension(tmp_path: Path) ->
     link = tmp_path / "packages"
     link.symlink_to(Path(torch.__file__).parent.parent)
     words = [sys.executable, "-c", LOOK, str(link)]
-    found = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
-    assert found.stdout.strip() == "None"
+    process = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+    assert process.stdout.strip() == "None"

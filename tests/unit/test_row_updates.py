@@ -43,9 +43,9 @@ def recorded(folder: Path) -> TraceJob:
 
 def known(job: TraceJob) -> tuple[Base, tuple[Gradient, ...]]:
     base = recorded_base(job, 0)
-    found = gradients_of(job, 0, base)
-    assert found is not None
-    return base, found
+    gradients = gradients_of(job, 0, base)
+    assert gradients is not None
+    return base, gradients
 
 
 def test_workers_touch_rows_together() -> None:

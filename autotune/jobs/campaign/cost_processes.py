@@ -56,10 +56,10 @@ def _collected(
     processes: Sequence[SpawnProcess], results: Any, longest_s: float
 ) -> list[dict[str, float]]:
     end_s = time.monotonic() + longest_s
-    found: list[dict[str, float]] = []
-    while len(found) < len(processes):
+    by_rank: list[dict[str, float]] = []
+    while len(by_rank) < len(processes):
         try:
-            found.append(results.get(timeout=POLL_S))
+            by_rank.append(results.get(timeout=POLL_S))
         except Empty:
             failed = [one.exitcode for one in processes if one.exitcode]
             if failed:
@@ -70,7 +70,7 @@ def _collected(
             if time.monotonic() > end_s:
                 raise LaunchError(
                     f"the runtime's costs must be measured within {longest_s:.0f} s, but only "
-                    f"{len(found)} of {len(processes)} processes were done; is the machine "
-                    "overloaded?"
+                    f"{len(by_rank)} of {len(processes)} processes were done; end other work on "
+                    "this machine and start again"
                 ) from None
-    return found
+    return by_rank

@@ -149,7 +149,7 @@ class StepRecording:
 
     @property
     def records(self) -> StepRecords:
-        """What was recorded so far."""
+        """The records of all steps so far. Traces are parsed here, after the timed steps."""
         self._records.steps += map(step_events, self._unread)
         self._unread.clear()
         return self._records
