@@ -12,6 +12,7 @@ The size of anything else is `Message.wire_bytes`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import overload
 
 import numpy as np
 
@@ -24,8 +25,12 @@ ROW_NUMBER_BYTES = 4
 """A row's number is sent as a 32-bit integer (64 bits for tables beyond 2^31 rows)."""
 
 
-def summed_share(touched_share: float, ranks: int) -> float:
-    """Return u."""
+@overload
+def summed_share(touched_share: float, ranks: int) -> float: ...
+@overload
+def summed_share(touched_share: FloatArray, ranks: FloatArray) -> FloatArray: ...
+def summed_share(touched_share: float | FloatArray, ranks: int | FloatArray) -> float | FloatArray:
+    """Return u; of arrays for each pair that numpy broadcasts."""
     return 1.0 - (1.0 - touched_share) ** ranks
 
 

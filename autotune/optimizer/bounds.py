@@ -5,7 +5,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+import numpy as np
+
+from autotune.arrays import FloatArray
 from autotune.cluster import Cluster
+from autotune.costs.row_traffic import summed_share
 from autotune.costs.timing import needed_times_s, ready_times_s
 from autotune.workload import Workload
 
@@ -20,31 +24,27 @@ def least_transfer_s(cluster: Cluster, sent_bytes: float) -> float:
     """
     if cluster.world_size == 1:
         return 0.0
-    hosts = cluster.hosts
-    rates = [host.link_bytes_per_s for host in hosts]
-    if len(hosts) == 1:
-        rates = [hosts[0].inner_bytes_per_s] * hosts[0].devices
-    for pair in cluster.pair_links:
-        for number, host in enumerate(hosts):
-            rates[number] += pair.link_bytes_per_s if host.name in pair.between else 0.0
+    rates = [rate for rate, _ in _ports(cluster)]
     return sent_bytes * max(1 / min(rates), 2 * (len(rates) - 1) / sum(rates))
+
+
+def least_synchronization_s(workload: Workload, cluster: Cluster) -> float:
+    """T_comm of all gradients; of sparse ones only touched rows travel."""
+    return float(_link_s(workload, cluster).sum(axis=0).max(initial=0.0))
 
 
 def least_step_s(workload: Workload, cluster: Cluster) -> float:
     """A lower bound of any step that sends every gradient without loss for the next step.
 
     It is tighter than max(T_comp, T_comm): a gradient is sent after it is ready, and the
-    computation from its variable's next read follows it. Sparse gradients count with the rows that
-    one rank's step touches. The bound ignores latency.
+    computation from its variable's next read follows it. The bound ignores latency.
     """
-    sent_s = [
-        least_transfer_s(cluster, variable.touched_share * variable.grad_bytes)
-        for variable in workload.variables
-    ]
+    ready_s = ready_times_s(workload).tolist()
     tail_s = (workload.forward_s - needed_times_s(workload)).tolist()
-    return max(
-        workload.compute_s, interruptible_s(ready_times_s(workload).tolist(), sent_s, tail_s)
+    synchronized_s = (
+        interruptible_s(ready_s, busy_s, tail_s) for busy_s in _link_s(workload, cluster).T.tolist()
     )
+    return max(workload.compute_s, *synchronized_s)
 
 
 def interruptible_s(
@@ -76,3 +76,37 @@ def interruptible_s(
         heapq.heappop(waiting)
         longest_s = max(longest_s, now_s + tail_s[number])
     return longest_s
+
+
+def _link_s(workload: Workload, cluster: Cluster) -> FloatArray:
+    """How long each variable keeps each host's link busy at least, and all links together (last).
+
+    Shape (V, H + 1). With one host its devices count. Of a dense gradient of S bytes each host
+    sends and receives S, and all n hosts together 2 (n - 1) S (`least_transfer_s`). Of a sparse one
+    each host receives the rows that ranks elsewhere touch, each row once: with d of the R ranks,
+    the share 1 - (1 - t)^(R - d) of all rows (`autotune.costs.row_traffic`). All together have to
+    sum at least the rows of one rank.
+    """
+    ports, ranks = _ports(cluster), cluster.world_size
+    if ranks == 1:
+        return np.zeros((len(workload.variables), 1))
+    rates, devices = np.array(ports).T
+    shares = np.array([variable.touched_share for variable in workload.variables])
+    elsewhere = summed_share(shares[:, None], ranks - devices)
+    received = np.column_stack([elsewhere, elsewhere.sum(axis=1)])
+    received[:, -1] = np.maximum(received[:, -1], 2 * (len(ports) - 1) * shares)
+    size = np.array([variable.grad_bytes for variable in workload.variables])
+    busy_s: FloatArray = size[:, None] * received / np.append(rates, rates.sum())
+    return busy_s
+
+
+def _ports(cluster: Cluster) -> list[tuple[float, int]]:
+    """Bytes per second each way, and ranks, of every host; of every device if there is one host."""
+    hosts = cluster.hosts
+    if len(hosts) == 1:
+        return [(hosts[0].inner_bytes_per_s, 1)] * hosts[0].devices
+    rates = [host.link_bytes_per_s for host in hosts]
+    for pair in cluster.pair_links:
+        for number, host in enumerate(hosts):
+            rates[number] += pair.link_bytes_per_s if host.name in pair.between else 0.0
+    return [(rate, host.devices) for rate, host in zip(rates, hosts, strict=True)]

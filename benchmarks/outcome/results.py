@@ -13,7 +13,7 @@ from autotune.dataset.folder import read_domain
 from autotune.dataset.trials import Environment
 from autotune.features.extract import Extractor
 from autotune.jobs.campaign.domain_features import domain_extractor
-from autotune.optimizer.bounds import least_step_s, least_transfer_s
+from autotune.optimizer.bounds import least_step_s, least_synchronization_s
 from autotune.strategy_space.plan import plan
 from autotune.tuning.statistics import fewest_values
 from autotune.workload import Workload
@@ -158,10 +158,8 @@ def row_of(folder: Path) -> DomainFigures | None:
         if OURS_LOSSY in frozen.courses
         else None
     )
-    compute_s, transfer_s = (
-        domain.workload.compute_s,
-        least_transfer_s(domain.cluster, sent_bytes(domain.workload)),
-    )
+    compute_s = domain.workload.compute_s
+    transfer_s = least_synchronization_s(domain.workload, domain.cluster)
     reachable_s = least_step_s(_as_played(domain.workload), domain.cluster)
     ours, extractor = _plan_of(lossless.last.side, there), domain_extractor(domain)
     return DomainFigures(
@@ -211,11 +209,6 @@ def _ablation(lossless: Outcome, there: Sequence[Side], rounds: Sequence[Round])
         first(_of_group(Group.RIVAL, there, rounds, ONE_SHOT)),
         lossless.last.today,
     )
-
-
-def sent_bytes(workload: Workload) -> float:
-    """Return the least bytes to send without loss; of sparse gradients only one rank's rows."""
-    return sum(variable.touched_share * variable.grad_bytes for variable in workload.variables)
 
 
 def _as_played(workload: Workload) -> Workload:

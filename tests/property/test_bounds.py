@@ -14,7 +14,12 @@ from synthetic_cluster import FREE, cluster, costs
 from autotune.cluster import PairLink
 from autotune.costs.issue_order import planned_order
 from autotune.lowering.lower import Lowering
-from autotune.optimizer.bounds import interruptible_s, least_step_s
+from autotune.optimizer.bounds import (
+    interruptible_s,
+    least_step_s,
+    least_synchronization_s,
+    least_transfer_s,
+)
 from autotune.rng import generator
 from autotune.sampler.random import sample
 from autotune.strategy_space.plan import plan
@@ -98,3 +103,25 @@ def test_a_variable_that_is_ready_last_and_read_first_cannot_hide():
 
     assert bound_s(0.2, 0.0) == pytest.approx(0.2 + 0.1 + 0.1)
     assert bound_s(0.1, 0.1) == pytest.approx(0.3)
+
+
+def test_every_host_receives_the_rows_that_ranks_elsewhere_touch():
+    """Of a tenth per rank, 1 - 0.9^2 on the host with two ranks, 1 - 0.9^3 on the others."""
+    rows = Variable("table", (1000, 25), "float32", True, 0.0, 0.0, touched_rows=100.0)
+    workload = Workload("m", (rows,), (), 0.0, 0.0, 0.0)
+    hosts = (2, 8), (1, 8), (1, 0.8)
+    of_three = cluster(*hosts, latency_s=0.0, inner_latency_s=0.0)
+    assert least_synchronization_s(workload, of_three) == pytest.approx(100_000 * 0.271 / 1e5)
+    dense = Workload("m", (replace(rows, touched_rows=None),), (), 0.0, 0.0, 0.0)
+    assert least_synchronization_s(dense, of_three) == pytest.approx(100_000 / 1e5)
+    even = cluster((1, 8), (1, 8), (1, 8), latency_s=0.0, inner_latency_s=0.0)
+    assert least_synchronization_s(workload, even) == pytest.approx(100_000 * 0.19 / 1e6)
+    assert least_synchronization_s(dense, even) == pytest.approx(4 / 3 * 100_000 / 1e6)
+
+
+@given(slow_worlds())
+def test_dense_gradients_need_what_all_their_bytes_need(world):
+    workload, on = world
+    dense = tuple(replace(each, touched_rows=None) for each in workload.variables)
+    all_s = least_synchronization_s(replace(workload, variables=dense), on)
+    assert all_s == pytest.approx(least_transfer_s(on, workload.grad_bytes))

@@ -11,7 +11,6 @@ from synthetic_job import SyntheticWorld, job_spec, strategy
 
 from autotune.dataset.trials import REFERENCE, DatasetTrial
 from autotune.errors import InvalidInput
-from autotune.jobs.campaign.generated_models import MODELS
 from autotune.records import CURRENT_SETUP, Failed, FailureKind, Measured
 from autotune.rng import generator
 from autotune.strategy_space.plan import Plan
@@ -26,7 +25,6 @@ from benchmarks.outcome.figures import (
     whole_rounds,
 )
 from benchmarks.outcome.kept import CLOSING, SWEEP, Group, Side, Stop, rounds_of
-from benchmarks.outcome.results import sent_bytes
 from benchmarks.outcome.searches import incumbents, near_the_last
 
 
@@ -150,12 +148,3 @@ def test_incumbents_are_the_bests_of_the_search_as_they_came_up():
     assert [best.seconds for best in bests] == [ends[best.strategy.id] for best in bests]
     near = [best.strategy for best in near_the_last(search, bests)]
     assert near == [strategy(4), strategy(9)]  # 0.07 is within 5 % of 0.068
-
-
-def test_the_bound_sends_only_the_rows_of_a_sparse_gradient_that_a_step_touches():
-    workload = MODELS["embedding"].workload()
-    table = next(variable for variable in workload.variables if variable.sparse)
-    dense_bytes = workload.grad_bytes - table.grad_bytes
-    assert sent_bytes(workload) == pytest.approx(dense_bytes + 4000 * 64 * 4)
-    untouched = tuple(replace(each, touched_rows=None) for each in workload.variables)
-    assert sent_bytes(replace(workload, variables=untouched)) == workload.grad_bytes

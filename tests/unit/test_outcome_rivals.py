@@ -17,14 +17,13 @@ from autotune.jobs.campaign.domains import CLUSTERS, GENERATED, SCRIPTS, seeded_
 from autotune.jobs.campaign.generated_models import MODELS
 from autotune.jobs.campaign.setups import Setup
 from autotune.jobs.campaign.train_generated import module_of
-from autotune.optimizer.bounds import least_transfer_s
+from autotune.optimizer.bounds import least_synchronization_s
 from autotune.strategy_space.backend import buckets_of
 from autotune.strategy_space.enactable import refusal_reason
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import SparseHandling, Synchronizer
 from autotune.workload import Variable, Workload, model_id
 from benchmarks.outcome.measure import DOMAINS
-from benchmarks.outcome.results import sent_bytes
 from benchmarks.outcome.rivals import (
     ACROSS,
     BUCKET_CAPS_MIB,
@@ -206,6 +205,6 @@ def test_the_script_builds_the_variables_of_its_workload_and_can_be_waited_for(m
 def test_steps_are_as_long_as_computing_and_sending_take_on_even_links(model: str):
     """At 1 Gbit/s, sending and computing without overlap take 100 to 500 ms; neither is small."""
     workload, cluster = WORKLOADS[model], read_cluster(setup_of(model, "four_hosts").cluster_file)
-    transfer_s = least_transfer_s(cluster, sent_bytes(workload))
+    transfer_s = least_synchronization_s(workload, cluster)
     assert 0.1 < workload.compute_s + transfer_s < 0.5
     assert 1 / 3 < transfer_s / workload.compute_s < 3
