@@ -38,6 +38,7 @@ from benchmarks.ranking.decision_report import (
     recovery_page,
 )
 from benchmarks.ranking.report import FIGURES, curve_plot, curves, means, overview, report, write
+from benchmarks.ranking.residuals import residual_keys, residual_page, residuals_of, write_residuals
 from benchmarks.ranking.runs import TIE_BAND, Maker, Study, Trainer, run
 from benchmarks.ranking.tasks import HeldOut
 from benchmarks.ranking.trials import (
@@ -56,7 +57,7 @@ SMALLEST_DOMAIN = 20
 """A domain with fewer plans is not tested: its test part would be smaller than ten."""
 SIZES = (25, 50, 100, 200, 400)
 RANKERS = ("linear", "rnn", "gat")
-PARTS = ("orders", "decisions", "wrong-replays")
+PARTS = ("residuals", "orders", "decisions", "wrong-replays")
 
 
 class TrainingProgress:
@@ -265,8 +266,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--domains", "tested ones (default: all that are large enough)", nargs="*", default=[])
     smallest = "plans that a tested domain has (default 20)"
     add("--smallest", smallest, type=three, default=SMALLEST_DOMAIN)
-    parts = "of the benchmark: how rankers order all plans, how they decide, wrong replays"
-    some("--parts", parts, PARTS)
+    parts_help = (
+        "of the benchmark: residuals by kind, how rankers order all plans, how they decide, "
+        "wrong replays"
+    )
+    some("--parts", parts_help, PARTS)
     some("--rankers", "learned ones (default: all)", RANKERS)
     paper = "sizes and epochs of the paper instead of the tuner's (many times longer)"
     add("--paper", paper, action="store_true")
@@ -315,13 +319,17 @@ def evaluated(options: argparse.Namespace) -> dict[str, Any]:
     began_s = time.monotonic()
     show: Callable[[str], None] = say if options.json else print
     campaigns = _campaigns(options)
+    wanted = set(options.parts)
+    parts: dict[str, Any] = {}
+    if "residuals" in wanted:
+        parts |= _residuals(options.output, campaigns, show)
+        if wanted == {"residuals"}:
+            return {**parts, "seconds": round(time.monotonic() - began_s, 1)}
     replayed = ReplayedTimes(options.output / "replayed-times.jsonl")
     points = limited(points_of(campaigns, replayed), options.max_plans)
     domains = usable(points, options.smallest, options.domains, show)
     learned = makers(options.rankers, options.paper, options.epochs)
-    parts: dict[str, Any] = {}
-    wanted = set(options.parts)
-    if len({point.model_id for point in points}) < 2 and wanted - {"orders"}:
+    if len({point.model_id for point in points}) < 2 and wanted - {"orders", "residuals"}:
         show("decisions and wrong replays are left out: they need trials of at least two models")
         wanted &= {"orders"}
     if "orders" in wanted:
@@ -344,6 +352,19 @@ def evaluated(options: argparse.Namespace) -> dict[str, Any]:
         **parts,
         "seconds": round(time.monotonic() - began_s, 1),
     }
+
+
+def _residuals(
+    folder: Path, campaigns: Sequence[Campaign], show: Callable[[str], None]
+) -> dict[str, Any]:
+    """Judge the replay on every plan by kind; return the keys."""
+    rows = residuals_of(campaigns)
+    if not rows:
+        return {}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_residuals(folder / "residuals.csv", rows)
+    _write(folder / "residuals.md", residual_page(rows), show)
+    return residual_keys(rows)
 
 
 def _orders(

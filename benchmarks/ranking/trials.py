@@ -227,14 +227,14 @@ def _points(campaign: Campaign, name: str, replayed: ReplayedTimes) -> list[Poin
                 workload.id,
                 campaign.cluster_name,
                 plan_id,
-                _median_noise(campaign.noise, len(times_s[plan_id])),
+                median_noise(campaign.noise, len(times_s[plan_id])),
                 plan_id in campaign.searched,
             )
         )
     return points
 
 
-def _median_noise(noise: float, trials: int) -> float:
+def median_noise(noise: float, trials: int) -> float:
     """Return the relative standard deviation of the median of this many trials."""
     return noise if trials < 3 else noise * MEDIAN_ERROR / math.sqrt(trials)
 

@@ -163,7 +163,9 @@ def replayed_s(points: list[Point]):
 def test_the_last_line_is_one_json_object_with_every_ranker(jobs: Jobs):
     result = jobs.result
     figures = {"pairwise_accuracy", "kendall_tau", "regret_top_1", "regret_top_5", "regret_top_10"}
-    assert set(result) == figures | {"domains", "plans", "learning_curve", "train_cpu_s", "seconds"}
+    residuals = {"replay_error_mean", "residual_rms", "residual_rms_worst"}
+    others = {"domains", "plans", "learning_curve", "train_cpu_s", "seconds"}
+    assert set(result) == figures | residuals | others
     rankers = {f"{name}, nothing" for name in UNTRAINED}
     rankers |= {f"{name}, own trials" for name in (*LEARNED, "chosen")}
     rankers |= {f"{name}, other domains, cluster" for name in LEARNED}
@@ -193,6 +195,33 @@ def test_the_report_has_tables_a_plot_every_row_and_the_domains_left_out(jobs: J
     assert {row["ranker"] for row in rows} == {*UNTRAINED, *LEARNED, "chosen"}
     trained = [row for row in rows if row["learned"] == "own trials"]
     assert all(int(row["plans"]) > 0 and float(row["train_cpu_s"]) > 0 for row in trained)
+
+
+def test_residuals_of_all_plans_are_listed_and_add_up(jobs: Jobs):
+    """Also of the domain that is too small for the other parts."""
+    rows = list(csv.DictReader((jobs.report / "residuals.csv").read_text().splitlines()))
+    assert len(rows) == sum(PLANS.values())
+    by_id = {cluster.id: cluster for cluster in (LARGE, OTHER, SMALL)}
+    for name, cluster in by_id.items():
+        of_domain = {row["plan"]: row for row in rows if row["domain"] == f"{WORKLOAD.id}/{name}"}
+        assert {key: float(row["measured_s"]) for key, row in of_domain.items()} == pytest.approx(
+            jobs.medians[cluster.id]
+        )
+    for row in rows:
+        ratio = float(row["measured_s"]) / float(row["replayed_s"])
+        assert float(row["residual"]) == pytest.approx(math.log(ratio))
+    errors = {
+        name: [abs(1 - math.exp(-float(row["residual"]))) for row in rows if name in row["domain"]]
+        for name in by_id
+    }
+    expected = statistics.mean(statistics.mean(each) for each in errors.values())
+    assert jobs.result["replay_error_mean"] == pytest.approx(expected)
+    lines = (jobs.report / "residuals.md").read_text().splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith("| by synchronizer")) + 2
+    table = itertools.takewhile(bool, lines[start:])
+    cells = [[cell.strip() for cell in line.split("|")] for line in table]
+    assert sum(int(row[2]) for row in cells) == len(rows)
+    assert sum(float(row[7]) for row in cells) == pytest.approx(100, abs=0.1 * len(cells))
 
 
 def test_progress_goes_to_stderr_with_the_time_left(jobs: Jobs):
