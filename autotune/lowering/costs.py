@@ -76,9 +76,9 @@ class RuntimeCosts:
     | `int8_decode_s`, `int8_decode_s_per_element` | int8: read a message | s |
     | `top_k_find_s`, `top_k_find_s_per_element` | top-k: find the largest elements | s |
     | `top_k_add_s`, `top_k_add_s_per_element` | top-k: add one rank's elements, per element | s |
-    | `rows_take_s_per_byte` | sort, scale and pack a rank's rows of a sparse gradient | s/B |
-    | `rows_add_s_per_byte` | add the rows of all ranks, per byte of all | s/B |
-    | `rows_write_s_per_byte` | write their sum as the gradient, per byte of it | s/B |
+    | `rows_take_s`, `rows_take_s_per_byte` | sort, scale and pack a rank's sparse rows | s |
+    | `rows_add_s`, `rows_add_s_per_byte` | add the rows of all ranks; per byte of all | s |
+    | `rows_write_s`, `rows_write_s_per_byte` | write a sum of rows as the gradient | s |
     | `low_rank_s`, `low_rank_s_per_flop` | PowerSGD: per slice and product; per operation | s |
     | `collective_s` | start a collective that was not probed | s |
     | `message_s` | a message between two ranks of a direct exchange that was not probed | s |
@@ -125,8 +125,11 @@ class RuntimeCosts:
     top_k_find_s_per_element: Constant = Constant(3e-09, _HERE)
     top_k_add_s: Constant = Constant(6.3e-06, _HERE)
     top_k_add_s_per_element: Constant = Constant(2.1e-08, _HERE)
+    rows_take_s: Constant = Constant(9.2e-05, _HERE)
     rows_take_s_per_byte: Constant = Constant(1.4e-09, _HERE)
+    rows_add_s: Constant = Constant(0.00025, _HERE)
     rows_add_s_per_byte: Constant = Constant(8.9e-10, _HERE)
+    rows_write_s: Constant = Constant(8.7e-05, _HERE)
     rows_write_s_per_byte: Constant = Constant(1.6e-10, _HERE)
     low_rank_s: Constant = Constant(0.00017, _HERE)
     low_rank_s_per_flop: Constant = Constant(5e-10, _HERE)
@@ -196,6 +199,9 @@ TENSORFLOW_COSTS = replace(
             "lane_s",
             "piece_s",
             "write_s",
+            "rows_take_s",
+            "rows_add_s",
+            "rows_write_s",
             "pack_s_per_byte",
             "unpack_s_per_byte",
         )

@@ -258,13 +258,14 @@ class _MessageKind:
     def rows(self) -> tuple[Step, ...]:
         """Rows of sparse gradients: their counts, then the rows.
 
-        A server sends back the rows that any rank touched.
+        A server sends back the rows that any rank touched. Rows are packed before each send.
         """
         costs, n, wire_bytes = self.costs, self.members, self.wire_bytes
-        add_s = costs["rows_add_s_per_byte"] * n * wire_bytes
-        write_s = costs["rows_write_s_per_byte"] * self.summed_bytes
+        packed_s = np.full(len(wire_bytes), costs["rows_take_s"])
+        add_s = costs["rows_add_s"] + costs["rows_add_s_per_byte"] * n * wire_bytes
+        write_s = costs["rows_write_s"] + costs["rows_write_s_per_byte"] * self.summed_bytes
         count_bytes = np.full(len(wire_bytes), COUNT_BYTES)
-        take_s = costs["rows_take_s_per_byte"] * wire_bytes
+        take_s = packed_s + costs["rows_take_s_per_byte"] * wire_bytes
         counts = self.step(Collective.ALL_GATHER, count_bytes * n, take_s)
         if self.first.sparse is SparseHandling.ALL_GATHER:
             rows = self.step(Collective.ALL_GATHER, n * wire_bytes)
@@ -272,19 +273,20 @@ class _MessageKind:
         if self.first.synchronizer is Synchronizer.DIRECT_EXCHANGE:
             # One number per owner and one for the form of the rows.
             rows_for = self.step(Collective.ALL_GATHER, (n + 1) / 2 * n * count_bytes, take_s)
-            sums = self.step(Collective.ALL_GATHER, n * count_bytes, self.most_owned * add_s)
+            summed_s = costs["rows_add_s"] + self.most_owned * (add_s - costs["rows_add_s"])
+            sums = self.step(Collective.ALL_GATHER, n * count_bytes, summed_s)
             return (
                 rows_for,
-                self.step(Collective.PUSH, wire_bytes),
+                self.step(Collective.PUSH, wire_bytes, packed_s),
                 sums,
-                self.step(Collective.PULL, self.summed_bytes),
-                self.compute(write_s),
+                self.step(Collective.PULL, self.summed_bytes, packed_s),
+                self.compute(packed_s + write_s),
             )
         return (
             counts,
-            self.step(Collective.GATHER, wire_bytes),
+            self.step(Collective.GATHER, wire_bytes, packed_s),
             self.step(Collective.BROADCAST, count_bytes, prepare_root_s=add_s),
-            self.step(Collective.SCATTER, self.summed_bytes),
+            self.step(Collective.SCATTER, self.summed_bytes, prepare_root_s=packed_s),
             self.compute(write_s),
         )
 

@@ -46,8 +46,11 @@ CROWDED = costs(
     write_s=1.9e-5,
     unpack_s_per_byte=6.3e-11,
     real_update=1.0,
+    rows_take_s=0.0,
     rows_take_s_per_byte=0.0,
+    rows_add_s=0.0,
     rows_add_s_per_byte=0.0,
+    rows_write_s=0.0,
     rows_write_s_per_byte=0.0,
 )
 """Costs of a machine with busy cores, fixed so that new defaults change no case.
@@ -228,6 +231,23 @@ def test_sparse_rows_take_the_cpu_time_of_their_processing(handling, part) -> No
         Lowering(workload, CLUSTERS["even"], each).step_s(plan) for each in (FREE, expensive)
     )
     assert close(expensive_s - free_s, per_byte * handled[part])
+
+
+@pytest.mark.parametrize(
+    ("handling", "takes"), [("all_gather", 1), ("gather_scatter", 3), ("direct", 4)]
+)
+def test_each_message_of_sparse_rows_costs_its_calls(handling, takes) -> None:
+    """Rows are packed before every send, and joined behind a direct exchange."""
+    workload, plan = table_plan(handling.replace("direct", "gather_scatter"), 400.0, False)
+    if handling == "direct":
+        (message,) = plan.messages
+        message = replace(message, synchronizer=Synchronizer.DIRECT_EXCHANGE, owner=None)
+        plan = replace(plan, messages=(message,))
+    calls = {"rows_take_s": takes, "rows_add_s": 1, "rows_write_s": 1}
+    free_s = Lowering(workload, CLUSTERS["even"], FREE).step_s(plan)
+    for name, count in calls.items():
+        step_s = Lowering(workload, CLUSTERS["even"], costs(FREE, **{name: 1e-3})).step_s(plan)
+        assert close(step_s - free_s, 1e-3 * count)
 
 
 def messages(

@@ -455,13 +455,11 @@ def one_process(way: CostConditions) -> dict[str, float]:
     }
     for name, of_elements in compressors.items():
         costs[f"{name}_s"], costs[f"{name}_s_per_element"] = line(of_elements, way.pause_s)
-    for name, of_elements in {
-        "sum": owned_sum,
-        "rows_take": rows_taken,
-        "rows_add": rows_added,
-        "rows_write": rows_written,
-    }.items():
-        costs[f"{name}_s_per_byte"] = line(of_elements, way.pause_s)[1] / 4
+    costs["sum_s_per_byte"] = line(owned_sum, way.pause_s)[1] / 4
+    rows = {"rows_take": rows_taken, "rows_add": rows_added, "rows_write": rows_written}
+    for name, of_elements in rows.items():
+        costs[f"{name}_s"], per_element = line(of_elements, way.pause_s)
+        costs[f"{name}_s_per_byte"] = per_element / 4
     per_call_s, per_element = line(low_rank, way.pause_s)
     costs["low_rank_s"], costs["low_rank_s_per_flop"] = per_call_s / 3, per_element / 3
     dist.destroy_process_group()
