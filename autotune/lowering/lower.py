@@ -152,7 +152,7 @@ class Lowering:
             limit=limit,
             in_flight=in_flight,
             coarse=True,
-            shared=shares_ports(batches, self.costs),
+            shared=shares_ports(batches, self.costs, limit),
             crowd=self.crowd,
         )
         network = Network(batches, self.shapes, around, np.zeros(count, dtype=np.int64))
@@ -234,7 +234,7 @@ class _PlanGraph:
             limit=plan.limit,
             in_flight=plan.in_flight,
             coarse=coarse,
-            shared=shares_ports(batches, lowering.costs),
+            shared=shares_ports(batches, lowering.costs, plan.limit),
             crowd=lowering.crowd,
         )
         layer, shapes = self.slices.last, lowering.shapes

@@ -386,9 +386,13 @@ class _ShapeBuilder:
         return {"channel": self._queue(name)}
 
 
-def shares_ports(batches: Sequence[Batch], costs: RuntimeCosts) -> bool:
-    """Whether connections share a port evenly in a graph of these messages."""
-    return any(
+def shares_ports(batches: Sequence[Batch], costs: RuntimeCosts, limit: int | None) -> bool:
+    """Whether connections share a port evenly in a graph of these messages.
+
+    They do so across the step, where there is a `limit`: messages under way then end together, and
+    an urgent one waits for others. Within it, the order of arrival is nearer to measured steps.
+    """
+    return limit is not None or any(
         batch.direct or any(is_ordered(timed, costs) for timed in batch.steps) for batch in batches
     )
 

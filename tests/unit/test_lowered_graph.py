@@ -286,6 +286,27 @@ def test_cpu_time_beyond_a_messages_end_delays_other_messages() -> None:
     assert sync_s(lowering, *cut(message, 100)) > 0.35
 
 
+def test_a_small_message_across_the_step_shares_the_links_with_a_large_one() -> None:
+    """Both are under way together, so it takes twice its time. Within the step rounds take turns:
+    each round of the small message waits for one of the large."""
+    lowering = Lowering(
+        GPU, cluster(*[(1, 1000)] * 4, latency_s=0.0), costs(FREE, collective_s=0.0)
+    )
+    large, small = (
+        replace(ring().messages[0], slices=(TensorSlice("v0", size),))
+        for size in (6_000_000, 60_000)
+    )
+    small_s, large_s = (sync_s(lowering, message) for message in (small, large))
+
+    def end_s(limit: int | None) -> float:
+        graph = lowering.message_graph([large, small], limit=limit)
+        of_small = [name.startswith("message 1 ") for name in graph.names.ops]
+        return float(replay(graph).end_s[of_small].max())
+
+    assert end_s(2) == pytest.approx(2 * small_s, rel=0.01)
+    assert end_s(None) == pytest.approx(large_s + small_s, rel=0.01)
+
+
 def test_a_slow_host_alternates_between_serving_and_sending() -> None:
     """Both gathers move 30 MB over the slow host's link, in and out; on even hosts they overlap."""
     slow = cluster((1, 1000), (1, 1000), (1, 1000), (1, 80))
