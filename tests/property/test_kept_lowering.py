@@ -51,14 +51,16 @@ def test_a_lowering_gives_the_graphs_of_a_new_one(world, seed, crowded, symmetri
     workload, cluster = world
     costs = CROWDED if crowded else None
     used = Lowering(workload, cluster, costs)
+
+    def graphs(lowering: Lowering, of: Plan) -> tuple[Dfg, Dfg]:
+        few, limit = of.messages[::2], (of.limit, of.in_flight)
+        return lowering.period(of, symmetric), lowering.message_graph(few, None, *limit)
+
     plans = neighbours(workload, cluster, seed)
-    for each in [*plans, *plans]:
-        new = Lowering(workload, cluster, costs)
-        assert_equal_graphs(used.period(each, symmetric), new.period(each, symmetric))
-        few = each.messages[::2]
-        limit = (each.limit, each.in_flight)
-        graphs = [one.message_graph(few, None, *limit) for one in (used, new)]
-        assert_equal_graphs(*graphs)
+    expected = [graphs(Lowering(workload, cluster, costs), each) for each in plans]
+    for each, new in [*zip(plans, expected, strict=True)] * 2:
+        for one, other in zip(graphs(used, each), new, strict=True):
+            assert_equal_graphs(one, other)
 
 
 @settings(max_examples=40, deadline=None)
