@@ -104,12 +104,17 @@ class Extractor:
         op_fusions: Sequence[OpFusionChoice] = (),
     ) -> None:
         self.workload, self.cluster, self.costs = workload, cluster, costs
+        self._op_fusions = op_fusions
         self.fused = {choice.sets: choice.workload(workload) for choice in op_fusions}
         count = len(workload.variables)
         chain = [(position, position + 1) for position in range(count - 1)]
         self.edges = np.array(workload.edges or chain, dtype=np.int64).reshape(-1, 2)
         self.taken_share = taken_share(workload, cluster)
         self.rates = Rates(cluster)
+
+    def with_rates(self, cluster: Cluster, costs: RuntimeCosts) -> Extractor:
+        """Return an extractor for the same workload with other rates and costs."""
+        return Extractor(self.workload, cluster, costs, self._op_fusions)
 
     def features(self, planned: PlannedStrategy, with_shards: bool = True) -> StrategyFeatures:
         """Features of a strategy planned for this workload and cluster. Raises `InvalidInput`.

@@ -69,6 +69,7 @@ def _context(
         "export_path": export_path,
         "search_chart": search_chart(history),
         "prediction_chart": prediction_chart(history),
+        "contradicted": history.rounds[-1].contradicted if history.rounds else (),
         "quality_chart": quality_chart(history.rounds),
         "rankers": [(name, f"s{i % SERIES}") for i, name in enumerate(rankers(history.rounds))],
         "details": _details(spec, profiled, *shown) if profiled and shown else None,

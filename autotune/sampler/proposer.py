@@ -50,6 +50,8 @@ The seconds are a safety limit only."""
 ROUND = 0.25
 """Largest share of a job's remaining time for the proposals of a round, as thousands of variables
 need. Half of it is for the optimizer, a quarter for samples, the rest to learn and score them."""
+CALIBRATION = 0.2
+"""Share of the time for a round's proposals in which the replay's constants must be calibrated."""
 FINISH = 0.1
 """Share of a job's time for the last training; simulators that need more are not kept."""
 SCORING = 0.9
@@ -127,8 +129,19 @@ class Proposer:
         deadline = Deadline.after(ROUND * left_s, self._clock)
         if self._spec.search in BAYESIAN:
             return self._propose_bayes(history, round_, deadline)
+        contradicted: tuple[str, ...] = ()
+        if self._spec.search is Search.AUTOSYNC:
+            contradicted = self._scorer.calibrate(history, deadline.share(CALIBRATION))
         if incumbent:
-            return self._propose_neighbours(history, round_, count, incumbent, deadline)
+            proposed = self._propose_neighbours(history, round_, count, incumbent, deadline)
+        else:
+            proposed = self._propose_sampled(history, round_, count, deadline)
+        return replace(proposed, contradicted=contradicted)
+
+    def _propose_sampled(
+        self, history: History, round_: int, count: int, deadline: Deadline
+    ) -> Proposed:
+        """Propose from the optimizer's strategies and samples."""
         untried = self._pool(history, round_, deadline)
         pool = untried.candidates
         if not pool:

@@ -17,6 +17,9 @@ from autotune.optimizer.budget import NO_DEADLINE, Deadline
 from autotune.records import RankingQuality
 from autotune.rng import generator
 from autotune.sampler.correction import corrected_times
+from autotune.simulators.calibration import OutOfTime, calibrate
+from autotune.simulators.constants import with_constants
+from autotune.simulators.contradictions import contradicted
 from autotune.simulators.evaluation import REPLAY, UNLEARNED, choose_ranker, evaluate, k_fold
 from autotune.simulators.interface import Example, Simulator
 from autotune.strategy_space.plan import PlannedStrategy
@@ -26,6 +29,8 @@ from autotune.tuning.job import JobSpec, Search
 SMALLEST_TRAINING = 8
 """Fewest measured strategies to train on; fewer leave too small a validation part."""
 FOLDS = 4
+FEWEST_CALIBRATED, MOST_CALIBRATED = 5, 40
+"""Measured strategies on which the replay's constants are calibrated."""
 REPLAYED = 100
 """Strategies of a round that are replayed; a replay costs as much as 100 analytic estimates."""
 TRAINING_SHARE = 0.2
@@ -110,7 +115,9 @@ class Scorer:
         self._training_s: dict[str, float] = {}
         self._last_training_s: dict[str, float] = {}
         self._trained: dict[str, Simulator] = {}
-        self._kept: Extractor | None = None
+        self._stated: Extractor | None = None
+        self._calibrated: tuple[Extractor, tuple[str, ...]] | None = None
+        self._calibrated_on: dict[str, float] | None = {}
         self._measured: dict[str, StrategyFeatures] = {}
 
     def score(
@@ -210,21 +217,55 @@ class Scorer:
         return tuple(quality), _too_large(too_large, self._trained_shards)
 
     def extractor(self, history: History) -> Extractor:
-        """One for the whole job and the optimizer's replays, so that nothing is replayed twice."""
+        """One for the whole round and the optimizer's replays, so that nothing is replayed twice.
+
+        It replays with the constants that `calibrate` found last.
+        """
+        stated = self._as_stated(history)
+        return stated if self._calibrated is None else self._calibrated[0]
+
+    def calibrate(self, history: History, deadline: Deadline = NO_DEADLINE) -> tuple[str, ...]:
+        """Fit the constants of the replays to the measurements so far.
+
+        Return which stated constants they contradict, for people. Steps that take too long to
+        replay are left as they are in this job.
+        """
+        stated, measured_s = self._as_stated(history), dict(history.measured_s)
+        enough = len(measured_s) >= FEWEST_CALIBRATED
+        if enough and self._calibrated_on is not None and measured_s != self._calibrated_on:
+            chosen = _spread(measured_s)
+            planned = [history.planned(strategy_id) for strategy_id in chosen]
+            trials = [each for each in planned if each is not None]
+            assert len(trials) == len(chosen), "the current setup is no candidate"
+            times_s = np.array([measured_s[strategy_id] for strategy_id in chosen])
+            try:
+                found = calibrate(stated, trials, times_s, deadline.passed)
+            except OutOfTime:
+                self._calibrated_on = None
+            else:
+                extractor = with_constants(stated, found.constants)
+                self._calibrated = extractor, contradicted(stated, found)
+                self._calibrated_on = measured_s
+                self._measured = {}
+        return () if self._calibrated is None else self._calibrated[1]
+
+    def _as_stated(self, history: History) -> Extractor:
+        """The extractor with the constants that were probed or assumed."""
         profiled = history.profiled
         assert profiled is not None
         workload, cluster = profiled.workload, profiled.cluster
-        extractor = self._kept
-        if extractor is None or (extractor.workload, extractor.cluster) != (workload, cluster):
-            extractor = job_extractor(
+        stated = self._stated
+        if stated is None or (stated.workload, stated.cluster) != (workload, cluster):
+            stated = job_extractor(
                 workload,
                 cluster,
                 self._spec.conditions.accelerators,
                 profiled.software,
                 profiled.op_fusions,
             )
-        self._kept = extractor
-        return extractor
+            self._calibrated = None
+        self._stated = stated
+        return stated
 
     def examples(self, history: History, deadline: Deadline = NO_DEADLINE) -> list[Example]:
         """The measurements of this job with their features, in an order independent of the time.
@@ -264,6 +305,15 @@ class Scorer:
             features = features.without_shards()
         self._measured[strategy_id] = features
         return features
+
+
+def _spread(measured_s: Mapping[str, float]) -> list[str]:
+    """Return at most `MOST_CALIBRATED` strategies, evenly from the fastest to the slowest."""
+    ranked = sorted(measured_s, key=lambda strategy_id: (measured_s[strategy_id], strategy_id))
+    if len(ranked) <= MOST_CALIBRATED:
+        return ranked
+    places = np.linspace(0, len(ranked) - 1, MOST_CALIBRATED).round().astype(np.int64)
+    return [ranked[place] for place in places.tolist()]
 
 
 def _ranked(

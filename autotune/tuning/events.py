@@ -104,6 +104,7 @@ class Proposed:
 
     `incumbent`: the strategy whose neighbours a round of the descent proposes, else "".
     `passed_over`: found by the optimizer and not proposed; later rounds may propose them.
+    `contradicted`: constants of the replay that the trials so far contradict, a line each.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -117,6 +118,7 @@ class Proposed:
     elapsed_s: float
     incumbent: str = field(default="", metadata=LATER)
     passed_over: tuple[Proposal, ...] = field(default=(), metadata=LATER)
+    contradicted: tuple[str, ...] = field(default=(), metadata=LATER)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from autotune.arrays import FloatArray
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.features.extract import StrategyFeatures
 from autotune.simulators.interface import Example, FitReport
+from benchmarks.ranking.calibrations import Calibrate, Calibrations
 from benchmarks.ranking.corrections import judged
 from benchmarks.ranking.decision_report import (
     decision_keys,
@@ -329,6 +330,10 @@ def evaluated(options: argparse.Namespace) -> dict[str, Any]:
     points = limited(points_of(campaigns, replayed), options.max_plans)
     domains = usable(points, options.smallest, options.domains, show)
     learned = makers(options.rankers, options.paper, options.epochs)
+
+    def calibrations_of(some: Sequence[Campaign], of_all: Sequence[Point]) -> Calibrate:
+        return Calibrations(some, of_all, replayed, options.output / "calibrations.jsonl").of
+
     if len({point.model_id for point in points}) < 2 and wanted - {"orders", "residuals"}:
         show("decisions and wrong replays are left out: they need trials of at least two models")
         wanted &= {"orders"}
@@ -336,12 +341,21 @@ def evaluated(options: argparse.Namespace) -> dict[str, Any]:
         parts |= _orders(options, campaigns, points, domains, learned, show)
     if "decisions" in wanted:
         trainer = Trainer(points, learned, lambda name, count: say(f"{name} on {count} trials"))
-        judgements = judged(points, domains, options.seeds, trainer, options.source_plans)
+        calibrate = calibrations_of(campaigns, points)
+        judgements = judged(
+            points, domains, options.seeds, trainer, options.source_plans, calibrate
+        )
         _write(options.output / "decisions.md", decision_page(*judgements), show)
         parts |= decision_keys(*judgements)
     if "wrong-replays" in wanted:
         rows = recoveries(
-            campaigns, points, domains, options.seeds, lambda each: points_of(each, replayed), say
+            campaigns,
+            points,
+            domains,
+            options.seeds,
+            lambda each: points_of(each, replayed),
+            calibrations_of,
+            say,
         )
         _write(options.output / "wrong-replays.md", recovery_page(rows), show)
         parts |= recovery_keys(rows)

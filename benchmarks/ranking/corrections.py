@@ -1,7 +1,10 @@
-"""Correct the replay by a Gaussian process, and judge it where the tuner decides.
+"""Calibrate and correct the replay, and judge it where the tuner decides.
 
-Each domain is held out in turn. The process learns from the other domains and from the first own
-plans of a part that is not tested (`tasks`). It ranks at full strength, and at the strength that
+The replay's constants are calibrated on the first own plans of a part that is not tested (`tasks`),
+those of the other domains on their first own plans. A Gaussian process corrects what is left.
+
+Each domain is held out in turn. The process learns from the other domains and from the same own
+plans. It ranks at full strength, and at the strength that
 the other domains support: the one with the best order in the fastest quarter of each of them, by a
 process that has seen neither that domain nor the tested one.
 """
@@ -26,19 +29,21 @@ from autotune.simulators.gaussian_process import (
     Residuals,
     learned_kernel,
 )
+from benchmarks.ranking.calibrations import Calibrate, replaced
 from benchmarks.ranking.decisions import DecisionRow, TestedPlans, ceilings, decision_figures
 from benchmarks.ranking.runs import Trainer
 from benchmarks.ranking.tasks import HeldOut, Parts, assert_no_leak, parts_of, sources_for
 from benchmarks.ranking.trials import Point
 
-FULL = "process"
-SUPPORTED = "process, supported strength"
+CALIBRATED = "calibrated replay"
+FULL = "calibrated, process"
+SUPPORTED = "calibrated, process at supported strength"
 STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 OWN = (0, 5, 25, 50)
 """Own trials after which rankers are judged."""
 JUDGED = 25
 """Own trials after which strengths are compared, and to which the aims apply."""
-STRENGTH_SEEDS = 3
+STRENGTH_SEEDS = 2
 """Test parts of each other domain on which strengths are compared."""
 TEST_SHARE = 0.6
 """Share of a domain's plans that is tested: 50 of 150 plans are left to learn from."""
@@ -119,12 +124,24 @@ def own_part(parts: Parts, own: int) -> IntArray:
     return parts.own[own] if own in parts.own else parts.own[max(parts.own)]
 
 
-def supported_strength(points: Sequence[Point], domain: str, kernel: Kernel) -> float:
+def learned_points(points: Sequence[Point], calibrate: Calibrate) -> list[Point]:
+    """Return the points as later jobs know them: each domain after `JUDGED` own plans."""
+    others: list[Point] = []
+    for domain in sorted({point.domain for point in points}):
+        parts = parts_of(points, domain, 0, OWN[1:], TEST_SHARE)
+        others += calibrate(domain, own_part(parts, JUDGED))
+    return replaced(points, others)
+
+
+def supported_strength(
+    learned: Sequence[Point], domain: str, kernel: Kernel, calibrate: Calibrate
+) -> float:
     """Return the strength that orders the fastest quarters of the other domains best."""
     totals = np.zeros(len(STRENGTHS))
-    others = sorted({point.domain for point in points} - {domain})
+    others = sorted({point.domain for point in learned} - {domain})
     for other, seed in product(others, range(STRENGTH_SEEDS)):
-        held = held_out(points, other, seed, kernel, also=domain)
+        held = held_out(learned, other, seed, kernel, also=domain)
+        points = replaced(learned, calibrate(other, own_part(held.parts, JUDGED)))
         correction, _ = corrected(points, held, JUDGED)
         tested = tested_of(points, held.parts.test)
         replayed_s = replayed_of(points, held.parts.test)
@@ -137,7 +154,12 @@ def supported_strength(points: Sequence[Point], domain: str, kernel: Kernel) -> 
 
 
 def judged(
-    points: Sequence[Point], domains: Sequence[str], seeds: int, trainer: Trainer, source_plans: int
+    points: Sequence[Point],
+    domains: Sequence[str],
+    seeds: int,
+    trainer: Trainer,
+    source_plans: int,
+    calibrate: Calibrate,
 ) -> tuple[list[DecisionRow], dict[str, float]]:
     """Return a row per domain, seed, ranker and number of own trials, and the strengths used.
 
@@ -145,20 +167,25 @@ def judged(
     """
     rows: list[DecisionRow] = []
     strengths = {}
+    learned = learned_points(points, calibrate)
     for domain in domains:
-        kernel = kernel_for(points, domain)
-        strengths[domain] = supported_strength(points, domain, kernel)
+        kernel = kernel_for(learned, domain)
+        strengths[domain] = supported_strength(learned, domain, kernel, calibrate)
         for seed in range(seeds):
-            held = held_out(points, domain, seed, kernel)
+            held = held_out(learned, domain, seed, kernel)
             tested = tested_of(points, held.parts.test)
             most = ceilings(tested, generator(seed, "ceiling", domain))
-            replayed_s = replayed_of(points, held.parts.test)
+            stated_s = replayed_of(points, held.parts.test)
             guesses: list[tuple[str, int, FloatArray]] = []
             for own in OWN:
-                correction, training = corrected(points, held, own)
-                scaled_s = _scale(points, training) * replayed_s
+                training = own_part(held.parts, own)
+                mixed = replaced(learned, calibrate(domain, training))
+                correction, _ = corrected(mixed, held, own)
+                replayed_s = replayed_of(mixed, held.parts.test)
+                scaled_s = _scale(mixed, training) * replayed_s
                 guesses += [
-                    (REPLAY, own, scaled_s),
+                    (REPLAY, own, _scale(points, training) * stated_s),
+                    (CALIBRATED, own, scaled_s),
                     (FULL, own, replayed_s * np.exp(correction.mean)),
                     (SUPPORTED, own, scaled_s * np.exp(strengths[domain] * correction.mean)),
                 ]

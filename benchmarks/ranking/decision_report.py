@@ -33,14 +33,14 @@ def recovery_page(rows: Sequence[Recovery]) -> str:
     """Return a table of all pairs' accuracy with right, wrong and corrected replays."""
     lines = [
         f"Accuracy over all pairs after {JUDGED} own trials, mean over domains and test parts.\n",
-        _line("replay", "right", "wrong, alone", "wrong, corrected", "recovered share"),
-        _line(*["---"] * 5),
+        _line("replay", "right", "wrong, alone", "calibrated", "corrected", "recovered share"),
+        _line(*["---"] * 6),
     ]
     for case in (*dict.fromkeys(row.case for row in rows), "all"):
         of_case = [row for row in rows if case in (row.case, "all")]
         means = [
             sum(getattr(row, name) for row in of_case) / len(of_case)
-            for name in ("right", "wrong", "corrected")
+            for name in ("right", "wrong", "calibrated", "corrected")
         ]
         share = recovered_share(of_case)
         lines.append(_line(case, *(f"{mean:.3f}" for mean in means), f"{share:.2f}"))
@@ -92,7 +92,7 @@ def recovery_keys(rows: Sequence[Recovery]) -> dict[str, Any]:
         cases[case] = {
             **{
                 name: _number(sum(getattr(row, name) for row in of_case) / len(of_case))
-                for name in ("right", "wrong", "corrected")
+                for name in ("right", "wrong", "calibrated", "corrected")
             },
             "recovered_share": _number(recovered_share(of_case)),
         }

@@ -34,6 +34,8 @@ from autotune.tuning.statistics import MEDIAN_ERROR
 
 _REPLAYED_BY = ("lowering", "dfg", "features", "strategy_space")
 """Folders of the package whose code determines a replayed time."""
+_CALIBRATED_BY = ("calibration.py", "constants.py", "gaussian_process.py")
+"""Files of `autotune.simulators` whose code determines a calibration."""
 _OPTIMIZED = ":optimizer"
 """Part of the source of a trial that the tuner's optimizer proposed."""
 
@@ -85,18 +87,20 @@ class ReplayedTimes:
         self._known = dict(entry for line in lines if (entry := _entry(line)) is not None)
         self._code = _digest(_sources())
 
+    def key(self, campaign: Campaign, trials: Sequence[str]) -> str:
+        """Return an identity of what calibrates the campaign's replays on these trials."""
+        folder = Path(autotune.__file__).parent / "simulators"
+        code = [(folder / name).read_text(encoding="utf-8") for name in _CALIBRATED_BY]
+        return _digest([self._given(campaign.extractor), *code, *trials])
+
+    def _given(self, extractor: Extractor) -> str:
+        given = (extractor.workload, extractor.cluster, extractor.costs)
+        return _digest([self._code, *(canonical_json(each) for each in given)])
+
     def of(self, campaign: Campaign) -> Callable[[StrategyFeatures, Plan], StrategyFeatures]:
         """Return what adds the replay under the campaign's profile and probe to features."""
         extractor = campaign.extractor
-        given = _digest(
-            [
-                self._code,
-                *(
-                    canonical_json(each)
-                    for each in (extractor.workload, extractor.cluster, extractor.costs)
-                ),
-            ]
-        )
+        given = self._given(extractor)
 
         def described(features: StrategyFeatures, wanted: Plan) -> StrategyFeatures:
             key = _digest([given, wanted.id])

@@ -22,15 +22,17 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from autotune.cluster import Cluster, CollectiveFit, Where
 from autotune.features.extract import Extractor
-from autotune.lowering.costs import EMULATED_COSTS, Constant, RuntimeCosts
-from autotune.lowering.traffic import Collective, Ports
+from autotune.lowering.costs import ASSUMED, EMULATED_COSTS, Constant, RuntimeCosts
+from autotune.lowering.link_rates import with_link_rates
+from benchmarks.ranking.calibrations import Calibrate, replaced
 from benchmarks.ranking.corrections import (
     JUDGED,
     corrected,
     held_out,
     kernel_for,
+    learned_points,
+    own_part,
     replayed_of,
     supported_strength,
     tested_of,
@@ -38,14 +40,9 @@ from benchmarks.ranking.corrections import (
 from benchmarks.ranking.decisions import decision_figures
 from benchmarks.ranking.trials import Campaign, Point
 
-_CALLS = {
-    "push_pull": (Collective.GATHER, Collective.SCATTER),
-    "reduce_scatter_all_gather": (Collective.REDUCE_SCATTER, Collective.ALL_GATHER),
-}
-"""The collectives of a probed operation that is none itself."""
 _SHAPE = frozenset({"threads", "star_threads", "star_turns", "payload"})
 """Constants that are no seconds."""
-_NO_MODEL = "no model of the framework's runtime"
+_NO_MODEL = f"{ASSUMED}: no model of the framework's runtime"
 
 
 def assumed(extractor: Extractor) -> Extractor:
@@ -83,46 +80,16 @@ WRONG: Mapping[str, Callable[[Extractor], Extractor]] = {
 }
 
 
-def with_link_rates(cluster: Cluster, factors: Sequence[float]) -> Cluster:
-    """Return the cluster with each host's link at this multiple of its rate, the fits in keeping.
-
-    The bytes of a fit cost as much more as the collective's slowest port allows.
-    """
-    hosts = tuple(
-        replace(host, link_bytes_per_s=host.link_bytes_per_s * factor)
-        for host, factor in zip(cluster.hosts, factors, strict=True)
-    )
-    changed = replace(cluster, hosts=hosts)
-    before, after = Ports(cluster), Ports(changed)
-    fits = tuple(_scaled(fit, _port_s(fit, after) / _port_s(fit, before)) for fit in cluster.fits)
-    return replace(changed, fits=fits)
-
-
-def _port_s(fit: CollectiveFit, ports: Ports) -> float:
-    """Return the seconds per byte of the fit's collectives on the links alone."""
-    if fit.where is Where.HOST:
-        return 1.0  # no link of a host is involved
-    calls = _CALLS.get(fit.primitive)
-    members = tuple(range(ports.cluster.world_size))
-    if fit.where is Where.ACROSS:
-        members = tuple(int(rank) for rank in np.unique(ports.host_of_rank, return_index=True)[1])
-    each = calls or (Collective(fit.primitive),)
-    return sum(ports.traffic(call, members, members[0]).alone_s_per_byte for call in each) or 1.0
-
-
-def _scaled(fit: CollectiveFit, factor: float) -> CollectiveFit:
-    bends = tuple(replace(bend, s_per_byte=bend.s_per_byte * factor) for bend in fit.bends)
-    return replace(fit, beta_s_per_byte=fit.beta_s_per_byte * factor, bends=bends)
-
-
 @dataclass(frozen=True)
 class Recovery:
-    """Accuracy over all pairs of one test part under a wrong replay, alone and corrected."""
+    """Accuracy over all pairs of one test part under a wrong replay: alone, with calibrated
+    constants, and corrected after that."""
 
     case: str
     domain: str
     right: float
     wrong: float
+    calibrated: float
     corrected: float
 
 
@@ -132,6 +99,7 @@ def recoveries(
     domains: Sequence[str],
     seeds: int,
     points_of: Callable[[Sequence[Campaign]], list[Point]],
+    calibrations_of: Callable[[Sequence[Campaign], Sequence[Point]], Calibrate],
     began: Callable[[str], None],
 ) -> list[Recovery]:
     """Return a row per case, domain and seed, after `JUDGED` own trials.
@@ -139,9 +107,11 @@ def recoveries(
     `points`: with right replays. `points_of` replays campaigns.
     """
     rows = []
+    calibrate = calibrations_of(campaigns, points)
+    learned = learned_points(points, calibrate)
     for domain in domains:
-        kernel = kernel_for(points, domain)
-        supported = supported_strength(points, domain, kernel)
+        kernel = kernel_for(learned, domain)
+        supported = supported_strength(learned, domain, kernel, calibrate)
         for case, make_wrong in WRONG.items():
             began(f"{case}, {domain}")
             wrongly = [
@@ -149,21 +119,25 @@ def recoveries(
                 for campaign in campaigns
                 if campaign.domain == domain
             ]
-            mixed = _replaced(points, points_of(wrongly))
+            stated = replaced(points, points_of(wrongly))
+            calibrate_wrong = calibrations_of(wrongly, stated)
             for seed in range(seeds):
-                held = held_out(mixed, domain, seed, kernel)
-                tested = tested_of(points, held.parts.test)
+                held = held_out(learned, domain, seed, kernel)
+                test, tested = held.parts.test, tested_of(points, held.parts.test)
+                training = own_part(held.parts, JUDGED)
+                mixed = replaced(learned, calibrate_wrong(domain, training))
                 correction, _ = corrected(mixed, held, JUDGED)
-                wrong_s = replayed_of(mixed, held.parts.test)
-                right, wrong, regained = (
+                calibrated_s = replayed_of(mixed, test)
+                right, wrong, calibrated, regained = (
                     decision_figures(guess, tested)["all_pairs"]
                     for guess in (
-                        replayed_of(points, held.parts.test),
-                        wrong_s,
-                        wrong_s * np.exp(supported * correction.mean),
+                        replayed_of(points, test),
+                        replayed_of(stated, test),
+                        calibrated_s,
+                        calibrated_s * np.exp(supported * correction.mean),
                     )
                 )
-                rows.append(Recovery(case, domain, right, wrong, regained))
+                rows.append(Recovery(case, domain, right, wrong, calibrated, regained))
     return rows
 
 
@@ -172,9 +146,3 @@ def recovered_share(rows: Iterable[Recovery]) -> float:
     given = list(rows)
     lost = sum(row.right - row.wrong for row in given)
     return sum(row.corrected - row.wrong for row in given) / lost if lost > 0 else math.nan
-
-
-def _replaced(points: Sequence[Point], wrong: Sequence[Point]) -> list[Point]:
-    """Return the points in their order, those of `wrong` in place of their originals."""
-    known = {(point.example.domain, point.plan_id): point for point in wrong}
-    return [known.get((point.example.domain, point.plan_id), point) for point in points]

@@ -9,6 +9,8 @@ from itertools import count
 import pytest
 
 from autotune.cluster import Cluster, Host
+from autotune.features.extract import job_extractor
+from autotune.lowering.link_rates import with_link_rates
 from autotune.lowering.replayed import LoweredSteps
 from autotune.optimizer.budget import Budget
 from autotune.records import (
@@ -195,6 +197,28 @@ def test_the_optimizer_keeps_to_what_the_script_allows() -> None:
 
 TABLE = Variable("table", (2**17, 2**15), "float32")  # 2^32 elements: too many for top_k
 HUGE = Workload("huge", (TABLE, Variable("bias", (8,))), (), 0.1, 0.2)
+
+
+def test_trials_that_contradict_a_link_are_reported_and_correct_the_predictions() -> None:
+    spec, rates = job(), [1.0, 0.5, 1.0, 1.0]
+    history = profiled(spec).then(finished(0, CURRENT_SETUP, None, 0.5))
+    stated = Proposer(spec, {}, budgets=SHORT).propose(history, 0, 12)
+    assert stated.contradicted == ()
+    slow = with_link_rates(SLOW_NETWORK, rates)
+    truth = job_extractor(MODEL, slow, spec.conditions.accelerators, {"torch": "2.13.0"}).steps
+    history = history.then(stated)
+    for number, proposal in enumerate(stated.proposals, 1):
+        planned = plan(proposal.strategy, MODEL, 4)
+        trial = finished(number, proposal.strategy.id, planned.id, truth.step_s(planned))
+        history = history.then(trial)
+    proposed = Proposer(spec, {}, budgets=SHORT).propose(history, 1, 4)
+    [line] = proposed.contradicted
+    assert re.match(r"the link of host h1 behaves as (4[89]|5[012])", line), line
+    assert line.endswith("the cluster file has 100 Mbit/s")
+    for proposal in proposed.proposals:
+        measured_s = truth.step_s(plan(proposal.strategy, MODEL, 4))
+        assert proposal.predicted_s == pytest.approx(measured_s, rel=0.1)
+    assert Proposer(spec, {}, budgets=SHORT).propose(history, 1, 4) == proposed
 
 
 @pytest.mark.parametrize("search", [Search.RANDOM, Search.AUTOSYNC])

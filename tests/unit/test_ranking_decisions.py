@@ -7,9 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from autotune.cluster import Cluster, CollectiveFit, Host
+from autotune.cluster import Cluster, CollectiveFit, Host, PeerFit
 from autotune.features.extract import Extractor
 from autotune.lowering.costs import RuntimeCosts
+from autotune.lowering.link_rates import with_link_rates
 from autotune.rng import generator
 from autotune.workload import Variable, Workload
 from benchmarks.ranking import decisions
@@ -20,7 +21,7 @@ from benchmarks.ranking.decisions import (
     mean_and_worst,
     mean_bias,
 )
-from benchmarks.ranking.wrong_replays import WRONG, Recovery, recovered_share, with_link_rates
+from benchmarks.ranking.wrong_replays import WRONG, Recovery, recovered_share
 
 
 def measured_plans(
@@ -73,7 +74,10 @@ def test_domains_have_equal_weight_whatever_their_parts():
 
 
 def test_the_recovered_share_is_of_all_lost_accuracy():
-    rows = [Recovery("assumed", "a", 0.95, 0.85, 0.9), Recovery("traffic", "b", 0.9, 0.9, 0.92)]
+    rows = [
+        Recovery("assumed", "a", 0.95, 0.85, 0.88, 0.9),
+        Recovery("traffic", "b", 0.9, 0.9, 0.9, 0.92),
+    ]
     assert recovered_share(rows) == pytest.approx(0.7)
     assert math.isnan(recovered_share(rows[1:]))
 
@@ -90,6 +94,15 @@ def test_the_fits_follow_the_links():
     assert faster.fits[0].alpha_s == FIT.alpha_s
     one = with_link_rates(CLUSTER, [1.0, 1.0, 0.5])
     assert one.fits[0].beta_s_per_byte == pytest.approx(4e-8)  # the slowest link decides a ring
+
+
+def test_the_fits_of_direct_exchanges_follow_the_links():
+    exchange = CollectiveFit("direct_exchange", 3, 1e-3, 2e-8, 0.0, 1, 10**7)
+    sends = tuple(PeerFit(name, 2, True, 9e7, 1e-4, 0.0, 0.0) for name in "ab")
+    cluster = Cluster("c", HOSTS, fits=(exchange,), source="measured", peer_fits=sends)
+    slower = with_link_rates(cluster, [0.5, 1.0, 1.0])
+    assert slower.fits[0].beta_s_per_byte == pytest.approx(4e-8)
+    assert [fit.bytes_per_s for fit in slower.peer_fits] == [4.5e7, 9e7]
 
 
 def test_wrong_replays_know_nothing_that_is_right():

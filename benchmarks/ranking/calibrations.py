@@ -1,0 +1,88 @@
+"""Points whose replays are calibrated on some of their own plans, remembered in a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from autotune.arrays import IntArray
+from autotune.simulators.calibration import calibrate
+from autotune.simulators.constants import Constants, with_constants
+from autotune.strategy_space.plan import PlannedStrategy
+from benchmarks.ranking.trials import Campaign, Point, ReplayedTimes, points_of
+
+Calibrate = Callable[[str, IntArray], list[Point]]
+"""Takes a domain and indices of its points. Returns its points, with the replays of each campaign
+calibrated on those of the indices that belong to it."""
+
+
+class Calibrations:
+    """Calibrates the replays of campaigns whose `points` are given."""
+
+    def __init__(
+        self,
+        campaigns: Sequence[Campaign],
+        points: Sequence[Point],
+        replayed: ReplayedTimes,
+        path: Path,
+    ) -> None:
+        self._campaigns, self._points, self._replayed, self._path = (
+            campaigns,
+            points,
+            replayed,
+            path,
+        )
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        self._known: dict[str, Constants] = {}
+        for line in lines:
+            key, logs, limits = json.loads(line)
+            self._known[key] = Constants(logs, limits)
+
+    def of(self, domain: str, training: IntArray) -> list[Point]:
+        """As `Calibrate` states."""
+        chosen = [self._points[index] for index in training]
+        calibrated = []
+        for number, campaign in enumerate(self._of_domain(domain), start=1):
+            name = f"{domain} #{number}"
+            own = sorted(
+                (point for point in chosen if point.example.domain == name),
+                key=lambda point: point.plan_id,
+            )
+            extractor = with_constants(campaign.extractor, self._constants(campaign, own))
+            calibrated.append(replace(campaign, extractor=extractor))
+        return points_of(calibrated, self._replayed)
+
+    def _of_domain(self, domain: str) -> list[Campaign]:
+        return [campaign for campaign in self._campaigns if campaign.domain == domain]
+
+    def _constants(self, campaign: Campaign, own: Sequence[Point]) -> Constants:
+        """The constants after these points, at best from the file."""
+        if not own:
+            return Constants()
+        key = self._replayed.key(
+            campaign, [f"{point.plan_id} {point.example.step_s!r}" for point in own]
+        )
+        if key not in self._known:
+            planned = {
+                enacted.id: PlannedStrategy(strategy, enacted)
+                for strategy, enacted, _ in campaign.measured
+            }
+            found = calibrate(
+                campaign.extractor,
+                [planned[point.plan_id] for point in own],
+                np.array([point.example.step_s for point in own]),
+            ).constants
+            self._known[key] = found
+            with self._path.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps([key, dict(found.logs), dict(found.limits)]) + "\n")
+        return self._known[key]
+
+
+def replaced(points: Sequence[Point], others: Sequence[Point]) -> list[Point]:
+    """Return the points in their order, those of `others` in place of their originals."""
+    known = {(point.example.domain, point.plan_id): point for point in others}
+    return [known.get((point.example.domain, point.plan_id), point) for point in points]

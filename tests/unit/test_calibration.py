@@ -1,0 +1,159 @@
+"""The constants of the replay that a job's own trials correct."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from autotune.arrays import FloatArray
+from autotune.cluster import Cluster, CollectiveFit, Host
+from autotune.features.extract import Extractor
+from autotune.lowering.costs import ASSUMED, Constant, RuntimeCosts
+from autotune.rng import generator
+from autotune.sampler.random import samples
+from autotune.simulators.calibration import OutOfTime, calibrate
+from autotune.simulators.constants import (
+    LIMITS,
+    LINKS,
+    OF_COSTS,
+    Constants,
+    link_of,
+    widths,
+    with_constants,
+)
+from autotune.simulators.contradictions import contradicted
+from autotune.strategy_space.plan import PlannedStrategy
+from autotune.strategy_space.space import SearchSpace
+from autotune.workload import Variable, Workload
+
+MODEL = Workload(
+    "m", tuple(Variable(f"v{i}", (300, 200 + 40 * i)) for i in range(8)), (), 0.01, 0.02
+)
+HOSTS = tuple(Host(name, 1, 50e6, 1e-4, 1e10, 1e-6, cores=2) for name in "abc")
+FITS = tuple(
+    CollectiveFit(name, 3, 4e-4, cost / 50e6, 0.01, 1, 10**7, 2e-4, 1e-10)
+    for name, cost in (
+        ("all_reduce", 4 / 3),
+        ("reduce_scatter", 4 / 3),
+        ("all_gather", 2 / 3),
+        ("gather", 2.0),
+        ("scatter", 2.0),
+        ("reduce", 4 / 3),
+        ("broadcast", 2.0),
+        ("all_to_all", 2 / 3),
+    )
+)
+PROBED = Cluster("c", HOSTS, fits=FITS, source="measured")
+NOISE = 0.01
+
+
+def extractor(cluster: Cluster = PROBED, costs: RuntimeCosts | None = None) -> Extractor:
+    return Extractor(MODEL, cluster, costs or RuntimeCosts())
+
+
+def trials(count: int = 12, seed: int = 0) -> list[PlannedStrategy]:
+    drawn = samples(MODEL, PROBED, SearchSpace.default(lossy=True), seed)
+    return [
+        PlannedStrategy.of(strategy, MODEL, PROBED.world_size) for strategy in islice(drawn, count)
+    ]
+
+
+def measured(truth: Extractor, of: list[PlannedStrategy], noise: float = NOISE) -> FloatArray:
+    times_s = np.array([truth.steps.step_s(planned.plan) for planned in of])
+    return times_s * np.exp(noise * generator(0, "noise").standard_normal(len(of)))
+
+
+def test_the_link_of_one_slow_host_is_found_despite_an_outlier() -> None:
+    stated, of = extractor(), trials()
+    times_s = measured(with_constants(stated, Constants({link_of("b"): math.log(2.0)})), of)
+    times_s[3] *= 3.0
+    found = calibrate(stated, of, times_s)
+    logs = found.constants.logs
+    assert math.exp(logs[LINKS] + logs[link_of("b")]) == pytest.approx(2.0, rel=0.05)
+    for host in "ac":  # a link that is faster than that of host b matters little
+        assert math.exp(logs[LINKS] + logs[link_of(host)]) == pytest.approx(1.0, rel=0.15)
+    (line,) = contradicted(stated, found)
+    assert line.startswith("the link of host b behaves as ") and "the probe has 400 Mbit/s" in line
+
+
+def test_a_bandwidth_that_is_stated_twice_too_high_is_found() -> None:
+    stated, of = extractor(), trials()
+    truth = with_constants(stated, Constants({LINKS: math.log(2.0)}))
+    found = calibrate(stated, of, measured(truth, of))
+    logs = found.constants.logs
+    rates = [math.exp(logs[LINKS] + logs[link_of(host)]) for host in "abc"]
+    assert rates == pytest.approx([2.0] * 3, rel=0.06)
+    assert len(contradicted(stated, found)) == 3
+
+
+def test_right_constants_stay_and_nothing_is_contradicted() -> None:
+    stated, of = extractor(), trials()
+    found = calibrate(stated, of, measured(stated, of))
+    assert found.constants.limits == {}
+    assert contradicted(stated, found) == ()
+    before = measured(stated, of, 0.0)
+    after = measured(with_constants(stated, found.constants), of, 0.0)
+    assert np.abs(np.log(after / before)).max() < 3 * NOISE
+
+
+def test_the_number_of_collectives_at_once_is_found() -> None:
+    unlimited = {name: Constant(2**20, "stated") for name in ("threads", "star_threads")}
+    stated, of = extractor(costs=replace(RuntimeCosts(), **unlimited)), trials()
+    one_by_one = Constants(limits=dict.fromkeys(unlimited, 1))
+    found = calibrate(stated, of, measured(with_constants(stated, one_by_one), of))
+    assert found.constants.limits == one_by_one.limits
+    assert "as if 1 of them ran at once; any number was assumed" in contradicted(stated, found)[0]
+
+
+def test_the_same_trials_give_the_same_constants_in_any_order() -> None:
+    stated, of = extractor(), trials(5)
+    times_s = measured(with_constants(stated, Constants({"issue": 1.0})), of)
+    first, again = (calibrate(stated, of, times_s).constants for _ in range(2))
+    assert first == again
+    turned = calibrate(stated, of[::-1], times_s[::-1]).constants
+    assert turned.limits == first.limits
+    assert turned.logs == pytest.approx(dict(first.logs), abs=1e-3)
+
+
+def test_a_calibration_ends_when_its_time_has_passed() -> None:
+    asked = iter(range(100))
+    with pytest.raises(OutOfTime):
+        calibrate(extractor(), trials(5), np.ones(5), lambda: next(asked) > 50)
+    assert next(asked) == 52
+    assert calibrate(extractor(), [], np.zeros(0)).constants == Constants()
+
+
+def test_no_changed_constant_changes_no_replay() -> None:
+    stated = extractor()
+    same = with_constants(stated, Constants(dict.fromkeys(widths(stated), 0.0)))
+    assert measured(same, trials(8), 0.0).tolist() == measured(stated, trials(8), 0.0).tolist()
+
+
+@pytest.mark.parametrize("factor", list(widths(extractor())))
+def test_a_larger_cost_shortens_no_step_by_much_and_every_factor_matters(factor: str) -> None:
+    stated, of = extractor(), trials(14)
+    before = measured(stated, of, 0.0)
+    after = measured(with_constants(stated, Constants({factor: 1.0})), of, 0.0)
+    assert (after >= before * 0.99).all()  # a list schedule may shorten by a little (Graham, 1969)
+    assert (after > before).any() or factor == "rows"  # this model has no sparse gradients
+
+
+def test_costs_that_are_assumed_to_be_nothing_grow_from_the_defaults() -> None:
+    nothing = {name: Constant(0.0, f"{ASSUMED}: no model") for name in OF_COSTS["issue"]}
+    stated = extractor(costs=replace(RuntimeCosts(), **nothing))
+    costs = with_constants(stated, Constants({"issue": math.log(2.0)})).costs
+    assert costs is not None
+    assert costs["issue_s"] == pytest.approx(RuntimeCosts()["issue_s"])
+    unchanged = with_constants(stated, Constants({"issue": -1.0})).costs
+    assert unchanged is not None and unchanged["issue_s"] == 0.0
+    assert widths(stated)["issue"] > widths(extractor())["issue"]
+
+
+def test_limits_are_costs_of_the_runtime() -> None:
+    for names, values in LIMITS:
+        for name in names:
+            assert RuntimeCosts()[name] in values
