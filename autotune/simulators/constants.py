@@ -52,9 +52,9 @@ LIMITS: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...] = (
 )
 """Costs that are numbers, changed together, and the values that are tried."""
 
-PROBED_LINK, PROBED_COST = 0.03, 0.5
-"""Widths of the priors of rates, and of costs per message and CPU time, as probes are off on the
-domains of `datasets/outcome` (docs/decisions/calibration.md)."""
+PROBED_LINKS, PROBED_LINK, PROBED_COST = 0.01, 0.03, 0.5
+"""Widths of the priors of all links together, of one host's, and of costs per message and CPU time,
+as probes are off on the domains of `datasets/outcome` (docs/decisions/calibration.md)."""
 ASSUMED_LINK, ASSUMED_COST = 0.3, 1.0
 """The same without a probe."""
 LIMIT_COST = 4.0
@@ -81,8 +81,8 @@ def widths(extractor: Extractor) -> dict[str, float]:
     """Return the width of the prior of each factor: narrow if probed, wide if assumed."""
     cluster, stated = extractor.cluster, stated_costs(extractor)
     hosts = cluster.hosts if len(cluster.hosts) <= MOST_HOSTS else ()
-    links = [LINKS, *(link_of(host.name) for host in hosts)]
-    link = ASSUMED_LINK if cluster.source == "assumed" else PROBED_LINK
+    assumed = cluster.source == "assumed"
+    link = ASSUMED_LINK if assumed else PROBED_LINK
     of_fits = PROBED_COST if cluster.fits else ASSUMED_COST
     of_costs = {
         factor: ASSUMED_COST
@@ -90,7 +90,13 @@ def widths(extractor: Extractor) -> dict[str, float]:
         else PROBED_COST
         for factor, names in OF_COSTS.items()
     }
-    return {**dict.fromkeys(links, link), COLLECTIVE_CPU: of_fits, **of_costs, START: of_fits}
+    return {
+        LINKS: ASSUMED_LINK if assumed else PROBED_LINKS,
+        **{link_of(host.name): link for host in hosts},
+        COLLECTIVE_CPU: of_fits,
+        **of_costs,
+        START: of_fits,
+    }
 
 
 def with_constants(extractor: Extractor, constants: Constants) -> Extractor:

@@ -9,7 +9,8 @@ The trials are real; the replay is given something else than what the domain's c
 - `framework`: the runtime is not modelled. Only links and fits cost anything, and nothing limits
   the collectives that run at once.
 
-The process knows other domains with replays that are right. Accuracy is over all pairs:
+The wrong replay is calibrated on own trials first. The process knows other domains with replays
+that are right and calibrated. Accuracy is over all pairs:
 
     recovered share = sum(corrected - wrong) / sum(right - wrong)    over domains and test parts
 """

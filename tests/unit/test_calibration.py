@@ -81,7 +81,7 @@ def test_the_link_of_one_slow_host_is_found_despite_an_outlier() -> None:
 
 
 def test_a_bandwidth_that_is_stated_twice_too_high_is_found() -> None:
-    stated, of = extractor(), trials()
+    stated, of = extractor(), trials(24)  # fewer leave open whether one link is slow or all are
     truth = with_constants(stated, Constants({LINKS: math.log(2.0)}))
     found = calibrate(stated, of, measured(truth, of))
     logs = found.constants.logs

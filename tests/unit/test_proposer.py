@@ -127,9 +127,10 @@ def test_in_a_later_round_the_optimizer_goes_on_from_what_was_measured() -> None
     proposer = Proposer(spec, {}, budgets=budgets)
     first = proposer.propose(history, 0, 8)
     history = history.then(first)
+    steps = job_extractor(SMALL, SLOW_NETWORK, spec.conditions.accelerators, {}).steps
     for number, proposal in enumerate(first.proposals, start=1):
-        plan_id = plan(proposal.strategy, SMALL, 4).id
-        trial = finished(number, proposal.strategy.id, plan_id, 0.4 + 0.01 * number)
+        planned = plan(proposal.strategy, SMALL, 4)
+        trial = finished(number, proposal.strategy.id, planned.id, steps.step_s(planned))
         history = history.then(trial)
     later = proposer.propose(history, 1, 8).proposals
     assert (
