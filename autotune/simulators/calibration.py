@@ -14,8 +14,8 @@ cause the timeline are fitted, and the process of `gaussian_process` corrects wh
 
 x minimizes r' (K + diag v)^-1 r / 2 + the negative log priors of x and v, by Gauss-Newton steps.
 J comes from forward differences and follows later steps by Broyden's update. Steps find a local
-optimum, in which several links share what one causes. So a descent restarts with one link, or all
-of them alike, as the cause, and with other limits.
+optimum, in which other factors or several links share what one causes. So descents also start with
+one link, or all of them alike, as the cause, and with other limits.
 
 Sources: Kennedy and O'Hagan, Bayesian calibration of computer models, 2001, eq. 5 (misfit); Nocedal
 and Wright, Numerical Optimization, 2006, ch. 10.3 and 11.1.
@@ -65,6 +65,8 @@ SLACK = 3.0
 """A restart may begin with a cost that is this much above the best."""
 CLEAR = 0.1
 """A smaller change of a factor leaves J as it is, and a smaller one of a link is no restart."""
+WRONG = 0.7
+"""Logarithm of a link that is half or twice as fast as stated, with which a descent may start."""
 NOISE_ROUNDS = 6
 """Updates of v for each x."""
 
@@ -99,7 +101,8 @@ def calibrate(
         return Calibration()
     fit = _Fit(extractor, trials, np.log(measured_s), out_of_time)
     stated = fit.point(np.zeros(len(fit.names)), {})
-    starts = [stated, min(fit.other_limits(stated), key=_cost)]
+    wrong = [*fit.other_limits(stated), *fit.wrong_links(stated)]
+    starts = [stated, min(wrong, key=_cost)]
     best = min((fit.descended(one) for one in starts if one.cost <= stated.cost), key=_cost)
     for _ in range(RESTARTS):
         start = min([*fit.other_limits(best), *fit.other_links(best)], key=_cost)
@@ -175,21 +178,23 @@ class _Fit:
 
     def other_links(self, point: _Point) -> Iterator[_Point]:
         """Yield points in which one link, or all of them, cause what slow links explain."""
-        all_links, *hosts = self._links.tolist()
-        if not hosts:
-            return
-        of_host = point.x[all_links] + point.x[hosts]
-        cause = float(of_host[np.argmax(np.abs(of_host))])
-        causes = [
-            (all_links, cause),
-            (all_links, float(np.mean(of_host))),
-            *product(hosts, [cause]),
-        ]
-        for factor, value in causes if abs(cause) > CLEAR else ():
-            x = point.x.copy()
-            x[self._links] = 0.0
-            x[factor] = value
-            yield self.point(x, point.limits)
+        of_host = point.x[self._links[0]] + point.x[self._links[1:]]
+        if len(of_host) and np.abs(of_host).max() > CLEAR:
+            cause = float(of_host[np.argmax(np.abs(of_host))])
+            yield self._with_cause(point, int(self._links[0]), float(np.mean(of_host)))
+            for factor in self._links.tolist():
+                yield self._with_cause(point, factor, cause)
+
+    def wrong_links(self, point: _Point) -> Iterator[_Point]:
+        """Yield points in which one link, or all of them, are half or twice as fast."""
+        for factor, cause in product(self._links.tolist(), (-WRONG, WRONG)):
+            yield self._with_cause(point, factor, cause)
+
+    def _with_cause(self, point: _Point, factor: int, cause: float) -> _Point:
+        x = point.x.copy()
+        x[self._links] = 0.0
+        x[factor] = cause
+        return self.point(x, point.limits)
 
     def descended(self, point: _Point) -> _Point:
         """Return where Gauss-Newton steps from this point end."""
