@@ -28,6 +28,7 @@ from autotune.simulators.constants import (
 from autotune.simulators.contradictions import contradicted
 from autotune.strategy_space.plan import PlannedStrategy
 from autotune.strategy_space.space import SearchSpace
+from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer, VariableStrategy
 from autotune.workload import Variable, Workload
 
 MODEL = Workload(
@@ -62,13 +63,35 @@ def trials(count: int = 12, seed: int = 0) -> list[PlannedStrategy]:
     ]
 
 
+def telling_trials() -> list[PlannedStrategy]:
+    """Servers on each rank and rings, for all or half of the variables: they tell links apart."""
+
+    def shard(rank: int | None) -> Shard:
+        if rank is None:
+            return Shard(Synchronizer.ALL_REDUCE)
+        return Shard(Synchronizer.PARAMETER_SERVER, placement=rank)
+
+    kinds = (None, 0, 1, 2)
+    pairs = [(kind, kind) for kind in kinds] + [(None, rank) for rank in (0, 1, 2)]
+    strategies = [
+        Strategy(
+            tuple(
+                VariableStrategy(variable.name, (shard(pair[number % 2]),))
+                for number, variable in enumerate(MODEL.variables)
+            )
+        )
+        for pair in (*pairs, *((second, first) for first, second in pairs[4:]))
+    ]
+    return [PlannedStrategy.of(strategy, MODEL, PROBED.world_size) for strategy in strategies]
+
+
 def measured(truth: Extractor, of: list[PlannedStrategy], noise: float = NOISE) -> FloatArray:
     times_s = np.array([truth.steps.step_s(planned.plan) for planned in of])
     return times_s * np.exp(noise * generator(0, "noise").standard_normal(len(of)))
 
 
 def test_the_link_of_one_slow_host_is_found_despite_an_outlier() -> None:
-    stated, of = extractor(), trials()
+    stated, of = extractor(), telling_trials()
     times_s = measured(with_constants(stated, Constants({link_of("b"): math.log(2.0)})), of)
     times_s[3] *= 3.0
     found = calibrate(stated, of, times_s)
@@ -81,7 +104,7 @@ def test_the_link_of_one_slow_host_is_found_despite_an_outlier() -> None:
 
 
 def test_a_bandwidth_that_is_stated_twice_too_high_is_found() -> None:
-    stated, of = extractor(), trials(24)  # fewer leave open whether one link is slow or all are
+    stated, of = extractor(), telling_trials()
     truth = with_constants(stated, Constants({LINKS: math.log(2.0)}))
     found = calibrate(stated, of, measured(truth, of))
     logs = found.constants.logs
