@@ -105,6 +105,19 @@ def rendered(folder, spec, history, decision, **settings):
     return path.read_text()
 
 
+def test_it_names_the_constants_that_the_trials_contradict(tmp_path):
+    spec = job_spec()
+    history = History((Profiled(WORKLOAD, spec.cluster, 1.0, {}),), spec.deviation)
+    line = f"the link of host {EVIL} behaves as 480 Mbit/s; the probe has 1 Gbit/s"
+    for lines in ((), (line,)):
+        event = Proposed(0, (), "replay", "", 0, (), 1.0, contradicted=lines)
+        text = rendered(tmp_path, spec, history.then(event), None)
+        Page(text)
+        assert ("What the trials contradict" in text) is bool(lines)
+        assert ("behaves as 480 Mbit/s; the probe has 1 Gbit/s</li>" in text) is bool(lines)
+        assert EVIL not in text
+
+
 def test_it_is_complete_after_every_event(job, tmp_path):
     spec, history, decision = job
     for cut in range(len(history.events) + 1):
