@@ -32,6 +32,8 @@ class Base(IntEnum):
     WITHIN = 4
     BEYOND = 5
     LINK = 6
+    PASS = 7  # as PREPARE and PREPARE_PIECE, without computation
+    PASS_PIECE = 8
 
 
 def base(lane: int, which: Base) -> int:
@@ -45,6 +47,7 @@ def bases_s(step: Step, times: StepTimes | None, costs: RuntimeCosts) -> FloatAr
     rows[Base.PREPARE] = costs["lane_s"] + step.prepare_s
     rows[Base.PREPARE_PIECE] = costs["piece_s"] + step.prepare_s
     rows[Base.PREPARE_ROOT] = step.prepare_root_s
+    rows[Base.PASS], rows[Base.PASS_PIECE] = costs["lane_s"], costs["piece_s"]
     if times is None:
         return rows
     crowded = float(times.cores.max(initial=0.0))
@@ -52,6 +55,7 @@ def bases_s(step: Step, times: StepTimes | None, costs: RuntimeCosts) -> FloatAr
         rows[Base.WITHIN] = np.minimum(times.cpu_s, times.alone_s / crowded)
         rows[Base.BEYOND] = times.cpu_s - rows[Base.WITHIN]
     rows[Base.LINK] = times.link_s
-    most_s = np.maximum(times.link_s, rows[Base.WITHIN] * crowded)
+    link_s = times.link_s * (times.flows_share if times.flows else 1.0)
+    most_s = np.maximum(link_s, rows[Base.WITHIN] * crowded)
     rows[Base.REST] = np.maximum(times.alone_s - most_s, 0.0)  # the product may round up to more
     return rows

@@ -21,7 +21,7 @@ from autotune.lowering.joined import ShapeCache
 from autotune.lowering.messages import MessageTimer, SliceTable
 from autotune.lowering.network import MessageOps, Network
 from autotune.lowering.pass_times import PassTimes
-from autotune.lowering.shapes import CORES, Surroundings, shares_ports
+from autotune.lowering.shapes import CORES, Surroundings
 from autotune.lowering.step_times import Timing
 from autotune.lowering.steps import Step
 from autotune.lowering.traffic import Collective, Ports
@@ -146,13 +146,15 @@ class Lowering:
         )
         issued = first + np.arange(count)
         to.edges(issued[:-1], issued[1:])
-        around = Surroundings(
+        around = Surroundings.of(
+            batches,
+            self.costs,
             symmetric=True,
             workers=(0,),
+            ranks=self.cluster.world_size,
             limit=limit,
             in_flight=in_flight,
             coarse=True,
-            shared=shares_ports(batches, self.costs, limit),
             crowd=self.crowd,
         )
         network = Network(batches, self.shapes, around, np.zeros(count, dtype=np.int64))
@@ -228,13 +230,15 @@ class _PlanGraph:
             results=0 if self.halves is None else len(self.halves.sent),
         )
 
-        around = Surroundings(
+        around = Surroundings.of(
+            batches,
+            lowering.costs,
             symmetric=symmetric,
             workers=tuple(workers),
+            ranks=cluster.world_size,
             limit=plan.limit,
             in_flight=plan.in_flight,
             coarse=coarse,
-            shared=shares_ports(batches, lowering.costs, plan.limit),
             crowd=lowering.crowd,
         )
         layer, shapes = self.slices.last, lowering.shapes

@@ -68,6 +68,12 @@ class Batch:
     pieces: int = 1
     direct: bool = False
 
+    @cached_property
+    def owned(self) -> bool:
+        """Whether one rank owns all sums, and every transfer is known (`StepTimes.flows`)."""
+        collectives = [timed.times for timed in self.steps if timed.times is not None]
+        return bool(collectives) and all(times.flows for times in collectives)
+
     def cut(self, steps: slice, numbers: IntArray) -> Batch:
         """The batch with some of its steps only, and other numbers of its messages."""
         kind = (self.kind, steps.start, steps.stop)

@@ -4,7 +4,7 @@
 |---|---|
 | L, E | ops and edges of one message |
 | R, S | rows of durations, of sizes |
-| W | workers in the graph, 1 if the graph is symmetric |
+| W | columns of `Surroundings` |
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from autotune.dfg.graph import NONE, Discipline, Kind
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.deciding import deciding, distinct
 from autotune.lowering.durations import Base, base
+from autotune.lowering.flows import PARTS, FlowOps, OwnedStep, add_piece
 from autotune.lowering.messages import Batch, TimedStep
-from autotune.lowering.step_times import StepTimes
+from autotune.lowering.step_times import Flow, StepTimes
 from autotune.lowering.template import Connection, Op, Rounds, Row, Stage, StepOps, Template
 from autotune.lowering.traffic import DIRECT, IN, OUT, Collective, Ports
 
@@ -51,7 +52,9 @@ class Surroundings:
     (`Plan.limit`). `in_flight`: pieces of direct exchanges in flight in each of their rounds.
     `coarse`: a message without competitors is one round. `shared`: connections share a port evenly.
     `crowd`: ranks per core of the machine that they share; 0 if every rank has cores enough. With
-    shared cores, other work delays a message round by round.
+    shared cores, other work delays a message round by round. `columns`: threads of a lane that keep
+    an order of their own: those of all ranks if some exchange has one owner, otherwise of the
+    `workers`.
     """
 
     symmetric: bool
@@ -61,6 +64,38 @@ class Surroundings:
     coarse: bool
     shared: bool
     crowd: float
+    columns: int
+
+    @staticmethod
+    def of(
+        batches: Sequence[Batch],
+        costs: RuntimeCosts,
+        *,
+        symmetric: bool,
+        workers: tuple[int, ...],
+        ranks: int,
+        limit: int | None,
+        in_flight: int,
+        coarse: bool,
+        crowd: float,
+    ) -> Surroundings:
+        """Those of a graph of these messages on as many `ranks`."""
+        owned = any(batch.owned for batch in batches)
+        return Surroundings(
+            symmetric=symmetric,
+            workers=workers,
+            limit=limit,
+            in_flight=in_flight,
+            coarse=coarse,
+            shared=shares_ports(batches, costs, limit),
+            crowd=crowd,
+            columns=ranks if owned else len(workers),
+        )
+
+    @property
+    def folded(self) -> bool:
+        """Whether the ports that decide stand for the others: an owner's ports differ from them."""
+        return self.symmetric and self.columns == len(self.workers)
 
 
 @dataclass(frozen=True)
@@ -95,7 +130,7 @@ class Scene:
         }
         return Scene(
             around=around,
-            ports=tuple(deciding(loads, around.symmetric).tolist()),
+            ports=tuple(deciding(loads, around.folded).tolist()),
             cores=tuple(deciding([step.cores for step in times], around.symmetric).tolist()),
             owners=tuple(distinct([mask for step in times for mask in step.owners]).tolist()),
             slow_hosts=frozenset(slow_hosts),
@@ -173,10 +208,10 @@ class _ShapeBuilder:
         ops = np.array(template.ops, dtype=np.int64)
         slots = ops[:, -2:].T.copy()
         slots[1] %= len(template.sizes) + 1  # NONE is the last row
-        workers = len(self._around.workers)
+        columns = self._around.columns
         threads, ends = (
             tuple(
-                np.array([] if free else lane, dtype=np.int64).reshape(-1, workers)
+                np.array([] if free else lane, dtype=np.int64).reshape(-1, columns)
                 for lane, free in zip(lanes, self._unordered_lanes(), strict=True)
             )
             for lanes in (template.threads, template.ends)
@@ -203,10 +238,16 @@ class _ShapeBuilder:
 
     def _add_ops(self) -> None:
         template, batch = self._template, self._batch
-        steps = [self._step_ops(timed, lane) for lane, timed in enumerate(batch.steps)]
-        template.threads = [[] for _ in steps]
-        template.ends = [[] for _ in steps]
+        template.threads = [[] for _ in batch.steps]
+        template.ends = [[] for _ in batch.steps]
         last: list[int] = []
+        if batch.owned:
+            owned = [self._owned_step(timed, lane) for lane, timed in enumerate(batch.steps)]
+            for _ in range(batch.pieces):
+                last += add_piece(template, owned)
+            template.add("out", Op(), last)
+            return
+        steps = [self._step_ops(timed, lane) for lane, timed in enumerate(batch.steps)]
         for _ in range(batch.pieces):
             behind: list[int] = []
             before: Collective | None = None
@@ -252,7 +293,87 @@ class _ShapeBuilder:
         rounds = None
         if timed.times is not None:
             rounds = self._rounds(timed, timed.times, lane)
-        return StepOps(tuple(threads), tuple(later), root, rounds, len(around.workers))
+        return StepOps(tuple(threads), tuple(later), root, rounds, around.columns)
+
+    def _owned_step(self, timed: TimedStep, lane: int) -> OwnedStep:
+        """A step of each piece of an exchange with one owner, which alone sums."""
+        collective, owner = timed.step.collective, self._owner
+        threads, later = self._threads(collective, lane)
+        if timed.times is None or collective is None:
+            return OwnedStep(lane, None, owner, threads, later)
+        times, template = timed.times, self._template
+        flows = [self._flow(flow, lane) for flow in times.flows]
+        busy = [host for host in self._scene.cores if times.cores[host] > 0]
+        names = [self._cores_name(host) for host in busy]
+        cores = self._core_ops(times, busy, base(lane, Base.WITHIN), 1)
+        beyond: tuple[Op, ...] = ()
+        if timed.works_beyond:
+            beyond = self._core_ops(times, busy, base(lane, Base.BEYOND), 1)
+        return OwnedStep(
+            lane,
+            collective,
+            owner,
+            threads,
+            later,
+            flows=tuple(flows),
+            cores=tuple(zip(names, cores, strict=True)),
+            beyond=tuple(zip(names, beyond, strict=False)),
+            rest=template.duration(base(lane, Base.REST)),
+        )
+
+    @property
+    def _owner(self) -> int:
+        """The rank from or to which all transfers of the batch go."""
+        times = next(timed.times for timed in self._batch.steps if timed.times is not None)
+        return int(times.owners[0].argmax())
+
+    def _threads(
+        self, collective: Collective | None, lane: int
+    ) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
+        """The ops of all ranks' threads, for the first piece and for others."""
+        around, template = self._around, self._template
+        share = around.crowd / around.columns if around.crowd > 0 else 1.0
+        in_flight = self._batch.pieces > 1 and around.in_flight > 1  # which keep threads awake
+        cores = self._queue(CORES) if around.crowd > 0 else NONE
+        ops: tuple[list[Op], list[Op]] = ([], [])
+        for rank in range(around.columns):
+            computes = collective is not Collective.PULL or rank == self._owner
+            whole, piece = (Base.PASS, Base.PASS_PIECE)
+            if computes:
+                whole, piece = (Base.PREPARE, Base.PREPARE_PIECE)
+            for kept, which in zip(ops, (whole, piece if in_flight else whole), strict=True):
+                op = Op(
+                    self._queue(f"r{rank} lane {lane}"),
+                    cores,
+                    Kind.UNPACK if collective is None else Kind.PACK,
+                    rank if rank in around.workers else NONE,
+                    slot=template.duration(base(lane, which), share),
+                )
+                kept.append(op)
+        return tuple(ops[0]), tuple(ops[1])
+
+    def _flow(self, flow: Flow, lane: int) -> FlowOps:
+        template = self._template
+        parts = []
+        for part in PARTS:
+            template.sizes.append(Row(lane, divisor=1 / part))
+            ops = tuple(
+                Op(
+                    self._queue(self._ports.name(port), self._discipline),
+                    kind=Kind.SEND,
+                    slot=template.duration(base(lane, Base.LINK), share * part),
+                    size_slot=len(template.sizes) - 1,
+                )
+                for port, share in flow.ports
+            )
+            parts.append(ops)
+        names = tuple(self._ports.name(port) for port, _ in flow.ports)
+        return FlowOps(flow.source, flow.target, names, tuple(parts))
+
+    @property
+    def _discipline(self) -> Discipline:
+        """Connections share a link evenly, or the rounds of different messages take turns."""
+        return Discipline.SHARED if self._around.shared else Discipline.FIFO
 
     def _rounds(self, timed: TimedStep, times: StepTimes, lane: int) -> Rounds:
         """The rounds of a collective for each piece."""
@@ -353,12 +474,11 @@ class _ShapeBuilder:
         Connections share a link evenly. Without direct exchanges, the rounds of different messages
         take turns.
         """
-        discipline = Discipline.SHARED if self._around.shared else Discipline.FIFO
         slowest = slowest_ports(timed, self._around, self._ports, self._costs)
         waiting = [p for p in slowest if p % self._ports.hosts in self._scene.slow_hosts]
         return tuple(
             Op(
-                self._queue(self._ports.name(port), discipline),
+                self._queue(self._ports.name(port), self._discipline),
                 kind=Kind.SEND,
                 slot=self._template.duration(base(lane, Base.LINK), float(share[port]), rounds),
                 size_slot=size,

@@ -35,6 +35,7 @@ import numpy as np
 from autotune.arrays import BoolArray, FloatArray, IntArray
 from autotune.cluster import Cluster, CollectiveFit, Where
 from autotune.lowering.costs import RuntimeCosts
+from autotune.lowering.flows import flow_s
 from autotune.lowering.steps import Scope, Step
 from autotune.lowering.traffic import DIRECT, IN, OUT, Collective, Ports, Traffic, owners_by_end
 from autotune.strategy_space.shares import Shares
@@ -48,6 +49,8 @@ _HALVES = {
     ),
     Synchronizer.DIRECT_EXCHANGE.operation: DIRECT,
 }
+MOST_MEMBERS = 8
+"""Of an exchange with one owner, whose transfers are counted one by one."""
 SEEN_BELOW = 0.9
 """A host's interface was seen if it was slower than this share of its peers' links together."""
 _JOINT = {half: name for name, halves in _HALVES.items() for half in halves}
@@ -63,7 +66,9 @@ class StepTimes:
     (C,) it is the time that the cores of each host are busy. `stages`: parts of `ports` that end
     one after the other; in a direct exchange, owners have their parts at their ends. `owners`: for
     each of its stages, whether a rank owns some of what it moves, shape (ranks,); else none.
-    `connections` (P,): of a gather or scatter, the tensors that pass each port.
+    `connections` (P,): of a gather or scatter, the tensors that pass each port. `flows`: every
+    transfer of a direct exchange with one owner and few members; the last one arrives `flows_share`
+    of `link_s` behind the start.
     """
 
     alone_s: FloatArray
@@ -75,6 +80,21 @@ class StepTimes:
     stages: tuple[FloatArray, ...]
     connections: IntArray
     owners: tuple[BoolArray, ...] = ()
+    flows: tuple[Flow, ...] = ()
+    flows_share: float = 1.0
+
+
+@dataclass(frozen=True)
+class Flow:
+    """The transfer from rank `source` to `target`.
+
+    `ports`: those that it passes, in order, with the share of `StepTimes.link_s` for which it
+    occupies each.
+    """
+
+    source: int
+    target: int
+    ports: tuple[tuple[int, float], ...]
 
 
 class Timing:
@@ -136,6 +156,9 @@ class Timing:
         if step.collective in DIRECT:
             stages, owners = self._stages(step, groups[0])
         scale = slowest if slowest > 0 else 1.0
+        flows: tuple[Flow, ...] = ()
+        if len(stages) == 1 and len(groups) == 1 and step.collective in DIRECT:
+            flows = self._flows(step, groups[0], scale)
         return StepTimes(
             alone_s,
             link_s,
@@ -146,6 +169,23 @@ class Timing:
             stages=tuple(stage / scale for stage in stages),
             connections=np.rint(s_per_byte / self.ports.s_per_byte).astype(np.int64),
             owners=tuple(owners),
+            flows=flows,
+            flows_share=_flows_share(flows, step.collective),
+        )
+
+    def _flows(self, step: Step, members: tuple[int, ...], scale: float) -> tuple[Flow, ...]:
+        """The transfers of an exchange with one owner; none with several, or many members."""
+        owned = _owned(step, members)
+        if len(members) > MOST_MEMBERS or (owned > 0).sum() != 1:
+            return ()
+        owner = members[int(owned.argmax())]
+        s_per_byte = self.ports.s_per_byte * self._peers.factors(members) / scale
+        others = [rank for rank in members if rank != owner]
+        pulled = step.collective is Collective.PULL
+        ends = [(owner, rank) if pulled else (rank, owner) for rank in others]
+        return tuple(
+            Flow(a, b, tuple((port, float(s_per_byte[port])) for port in self.ports.path(a, b)))
+            for a, b in ends
         )
 
     def _stages(
@@ -320,6 +360,16 @@ class _PeerCosts:
         ]
         each_s = max((fit.message_s for fit in fits), default=self._costs["message_s"])
         return (members - 1) * each_s
+
+
+def _flows_share(flows: Sequence[Flow], collective: Collective) -> float:
+    """Time until the last transfer has arrived, by the time of the slowest port."""
+    if not flows:
+        return 1.0
+    first, last = ([flow.ports[side][1] for flow in flows] for side in (0, -1))
+    other = [0.0 if len(flow.ports) == 1 else 1.0 for flow in flows]
+    met, apart = (first, last) if collective is Collective.PULL else (last, first)
+    return flow_s(met, [a * b for a, b in zip(apart, other, strict=True)])
 
 
 def _owned(step: Step, members: tuple[int, ...]) -> FloatArray:

@@ -49,9 +49,9 @@ class Op(NamedTuple):
 class Template:
     """The ops of one message of a kind.
 
-    Row 0 of the `durations` is 0. For each lane and piece, by worker: `threads` are the ops of the
-    lane's thread, `ends` those that the step ends with. `connections`: the first and the last op of
-    each.
+    Row 0 of the `durations` is 0. For each lane and piece, by column of `Surroundings`: `threads`
+    are the ops of the lane's thread, `ends` those that the step ends with. `connections`: the first
+    and the last op of each.
     """
 
     durations: list[Row] = field(default_factory=lambda: [Row(0, factor=0.0)])
@@ -73,10 +73,12 @@ class Template:
             self.first.append(number)
         return number
 
-    def send(self, name: str, op: Op, after: int, connections: Sequence[Connection]) -> int:
+    def send(
+        self, name: str, op: Op, after: Sequence[int], connections: Sequence[Connection]
+    ) -> int:
         """Add an op that sends behind what the connections have carried before."""
         known = {self.connections[each][1] for each in connections if each in self.connections}
-        number = self.add(name, op, [after, *sorted(known)])
+        number = self.add(name, op, sorted(known.union(after)))
         for each in connections:
             self.connections[each] = self.connections.get(each, (number,))[0], number
         return number
@@ -133,7 +135,7 @@ class Rounds:
                 template.send(
                     f"{self.collective} {name}",
                     op,
-                    entry,
+                    [entry],
                     [(lane, name, owner) for owner in stage.owners],
                 )
                 for name, op in stage.sends
@@ -177,7 +179,7 @@ class StepOps:
     behind: tuple[tuple[str, Op], ...]
     root: Op | None
     rounds: Rounds | None
-    workers: int
+    columns: int
 
     def add(self, template: Template, lane: int, behind: list[int], parts: list[int]) -> list[int]:
         """Add the ops of a piece behind those of the step before; the ops that they end with.
@@ -191,10 +193,16 @@ class StepOps:
             behind = [template.add("sum", self.root, behind)]
         if self.rounds is not None:
             behind = self.rounds.add(template, lane, behind, parts)
-        template.threads[lane].append(threads)
+        template.threads[lane].append(_widened(threads, self.columns))
         alone = self.rounds is not None or len(behind) == 1
-        template.ends[lane].append(behind[-1:] * self.workers if alone else behind)
+        ends = behind[-1:] if alone else behind
+        template.ends[lane].append(_widened(ends, self.columns))
         return behind
+
+
+def _widened(ops: list[int], columns: int) -> list[int]:
+    """One op for each column: those of one worker stand for all ranks."""
+    return ops * (columns // len(ops)) if ops else ops
 
 
 @lru_cache(maxsize=1024)

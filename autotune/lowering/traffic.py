@@ -217,6 +217,16 @@ class Ports:
                 paths.append((x, self.hosts + y) if pair is None else (pair + (x > y),))
         return paths, np.concatenate([self.s_per_byte, np.repeat(inner, 2)])
 
+    def path(self, source: int, target: int) -> tuple[int, ...]:
+        """The ports that a transfer between two ranks passes, in order."""
+        a, b = int(self.host_of_rank[source]), int(self.host_of_rank[target])
+        if a == b:
+            return (INSIDE * self.hosts + a,)
+        pair = self.pairs.get((min(a, b), max(a, b)))
+        if pair is not None:
+            return (pair + (a > b),)
+        return (OUT * self.hosts + a, IN * self.hosts + b)
+
     def _all_to_all(self, ranks: IntArray) -> FloatArray:
         """Every rank sends 1/n of its tensor to each other rank."""
         replicas = np.bincount(self.host_of_rank[ranks], minlength=self.hosts) / len(ranks)
