@@ -123,7 +123,7 @@ def test_the_last_training_keeps_to_its_share_of_the_job() -> None:
 def test_in_a_later_round_the_optimizer_goes_on_from_what_was_measured() -> None:
     spec = job()
     history = profiled(spec, model=SMALL).then(finished(0, CURRENT_SETUP, None, 0.5))
-    budgets = Budget(200), Budget(800, stale=12)  # enough for four optima in the later round
+    budgets = Budget(200), Budget(800, stale=30)  # enough for four optima in the later round
     proposer = Proposer(spec, {}, budgets=budgets)
     first = proposer.propose(history, 0, 8)
     history = history.then(first)
