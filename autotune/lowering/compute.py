@@ -204,13 +204,13 @@ class Worker:
         if times.computes_on_cpu:
             previous = host_ops[np.searchsorted(host_ops, start[1:]) - 1]
             to.edges(first + previous, first + start[1:])
-        variables = times.workload.variables
+        variables, rank = times.workload.variables, self._rank
 
-        def name(number: int) -> str:
+        def name(number: int) -> str:  # knows no worker: cycles would keep whole graphs
             variable = int(layer[number])
             part = number - int(start[variable])
             what = heads[part] if part < head else parts[(part - head) % width]
-            return f"r{self._rank} {what} {variables[variable].name}"
+            return f"r{rank} {what} {variables[variable].name}"
 
         to.block(
             total,
@@ -318,7 +318,7 @@ class Worker:
         `reads_s` (M,): when each message is first read; infinite for one that is not read here.
         `updated_s` (M,): time of the device for the updates with each message, behind its read.
         """
-        times, to = self._times, self._to
+        times, to, rank = self._times, self._to, self._rank
         read = np.flatnonzero(np.isfinite(reads_s))
         read_s, group = np.unique(reads_s[read], return_inverse=True)
         group = group.ravel()
@@ -337,7 +337,7 @@ class Worker:
         to.edges(passed[:-1], segment[1:])
 
         def name(number: int) -> str:
-            return f"r{self._rank} {(part, 'read', 'write')[number % 3]} {number // 3}"
+            return f"r{rank} {(part, 'read', 'write')[number % 3]} {number // 3}"
 
         segment_s = np.diff(read_s, prepend=0.0)
         behind_s: FloatArray = np.zeros(len(read_s))
@@ -353,7 +353,7 @@ class Worker:
             queue=np.tile([self._device, NONE, self._host], count),
             channel=np.tile([NONE, NONE, self._cores], count),
             kind=np.tile([kind, Kind.VIRTUAL, Kind.UNPACK], count),
-            worker=self._rank,
+            worker=rank,
         )
         rest_s = max(lasts_s - float(read_s[-1]), 0.0) + float(behind_s[-1])
         behind = (int(segment[-1]), int(passed[-1]))

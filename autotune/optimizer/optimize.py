@@ -11,6 +11,7 @@ from autotune.cluster import Cluster
 from autotune.costs.row_traffic import RowTraffic
 from autotune.dfg.replay import Timeline
 from autotune.errors import InvalidInput
+from autotune.garbage import collection_paused
 from autotune.lowering.device_costs import costs_of
 from autotune.optimizer.bounds import least_transfer_s
 from autotune.optimizer.budget import Budget, Deadline
@@ -121,8 +122,9 @@ def optimize(
         problem, replays, default_passes() if passes is None else passes, budget, seed, allowed
     )
     name = DDP if before is None else "before"
-    starts = first_starts(problem, (name, first.strategy))
-    result = search.run(starts, partial(later_starts, problem))
+    with collection_paused():
+        starts = first_starts(problem, (name, first.strategy))
+        result = search.run(starts, partial(later_starts, problem))
     best = result.best or first
     assumed = list(best.assumed)
     if best.fusion != OpFusion() and fused_s is None:

@@ -15,11 +15,11 @@ from itertools import islice
 
 import numpy as np
 
+from autotune.garbage import collection_paused
 from autotune.optimizer.budget import NO_DEADLINE, Budget, Deadline
 from autotune.rng import generator
 from autotune.sampler.bayes import BayesianSearch
 from autotune.sampler.encodings import Encoding, FusionScalars, SpaceChoices
-from autotune.sampler.garbage import collection_paused
 from autotune.sampler.random import samples
 from autotune.sampler.scoring import Candidate, Scorer, Scores
 from autotune.sampler.selection import choice_agreement_rows, hidden_cosine, select_diverse

@@ -22,9 +22,9 @@ import numpy as np
 
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
+from autotune.garbage import collection_paused
 from autotune.rng import generator
 from autotune.sampler.draws import PLANNED, REORDERED, Context, Drawn, draw, draw_priorities
-from autotune.sampler.garbage import collection_paused
 from autotune.sampler.order import PlannedOrder
 from autotune.sampler.writer import Writer
 from autotune.strategy_space.space import SearchSpace

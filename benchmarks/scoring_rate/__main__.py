@@ -15,7 +15,7 @@ import sys
 import time
 
 from autotune.features.extract import Extractor, StrategyFeatures
-from autotune.sampler.garbage import collection_paused
+from autotune.garbage import collection_paused
 from autotune.sampler.random import sample_many
 from autotune.simulators.interface import Example
 from autotune.simulators.registry import SIMULATORS

@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 
-from autotune.sampler.garbage import collection_paused
+from autotune.garbage import collection_paused
 from autotune.sampler.random import sample_many
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.space import SearchSpace

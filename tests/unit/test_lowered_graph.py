@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from autotune.dfg.graph import NONE, Dfg, Kind
 from autotune.dfg.replay import replay
 from autotune.errors import InvalidInput
 from autotune.features.extract import job_extractor
+from autotune.garbage import collection_paused
 from autotune.lowering.costs import EMULATED_COSTS, TENSORFLOW_COSTS, Constant, RuntimeCosts
 from autotune.lowering.lower import Lowering
 from autotune.records import Accelerators
@@ -152,6 +154,16 @@ def test_a_period_begins_with_the_backward_pass_and_a_graph_with_the_forward_pas
     graph = lowering.graph(ring())
     assert graph.kind[0] == Kind.FORWARD
     assert graph.kind[graph.queue != NONE][-1] == Kind.UPDATE
+
+
+def test_a_graph_is_freed_without_the_garbage_collector() -> None:
+    lowering, each = Lowering(GPU, FOUR), plan(per_variable(GPU), GPU, 4)
+    across = replace(each, cross_step=True)
+    gc.collect()
+    with collection_paused():
+        for one in (each, across):
+            lowering.graph(one, 2)
+        assert gc.collect() == 0
 
 
 def test_op_names_describe_the_ops() -> None:

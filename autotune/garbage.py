@@ -1,7 +1,7 @@
-"""Sampling without garbage collection.
+"""Sampling and searching without garbage collection.
 
-Thousands of strategies are a million small objects without cycles, which the collector would scan
-repeatedly.
+Thousands of strategies and plans are a million small objects without cycles, which the collector
+would scan repeatedly.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Pause garbage collection in the block, which halves the time of sampling."""
+    """Pause garbage collection in the block.
+
+    This halves the time of sampling and saves an eighth of that of a search.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
