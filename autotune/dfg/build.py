@@ -81,7 +81,7 @@ class DfgBuilder:
             (
                 duration_s,
                 queue,
-                kind,
+                int(kind),  # numpy examines members of enumerations one by one
                 gap_s,
                 channel,
                 priority,

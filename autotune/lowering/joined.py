@@ -108,6 +108,7 @@ class ShapeCache:
         self._ports = ports
         self._costs = costs
         self._shapes: Kept[Shape] = Kept(KEPT, KEPT_OPS)
+        self._retimed: Kept[Shape] = Kept(KEPT, KEPT_OPS)
         self._joined: Kept[JoinedShapes] = Kept(KEPT, KEPT_OPS)
 
     def joined(self, batches: Sequence[Batch], around: Surroundings) -> JoinedShapes:
@@ -125,7 +126,7 @@ class ShapeCache:
         key = scene, batch.kind
         shape = self._shapes.get(key)
         if shape is None:
-            shape = shape_of(batch, scene, self._ports, self._costs)
+            shape = shape_of(batch, scene, self._ports, self._costs, self._retimed)
             self._shapes.put(key, shape.ops, shape)
         return shape
 

@@ -242,7 +242,9 @@ def _size(message: Message) -> Hashable:
 def _kind(message: Message) -> Hashable:
     """Equal for messages that differ only in their sizes."""
     factors: Hashable = None
-    if message.compressor is not Compressor.POWER_SGD or any(p.rows > 1 for p in message.slices):
+    if message.compressor is Compressor.NONE:  # sends what the gradient holds
+        factors = (None, True)
+    elif message.compressor is not Compressor.POWER_SGD or any(p.rows > 1 for p in message.slices):
         factors = (message.rank, message.wire_bytes >= message.grad_bytes)
     return (
         message.synchronizer,

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -21,6 +21,7 @@ from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.deciding import deciding, distinct
 from autotune.lowering.durations import Base, base
 from autotune.lowering.flows import PARTS, FlowOps, OwnedStep, add_piece
+from autotune.lowering.kept import Kept
 from autotune.lowering.messages import Batch, TimedStep
 from autotune.lowering.step_times import Flow, StepTimes
 from autotune.lowering.template import Connection, Op, Rounds, Row, Stage, StepOps, Template
@@ -185,12 +186,29 @@ class Shape:
         return table[:, 0].astype(np.int64), table[:, 1:2], table[:, 2:3]
 
 
-def shape_of(batch: Batch, scene: Scene, ports: Ports, costs: RuntimeCosts) -> Shape:
-    return _ShapeBuilder(batch, scene, ports, costs).shape()
+def shape_of(
+    batch: Batch, scene: Scene, ports: Ports, costs: RuntimeCosts, known: Kept[Shape] | None = None
+) -> Shape:
+    """Build the shape of a batch in a scene.
+
+    `known`: shapes of earlier calls by what decides all but their durations and sizes. About half
+    of the kinds in a search differ from an earlier one in durations only.
+    """
+    builder = _ShapeBuilder(batch, scene, ports, costs)
+    like = None if known is None else known.get(builder.key)
+    if like is not None:
+        return replace(like, durations=builder.durations, sizes=builder.sizes)
+    shape = builder.shape()
+    if known is not None:
+        known.put(builder.key, shape.ops, shape)
+    return shape
 
 
 class _ShapeBuilder:
-    """Builds the ops of a message of one batch. Queues and locks are numbered by first use."""
+    """Builds the ops of a message of one batch. Queues and locks are numbered by first use.
+
+    `key`: equal for batches whose shapes differ only in `durations` and `sizes`.
+    """
 
     def __init__(self, batch: Batch, scene: Scene, ports: Ports, costs: RuntimeCosts) -> None:
         self._batch = batch
@@ -201,6 +219,23 @@ class _ShapeBuilder:
         self._template = Template()
         self._queues: dict[Queue, int] = {}
         self._locks: dict[Lock, int] = {}
+        lanes = list(enumerate(batch.steps))
+        self._owned_steps: list[OwnedStep] = []
+        self._steps: list[StepOps] = []
+        if batch.owned:
+            self._owned_steps = [self._owned_step(timed, lane) for lane, timed in lanes]
+        else:
+            self._steps = [self._step_ops(timed, lane) for lane, timed in lanes]
+        self.durations = tuple(self._template.durations)
+        self.sizes = tuple(self._template.sizes)
+
+    @property
+    def key(self) -> Hashable:
+        resources = tuple(self._queues), tuple(self._locks)
+        collectives = tuple([timed.step.collective for timed in self._batch.steps])
+        how = collectives, tuple(self._unordered_lanes()), self._batch.pieces, len(self.sizes)
+        steps = tuple(self._steps), tuple(self._owned_steps)
+        return steps, self._around.columns, how, resources
 
     def shape(self) -> Shape:
         template = self._template
@@ -219,8 +254,8 @@ class _ShapeBuilder:
         return Shape(
             columns=ops[:, :-2].T.copy(),
             slots=slots,
-            durations=tuple(template.durations),
-            sizes=tuple(template.sizes),
+            durations=self.durations,
+            sizes=self.sizes,
             edges=np.array(sorted(template.edges), dtype=np.int64).reshape(-1, 2).T.copy(),
             first=np.array(template.first, dtype=np.int64),
             threads=threads,
@@ -242,12 +277,11 @@ class _ShapeBuilder:
         template.ends = [[] for _ in batch.steps]
         last: list[int] = []
         if batch.owned:
-            owned = [self._owned_step(timed, lane) for lane, timed in enumerate(batch.steps)]
             for _ in range(batch.pieces):
-                last += add_piece(template, owned)
+                last += add_piece(template, self._owned_steps)
             template.add("out", Op(), last)
             return
-        steps = [self._step_ops(timed, lane) for lane, timed in enumerate(batch.steps)]
+        steps = self._steps
         for _ in range(batch.pieces):
             behind: list[int] = []
             before: Collective | None = None
@@ -280,7 +314,7 @@ class _ShapeBuilder:
             if batch.pieces > 1 and around.in_flight > 1:  # which keep the thread awake
                 behind = template.duration(base(lane, Base.PREPARE_PIECE), share)
             cores = self._queue(CORES) if around.crowd > 0 else NONE
-            kind = Kind.UNPACK if timed.times is None else Kind.PACK
+            kind = int(Kind.UNPACK if timed.times is None else Kind.PACK)
             for worker in around.workers:
                 op = Op(self._queue(f"r{worker} lane {lane}"), cores, kind, worker, slot=slot)
                 threads.append((f"lane {lane} of r{worker}", op))
@@ -289,7 +323,7 @@ class _ShapeBuilder:
         if timed.root_computes:
             queue = self._queue(f"r{timed.root} server")
             slot = template.duration(base(lane, Base.PREPARE_ROOT))
-            root = Op(queue, kind=Kind.SERVER, worker=timed.root, slot=slot)
+            root = Op(queue, kind=int(Kind.SERVER), worker=timed.root, slot=slot)
         rounds = None
         if timed.times is not None:
             rounds = self._rounds(timed, timed.times, lane)
@@ -345,7 +379,7 @@ class _ShapeBuilder:
                 op = Op(
                     self._queue(f"r{rank} lane {lane}"),
                     cores,
-                    Kind.UNPACK if collective is None else Kind.PACK,
+                    int(Kind.UNPACK if collective is None else Kind.PACK),
                     rank if rank in around.workers else NONE,
                     slot=template.duration(base(lane, which), share),
                 )
@@ -360,7 +394,7 @@ class _ShapeBuilder:
             ops = tuple(
                 Op(
                     self._queue(self._ports.name(port), self._discipline),
-                    kind=Kind.SEND,
+                    kind=int(Kind.SEND),
                     slot=template.duration(base(lane, Base.LINK), share * part),
                     size_slot=len(template.sizes) - 1,
                 )
@@ -454,7 +488,7 @@ class _ShapeBuilder:
         return tuple(
             Op(
                 self._queue(self._cores_name(host)),
-                kind=Kind.COPY,
+                kind=int(Kind.COPY),
                 slot=self._template.duration(which, float(times.cores[host]), rounds),
             )
             for host in busy
@@ -479,7 +513,7 @@ class _ShapeBuilder:
         return tuple(
             Op(
                 self._queue(self._ports.name(port), self._discipline),
-                kind=Kind.SEND,
+                kind=int(Kind.SEND),
                 slot=self._template.duration(base(lane, Base.LINK), float(share[port]), rounds),
                 size_slot=size,
                 **(self._turns(lane, port) if port in waiting else {}),

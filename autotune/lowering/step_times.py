@@ -36,6 +36,7 @@ from autotune.arrays import BoolArray, FloatArray, IntArray
 from autotune.cluster import Cluster, CollectiveFit, Where
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.flows import flow_s
+from autotune.lowering.kept import Kept
 from autotune.lowering.steps import Scope, Step
 from autotune.lowering.traffic import DIRECT, IN, OUT, Collective, Ports, Traffic, owners_by_end
 from autotune.strategy_space.shares import Shares
@@ -53,6 +54,8 @@ MOST_MEMBERS = 8
 """Of an exchange with one owner, whose transfers are counted one by one."""
 SEEN_BELOW = 0.9
 """A host's interface was seen if it was slower than this share of its peers' links together."""
+KEPT_LOADS = 1024
+"""Loads that are kept: 10 MB on 64 hosts, with 20 numbers for each port."""
 _JOINT = {half: name for name, halves in _HALVES.items() for half in halves}
 _WHERE = {Scope.WORLD: None, Scope.HOSTS: Where.HOST, Scope.LEADERS: Where.ACROSS}
 
@@ -97,6 +100,28 @@ class Flow:
     ports: tuple[tuple[int, float], ...]
 
 
+@dataclass(frozen=True, eq=False)
+class _Load:
+    """What a collective does to the cluster, whatever its sizes; as in `StepTimes`.
+
+    `members`: ranks of its largest process group. `slowest`, `whole`: s and a of the legend.
+    `senders`: see `_senders`.
+    """
+
+    members: int
+    rounds: int
+    slowest: float
+    whole: float
+    ports: FloatArray
+    cores: FloatArray
+    stages: tuple[FloatArray, ...]
+    connections: IntArray
+    owners: tuple[BoolArray, ...]
+    senders: float
+    flows: tuple[Flow, ...] = ()
+    flows_share: float = 1.0
+
+
 class Timing:
     """Times of steps on one cluster."""
 
@@ -105,6 +130,7 @@ class Timing:
         self.ports = ports
         self.costs = costs
         self._traffic: dict[Hashable, Traffic] = {}
+        self._loads: Kept[_Load] = Kept(KEPT_LOADS, KEPT_LOADS)
         self._peers = _PeerCosts(cluster, ports, costs)
         self._leaders = tuple(
             int(np.searchsorted(ports.host_of_rank, host)) for host in range(len(cluster.hosts))
@@ -113,62 +139,93 @@ class Timing:
 
     def of(self, step: Step, groups: Sequence[tuple[int, ...]]) -> StepTimes:
         """The times of a step with a collective; its process `groups` run it at the same time."""
-        assert step.collective is not None
         size_bytes = step.size_bytes
-        groups = [members for members in groups if len(members) > 1]
-        cores = self._cores(groups)
-        if not groups:
+        load = self._load(step, tuple(groups))
+        if load.members < 2:
             none = np.zeros(len(size_bytes))
-            ports = np.zeros(self.ports.count)
-            return StepTimes(none, none, ports, 1, none, cores, (ports,), ports.astype(np.int64))
-        traffics = [
-            self.traffic(step.collective, members, _root(step.root, members), step.shares)
-            for members in groups
-        ]
-        s_per_byte = np.maximum.reduce([traffic.s_per_byte for traffic in traffics])
-        slowest = float(s_per_byte.max())
-        whole = max(traffic.alone_s_per_byte for traffic in traffics)
-        rounds = max(traffic.rounds for traffic in traffics)
-        size = max(len(members) for members in groups)
+            alone_s, link_s, cpu_s = none, none, none
+        else:
+            alone_s, link_s, cpu_s = self._times_s(step, load)
+        return StepTimes(
+            alone_s=alone_s,
+            link_s=link_s,
+            ports=load.ports,
+            rounds=load.rounds,
+            cpu_s=cpu_s,
+            cores=load.cores,
+            stages=load.stages,
+            connections=load.connections,
+            owners=load.owners,
+            flows=load.flows,
+            flows_share=load.flows_share,
+        )
+
+    def _times_s(self, step: Step, load: _Load) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """(alone, link, CPU) seconds of a step, each (K,)."""
+        assert step.collective is not None
+        size_bytes, size, direct = step.size_bytes, load.members, step.collective in DIRECT
         fitted = self._fitted(step, size)
         if fitted is None:
             payload = self.costs["payload"]
-            link_s = slowest * size_bytes / payload
+            link_s = load.slowest * size_bytes / payload
             cpu_s = self._cpu_s(size_bytes, size, step.scope)
-            direct = step.collective in DIRECT
             start_s = self._peers.messages_s(size) if direct else self.costs["collective_s"]
-            latencies_s = 2 * rounds * self._latency_s(step.scope) + start_s
-            alone_s = whole * size_bytes / payload + latencies_s
+            latencies_s = 2 * load.rounds * self._latency_s(step.scope) + start_s
+            alone_s = load.whole * size_bytes / payload + latencies_s
             if step.collective is Collective.PULL:
                 alone_s += self.costs["sum_s_per_byte"] * size_bytes
-        else:
-            fitted_s, slope, cpu_s = fitted
-            probed = self._probed_s_per_byte(step.collective, step.scope, size)
-            g = min(slope / probed, 1 / self.costs["payload"]) if probed > 0 else 0.0
-            alone_s = np.maximum(fitted_s + g * (whole - probed) * size_bytes, 0.0)
-            link_s = np.minimum(g * slowest * size_bytes, alone_s)
-            if step.collective in DIRECT:
-                saved_s = (1 - _senders(step, groups[0])) * self._message_cpu_s(step, size)
-                cpu_s = cpu_s - saved_s
-                alone_s = np.maximum(alone_s - max(1.0, float(cores.max())) * saved_s, link_s)
+            return alone_s, link_s, cpu_s
+        fitted_s, slope, cpu_s = fitted
+        probed = self._probed_s_per_byte(step.collective, step.scope, size)
+        g = min(slope / probed, 1 / self.costs["payload"]) if probed > 0 else 0.0
+        alone_s = np.maximum(fitted_s + g * (load.whole - probed) * size_bytes, 0.0)
+        link_s = np.minimum(g * load.slowest * size_bytes, alone_s)
+        if direct:
+            saved_s = (1 - load.senders) * self._message_cpu_s(step, size)
+            cpu_s = cpu_s - saved_s
+            alone_s = np.maximum(alone_s - max(1.0, float(load.cores.max())) * saved_s, link_s)
+        return alone_s, link_s, cpu_s
+
+    def _load(self, step: Step, groups: tuple[tuple[int, ...], ...]) -> _Load:
+        key = step.collective, groups, step.root, step.shares
+        load = self._loads.get(key)
+        if load is None:
+            load = self._new_load(step, groups)
+            self._loads.put(key, 1, load)
+        return load
+
+    def _new_load(self, step: Step, groups: tuple[tuple[int, ...], ...]) -> _Load:
+        assert step.collective is not None
+        exchanging = [members for members in groups if len(members) > 1]
+        cores = self._cores(exchanging)
+        if not exchanging:
+            ports = np.zeros(self.ports.count)
+            return _Load(1, 1, 0.0, 0.0, ports, cores, (ports,), ports.astype(np.int64), (), 1.0)
+        traffics = [
+            self.traffic(step.collective, members, _root(step.root, members), step.shares)
+            for members in exchanging
+        ]
+        s_per_byte = np.maximum.reduce([traffic.s_per_byte for traffic in traffics])
+        slowest = float(s_per_byte.max())
         stages: list[FloatArray] = [s_per_byte]
         owners: list[BoolArray] = []
         if step.collective in DIRECT:
-            stages, owners = self._stages(step, groups[0])
+            stages, owners = self._stages(step, exchanging[0])
         scale = slowest if slowest > 0 else 1.0
         flows: tuple[Flow, ...] = ()
-        if len(stages) == 1 and len(groups) == 1 and step.collective in DIRECT:
-            flows = self._flows(step, groups[0], scale)
-        return StepTimes(
-            alone_s,
-            link_s,
-            s_per_byte / scale,
-            rounds,
-            cpu_s,
-            cores,
+        if len(stages) == 1 and len(exchanging) == 1 and step.collective in DIRECT:
+            flows = self._flows(step, exchanging[0], scale)
+        return _Load(
+            members=max(len(members) for members in exchanging),
+            rounds=max(traffic.rounds for traffic in traffics),
+            slowest=slowest,
+            whole=max(traffic.alone_s_per_byte for traffic in traffics),
+            ports=s_per_byte / scale,
+            cores=cores,
             stages=tuple(stage / scale for stage in stages),
             connections=np.rint(s_per_byte / self.ports.s_per_byte).astype(np.int64),
             owners=tuple(owners),
+            senders=_senders(step, exchanging[0]),
             flows=flows,
             flows_share=_flows_share(flows, step.collective),
         )
@@ -322,6 +379,7 @@ class _PeerCosts:
     def __init__(self, cluster: Cluster, ports: Ports, costs: RuntimeCosts) -> None:
         self._cluster, self._ports, self._costs = cluster, ports, costs
         self._factors: dict[tuple[int, ...], FloatArray] = {}
+        self._messages_s: dict[int, float] = {}
 
     def factors(self, members: tuple[int, ...]) -> FloatArray:
         """Cost of a byte on each port relative to the hosts' own links, shape (P,).
@@ -351,6 +409,11 @@ class _PeerCosts:
 
     def messages_s(self, members: int) -> float:
         """Time of the messages of one rank in one round; the slowest host's, if it was probed."""
+        if members not in self._messages_s:
+            self._messages_s[members] = self._new_messages_s(members)
+        return self._messages_s[members]
+
+    def _new_messages_s(self, members: int) -> float:
         peers = min(members, len(self._cluster.hosts)) - 1
         fits = [
             fit

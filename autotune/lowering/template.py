@@ -32,12 +32,13 @@ class Row(NamedTuple):
 class Op(NamedTuple):
     """One op of a message. `slot`, `size_slot`: rows of the template's durations and sizes.
 
-    Queues, channels and locks are numbers of the template's own resources.
+    Queues, channels and locks are numbers of the template's own resources. `kind` is a plain
+    number, since numpy examines members of enumerations one by one.
     """
 
     queue: int = NONE
     channel: int = NONE
-    kind: int = Kind.VIRTUAL
+    kind: int = int(Kind.VIRTUAL)
     worker: int = NONE
     acquires: int = NONE
     releases: int = NONE
