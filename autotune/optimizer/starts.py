@@ -12,7 +12,7 @@ from autotune.costs.issue_order import MessageTimes, channel_ends_s, half_crossi
 from autotune.costs.sync_cost import MessageKind, Rates
 from autotune.optimizer.budget import TimeUp
 from autotune.optimizer.contiguous import contiguous_strategy
-from autotune.optimizer.state import Problem, State
+from autotune.optimizer.state import Problem, State, planned
 from autotune.profiling.op_graph import OpFusion
 from autotune.strategy_space.builders.collectives import large_alone
 from autotune.strategy_space.builders.cross_step import in_planned_order
@@ -21,7 +21,6 @@ from autotune.strategy_space.builders.registry import seed_strategies
 from autotune.strategy_space.builders.rows import with_rows
 from autotune.strategy_space.builders.servers import served_in_buckets
 from autotune.strategy_space.moves.owners import by_bandwidth
-from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer
 from autotune.workload import Workload
 
@@ -44,20 +43,20 @@ def started(problem: Problem, fusion: OpFusion, built_by: Builders) -> list[tupl
     All are kept: estimates with one channel were up to four times the replay with threads and
     lanes. After the problem's deadline, those that were built until then are returned.
     """
-    names: dict[Strategy, str] = {}
-    estimated_s: dict[Strategy, float] = {}
+    known: set[Strategy] = set()
+    starts: list[tuple[float, str, State]] = []
     with suppress(TimeUp):
         for name, built in built_by(problem, fusion):
             problem.deadline.check()
             rows = not problem.space.dense_rows
             strategy = with_rows(built, problem.workload) if rows else built
-            if strategy not in names and problem.space.contains(
+            if strategy not in known and problem.space.contains(
                 strategy, problem.workload, problem.cluster
             ):
-                estimated_s[strategy] = _estimated_s(strategy, problem)
-                names[strategy] = name
-    ranked = sorted(names, key=lambda strategy: estimated_s[strategy])
-    return [(names[strategy], State(strategy, fusion)) for strategy in ranked]
+                known.add(strategy)
+                state = State(strategy, fusion)
+                starts.append((_estimated_s(state, problem), name, state))
+    return [(name, state) for _, name, state in sorted(starts, key=lambda start: start[0])]
 
 
 def hand_made(problem: Problem, fusion: OpFusion) -> Iterator[tuple[str, Strategy]]:
@@ -66,17 +65,17 @@ def hand_made(problem: Problem, fusion: OpFusion) -> Iterator[tuple[str, Strateg
     yield from _even_buckets(problem, fusion)
 
 
-def _estimated_s(strategy: Strategy, problem: Problem) -> float:
+def _estimated_s(state: State, problem: Problem) -> float:
     """The step by the closed form of one channel, which is much faster than a replay."""
     workload, cluster = problem.workload, problem.cluster
-    planned = plan(strategy, workload, cluster.world_size)
-    times = MessageTimes.of(planned, workload, cluster)
-    if planned.results is not None:
+    plan = planned(state, problem)
+    times = MessageTimes.of(plan, workload, cluster)
+    if plan.results is not None:
         parts_s = (workload.backward_s, workload.update_s, workload.forward_s)
         return half_crossing_period_s(
-            times.ready_s, times.cost_s, times.needed_s, parts_s, planned.results
+            times.ready_s, times.cost_s, times.needed_s, parts_s, plan.results
         )
-    if strategy.cross_step:
+    if plan.cross_step:
         return times.period_s
     sent_s = float(channel_ends_s(times.ready_s, times.cost_s)[-1])
     return workload.forward_s + max(workload.backward_s, sent_s) + workload.update_s

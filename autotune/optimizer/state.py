@@ -89,7 +89,7 @@ class Known:
     """A state's plan and draft for one problem; not part of the state's identity."""
 
     plan: Plan | None = None
-    planned_for: Problem | None = None
+    planned_for: Workload | None = None
     draft: Draft | None = None
     drafted_for: Problem | None = None
 
@@ -113,6 +113,12 @@ class State:
 
     def with_strategy(self, strategy: Strategy) -> State:
         return replace(self, strategy=strategy)
+
+    def with_fusion(self, fusion: OpFusion) -> State:
+        """This state with other kernels, which share its plan and draft."""
+        state = replace(self, fusion=fusion)
+        vars(state)["known"] = self.known
+        return state
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,8 +183,8 @@ def scaled(workload: Workload, factor: float) -> Workload:
 
 def planned(state: State, problem: Problem) -> Plan:
     """The state's plan, which is computed once."""
-    known = state.known
-    if known.plan is None or known.planned_for is not problem:
-        known.plan = plan(state.strategy, problem.workload, problem.cluster.world_size)
-        known.planned_for = problem
+    known, workload, ranks = state.known, problem.workload, problem.cluster.world_size
+    if known.plan is None or known.planned_for is not workload or known.plan.world_size != ranks:
+        known.plan = plan(state.strategy, workload, ranks)
+        known.planned_for = workload
     return known.plan

@@ -92,8 +92,13 @@ class Message:
 
     @cached_property
     def _hash(self) -> int:
-        """Computed once, since a search looks every plan up several times; never pickled."""
-        return hash((self.slices, self.synchronizer, self.owner, self.group))
+        """Computed once, since a search looks every plan up several times; never pickled.
+
+        Equal for messages that differ only in slices between the first and the last, which are few.
+        """
+        first, last = self.slices[0], self.slices[-1]
+        ends = first.variable, first.start, last.variable, last.start, len(self.slices)
+        return hash((ends, self.elements, self.synchronizer, self.owner, self.group, self.pieces))
 
     @cached_property
     def elements(self) -> int:
@@ -210,22 +215,32 @@ def plan(strategy: Strategy, workload: Workload, world_size: int) -> Plan:
         )
     issued: list[tuple[int, int, int, int, Message]] = []  # each with its sort key
     groups = _Groups(world_size)
-    known, known_for = groups.known("", SparseHandling.DENSE), ("", SparseHandling.DENSE)
+    dense = SparseHandling.DENSE  # looking up a member of an enumeration takes as long as a call
+    known, known_for = groups.known("", dense), ("", dense)
     for position, (variable, choice) in enumerate(zip(workload.variables, choices, strict=True)):
         dtype, sparse = variable.dtype, choice.sparse
-        if sparse is not SparseHandling.DENSE:
-            check_sparse(variable, choice)
-        if (dtype, sparse) != known_for:
+        if sparse is not known_for[1] or dtype != known_for[0]:
             known, known_for = groups.known(dtype, sparse), (dtype, sparse)
-        for shard, part in zip(choice.shards, slices_of(variable, choice), strict=True):
+        if sparse is not dense:
+            check_sparse(variable, choice)
+        elif choice.partition is None:  # most variables join a known message
+            members = known.get(id(choice.shards[0]))
+            if members is not None:
+                shape = variable.shape
+                rows = shape[0] if len(shape) > 1 else 1
+                members.slices += _whole(variable.name, variable.elements, rows)
+                members.last_ready = position
+                continue
+        for shard, part in zip(choice.shards, cut(variable, choice.partition), strict=True):
             if id(shard) not in known:
-                known[id(shard)] = groups.members(shard, variable, sparse)
+                known[id(shard)] = groups.members(shard, variable, sparse, position)
             members = known[id(shard)]
             if members is None:
                 message = message_of(shard, (part,), dtype, sparse)
                 issued.append((shard.priority, position, position, part.start, message))
             else:
-                members.add(part, position, shard.priority)
+                members.slices.append(part)
+                members.last_ready = position
     issued.extend(members.issued() for members in groups.of_kind.values())
     reads_norms = strategy.cross_step and workload.reads_norms
     issued.sort(key=(lambda entry: entry[1:4]) if reads_norms else None)
@@ -272,18 +287,10 @@ class _Members:
 
     __slots__ = ("dtype", "first", "last_ready", "priority", "shard", "slices", "sparse")
 
-    def __init__(self, shard: Shard, dtype: str, sparse: SparseHandling) -> None:
+    def __init__(self, shard: Shard, dtype: str, sparse: SparseHandling, first: int) -> None:
         self.shard, self.dtype, self.sparse, self.priority = shard, dtype, sparse, shard.priority
-        self.first, self.last_ready = -1, -1
+        self.first = self.last_ready = first
         self.slices: list[TensorSlice] = []
-
-    def add(self, part: TensorSlice, position: int, priority: int) -> None:
-        if not self.slices:
-            self.first = position
-        self.slices.append(part)
-        self.last_ready = position
-        if priority < self.priority:
-            self.priority = priority
 
     def issued(self) -> tuple[int, int, int, int, Message]:
         message = message_of(self.shard, self.slices, self.dtype, self.sparse)
@@ -305,8 +312,13 @@ class _Groups:
         """Return the message of each examined shard with this dtype and handling, by `id`."""
         return self._known.setdefault((dtype, sparse), {})
 
-    def members(self, shard: Shard, variable: Variable, sparse: SparseHandling) -> _Members | None:
-        """Return the message of a shard that was not examined yet; None if it is sent alone."""
+    def members(
+        self, shard: Shard, variable: Variable, sparse: SparseHandling, position: int
+    ) -> _Members | None:
+        """Return the message of a shard that was not examined yet; None if it is sent alone.
+
+        `position`: that of the variable, in backward order.
+        """
         check_shard(shard, variable, self.world_size)
         if shard.group is None or sparse is not SparseHandling.DENSE:
             return None
@@ -323,9 +335,11 @@ class _Groups:
             shard.pieces,
         )
         key = (*kind, variable.dtype)
-        if key not in self.of_kind:
-            self.of_kind[key] = _Members(shard, variable.dtype, sparse)
-        return self.of_kind[key]
+        members = self.of_kind.get(key)
+        if members is None:
+            members = self.of_kind[key] = _Members(shard, variable.dtype, sparse, position)
+        members.priority = min(members.priority, shard.priority)
+        return members
 
 
 def message_of(

@@ -43,6 +43,10 @@ SHOWN_TOP_K_RATIOS, SHOWN_POWER_SGD_RANKS = (0.1,), (4,)
 """
 
 
+ShardKind = tuple[Synchronizer, bool, tuple[Compressor, float | None, int | None], str]
+"""All of a shard, and its variable's dtype, that a space bounds."""
+
+
 class CompressorSetting(NamedTuple):
     """A compressor with its parameter."""
 
@@ -240,24 +244,29 @@ class SearchSpace:
                 f"the space has {len(self.op_fusions)} choices of op_fusion, but the strategy "
                 f"fuses other sets, such as {', '.join(strategy.op_fusion[0][:3])}"
             )
-        variables, index = workload.variables, workload.index
-        inside: set[tuple[int, str]] = set()  # whole dense variables of a dtype with a shard by id
+        variables, index, dense = workload.variables, workload.index, SparseHandling.DENSE
+        inside: dict[str, set[int]] = {}  # by dtype: shards of whole dense variables, by id
+        verdicts: dict[ShardKind, str | None] = {}
         for choice in strategy.variables:
             variable = variables[index[choice.variable]]
-            whole = choice.partition is None and choice.sparse is SparseHandling.DENSE
-            key = (id(choice.shards[0]), variable.dtype)
-            if whole and key in inside:
+            whole = choice.partition is None and choice.sparse is dense
+            if whole and id(choice.shards[0]) in inside.get(variable.dtype, ()):
                 continue
-            problem = self._choice_violation(choice, variable, cluster)
+            problem = self._choice_violation(choice, variable, cluster, verdicts)
             if problem is not None:
                 return f"{choice.variable!r}: {problem}"
             if whole:
-                inside.add(key)
+                inside.setdefault(variable.dtype, set()).add(id(choice.shards[0]))
         return None
 
     def _choice_violation(
-        self, choice: VariableStrategy, variable: Variable, cluster: Cluster
+        self,
+        choice: VariableStrategy,
+        variable: Variable,
+        cluster: Cluster,
+        verdicts: dict[ShardKind, str | None],
     ) -> str | None:
+        """`verdicts`: those on shards before; a strategy's thousands of shards are of few kinds."""
         problem = self._partition_violation(choice, variable)
         if problem is not None:
             return problem
@@ -266,22 +275,29 @@ class SearchSpace:
             return f"the space sends sparse gradients {ways}, but the strategy {choice.sparse}"
         if variable.sparse and choice.sparse is SparseHandling.DENSE and not self.dense_rows:
             return "the space sends sparse gradients as rows only, but the strategy sends it dense"
-        problems = (self._shard_violation(shard, variable, cluster) for shard in set(choice.shards))
-        return next((problem for problem in problems if problem), None)
+        dtype = variable.dtype
+        for shard in choice.shards:
+            setting = shard.compressor, shard.ratio, shard.rank
+            kind = shard.synchronizer, shard.hierarchical, setting, dtype
+            if kind not in verdicts:
+                verdicts[kind] = self._shard_violation(shard, dtype, cluster)
+            if verdicts[kind] is not None:
+                return verdicts[kind]
+        return None
 
     def contains(self, strategy: Strategy, workload: Workload, cluster: Cluster) -> bool:
         return self.violation(strategy, workload, cluster) is None
 
-    def _shard_violation(self, shard: Shard, variable: Variable, cluster: Cluster) -> str | None:
+    def _shard_violation(self, shard: Shard, dtype: str, cluster: Cluster) -> str | None:
         if shard.synchronizer not in self.synchronizers:
             return (
                 f"the space has the synchronizers {', '.join(self.synchronizers)}, "
                 f"but the strategy uses {shard.synchronizer}"
             )
-        allowed = self.compressors_for(variable.dtype)
+        allowed = self.compressors_for(dtype)
         if shard.compressor not in allowed:
             return (
-                f"the space has the compressors {', '.join(allowed)} for {variable.dtype}, "
+                f"the space has the compressors {', '.join(allowed)} for {dtype}, "
                 f"but the strategy uses {shard.compressor}"
             )
         setting = CompressorSetting(shard.compressor, shard.ratio, shard.rank)

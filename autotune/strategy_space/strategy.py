@@ -281,6 +281,28 @@ class Strategy:
         if self.op_fusion:
             object.__setattr__(self, "op_fusion", checked_fusion(self.op_fusion))
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
+
+    @cached_property
+    def _hash(self) -> int:
+        """Computed once, with one hash for each distinct shard object; never pickled.
+
+        Equal for strategies that differ only in partitions into as many shards.
+        """
+        known: dict[int, int] = {}
+        hashes: list[int] = []
+        for choice in self.variables:
+            for shard in choice.shards:
+                if id(shard) not in known:
+                    known[id(shard)] = hash(shard)
+                hashes.append(known[id(shard)])
+        order = self.cross_step, self.ring_order, self.in_flight
+        return hash((tuple(hashes), order, self.op_fusion))
+
     @cached_property
     def id(self) -> str:
         return content_id("strategy", self)

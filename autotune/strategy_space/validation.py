@@ -33,6 +33,8 @@ def check_shard(shard: Shard, variable: Variable, world_size: int) -> None:
 
 
 def _check_compressor(compressor: Compressor, variable: Variable) -> None:
+    if compressor is Compressor.NONE:
+        return
     if compressor.error_feedback and variable.dtype not in FEEDBACK_DTYPES:
         raise InvalidStrategy(
             f"compressor {compressor} keeps its rounding errors in the gradient's dtype and needs "

@@ -8,6 +8,8 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,9 +24,9 @@ from autotune.strategy_space.builders.registry import BUILDERS, seed_strategies
 from autotune.strategy_space.builders.rows import with_rows
 from autotune.strategy_space.builders.servers import partitioned_ps
 from autotune.strategy_space.moves.neighbours import mutate
-from autotune.strategy_space.plan import Plan, plan
+from autotune.strategy_space.plan import Message, Plan, message_of, plan, slices_of
 from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import Strategy, Synchronizer
+from autotune.strategy_space.strategy import SparseHandling, Strategy, Synchronizer
 from autotune.workload import Variable, Workload
 
 
@@ -39,6 +41,50 @@ def test_sampled_and_mutated_strategies_send_every_byte_once_and_stay_inside_the
     for _ in range(5):
         strategy = mutate(strategy, workload, cluster, space, rng)
         assert_inside(space, strategy, workload, cluster)
+
+
+def slow_messages(strategy: Strategy, workload: Workload) -> tuple[Message, ...]:
+    """The messages of a plan without any shortcut: every shard is compared with every group."""
+    groups: dict[Any, list[tuple[Any, ...]]] = {}
+    for position, variable in enumerate(workload.variables):
+        choice = strategy.by_name[variable.name]
+        for number, part in enumerate(slices_of(variable, choice)):
+            shard = choice.shards[number]
+            merges = shard.group is not None and choice.sparse is SparseHandling.DENSE
+            key = (replace(shard, priority=0), variable.dtype) if merges else (position, number)
+            groups.setdefault(key, []).append(
+                (shard, part, position, variable.dtype, choice.sparse)
+            )
+    issued = []
+    for members in groups.values():
+        shards, parts, positions, dtypes, sparse = zip(*members, strict=True)
+        priority = (
+            0
+            if strategy.cross_step and workload.reads_norms
+            else min(shard.priority for shard in shards)
+        )
+        turn = priority, max(positions), min(positions), parts[0].start
+        issued.append((turn, message_of(shards[0], parts, dtypes[0], sparse[0])))
+    return tuple(message for _, message in sorted(issued, key=lambda entry: entry[0]))
+
+
+@settings(deadline=None)
+@given(workloads(), clusters(), spaces(), st.integers(0, 2**32), st.booleans())
+def test_a_plan_has_the_messages_of_its_slow_twin(workload, cluster, space, seed, norms):
+    workload, rng = replace(workload, reads_norms=norms), generator(seed)
+    strategy = sample(workload, cluster, space, rng)
+    for _ in range(4):
+        varied = tuple(
+            replace(
+                choice,
+                shards=tuple(replace(s, priority=int(rng.integers(3))) for s in choice.shards),
+            )
+            for choice in strategy.variables
+        )
+        for each in (strategy, replace(strategy, variables=varied)):
+            planned = plan(each, workload, cluster.world_size)
+            assert planned.messages == slow_messages(each, workload)
+        strategy = mutate(strategy, workload, cluster, space, rng)
 
 
 @settings(deadline=None)

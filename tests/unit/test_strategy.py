@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -102,6 +103,18 @@ def test_identity_is_content_and_the_order_of_variables_carries_no_meaning():
     assert again == TWO and again.id == TWO.id
     assert Strategy(TWO.variables, cross_step=True).id != TWO.id
     assert TWO.id.startswith("strategy-")
+
+
+def test_equal_strategies_are_found_by_their_hash_and_copies_are_hashed_anew():
+    again = Strategy(
+        (
+            VariableStrategy("b", (Shard(REDUCE),)),
+            VariableStrategy("a", (Shard(REDUCE), Shard(REDUCE)), Partition(0, (3, 2))),
+        )
+    )
+    assert {TWO: "known"}[again] == "known"
+    assert {TWO: "known"}[copy(TWO)] == "known"
+    assert {TWO, replace(TWO, cross_step=True), again} == {TWO, replace(again, cross_step=True)}
 
 
 def test_a_strategy_stored_before_messages_in_flight_keeps_its_identity():

@@ -30,13 +30,13 @@ class FuseOps:
             return
         forward = state.fusion.forward | _saving(graph, state.fusion.forward, path)
         if forward != state.fusion.forward:
-            yield replace(state, fusion=replace(state.fusion, forward=forward))
+            yield state.with_fusion(replace(state.fusion, forward=forward))
         sweep, tensors = self._sweep(graph, state, path)
         for size in dict.fromkeys((len(sweep), (len(sweep) + 1) // 2)):
             if size == 0:
                 continue
             fusion = OpFusion(forward, state.fusion.backward | frozenset(sweep[:size]))
-            yield replace(state, fusion=fusion)
+            yield state.with_fusion(fusion)
             pairs = [pair for at, pair in tensors if at < size]
             if pairs:
                 yield replace(state, fusion=fusion, strategy=merged(state, path.problem, pairs))
@@ -52,16 +52,15 @@ class FuseOps:
         fused: list[int] = []
         tensors: list[tuple[int, tuple[int, int]]] = []
         held = runs[0]
+        p1_s = problem.fused_s(graph.ops[held[0] : held[1]][::-1], True)
         for run in runs[1:]:
             both = (run[0], held[1])
-            p1_s, p2_s, fused_s = (
-                problem.fused_s(graph.ops[a:b][::-1], True) for a, b in (held, run, both)
-            )
+            p2_s, fused_s = (problem.fused_s(graph.ops[a:b][::-1], True) for a, b in (run, both))
             waiting = [n for op in range(*held) for n in ends_at.get(op, ())]
             t1_s = path.sync_s([path.plan.messages[n] for n in waiting]) if waiting else 0.0
             pays = fused_s < p1_s + p2_s and op_fusion_pays(p1_s, p2_s, fused_s, t1_s)
             if not (pays and run[0] in critical and run[1] - 1 in graph.predecessors[run[1]]):
-                held = run
+                held, p1_s = run, p2_s
                 continue
             fused.append(run[1] - 1)
             others = [n for op in range(*run) for n in ends_at.get(op, ())]
@@ -74,7 +73,7 @@ class FuseOps:
                 times = (path.sync_s([one]), path.sync_s([two]), path.sync_s([joined([one, two])]))
                 if both_fusions_pay(p1_s, p2_s, fused_s, *times):
                     tensors.append((len(fused) - 1, (waiting[-1], others[0])))
-            held = both
+            held, p1_s = both, fused_s
         return fused, tensors
 
 

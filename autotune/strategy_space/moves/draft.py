@@ -81,6 +81,7 @@ class Draft:
         self.in_flight = strategy.in_flight
         self.op_fusion = strategy.op_fusion
         self.ring_order = strategy.ring_order
+        self._before = strategy.variables
         of_variables = [strategy.by_name[variable.name] for variable in workload.variables]
         self.partitions: list[Partition | None] = [choice.partition for choice in of_variables]
         self.sparse: list[SparseHandling] = [choice.sparse for choice in of_variables]
@@ -116,17 +117,31 @@ class Draft:
         if self.in_ready_order:
             self.messages = natural
         reordered = self.messages != natural
-        shards: dict[Member, Shard] = {}
+        whole: dict[int, Shard] = {}  # by position
+        parts: dict[Member, Shard] = {}
         for number, message in enumerate(self.messages):
             group = number if len(message.members) > 1 else None
             shard = _placed(message.shard, group, number if reordered else 0)
-            shards.update(dict.fromkeys(message.members, shard))
+            for member in message.members:
+                if self.partitions[member[0]] is None:
+                    whole[member[0]] = shard
+                else:
+                    parts[member] = shard
         choices: list[VariableStrategy] = []
-        for position, variable in enumerate(self.workload.variables):
+        index = self.workload.index
+        for before in self._before:
+            position = index[before.variable]
             partition, sparse = self.partitions[position], self.sparse[position]
-            count = 1 if partition is None else len(partition.sizes)
-            in_order = tuple([shards[position, number] for number in range(count)])
-            choices.append(VariableStrategy(variable.name, in_order, partition, sparse))
+            if partition is None:
+                shard = whole[position]
+                if before.shards[0] is shard and not before.partition and before.sparse is sparse:
+                    choices.append(before)
+                    continue
+                in_order: tuple[Shard, ...] = (shard,)
+            else:
+                numbers = range(len(partition.sizes))
+                in_order = tuple([parts[position, number] for number in numbers])
+            choices.append(VariableStrategy(before.variable, in_order, partition, sparse))
         most = self.space.in_flight_bound(self.cross_step, bool(self.direct()))
         return Strategy(
             tuple(choices),
