@@ -1,8 +1,10 @@
 """The time of a step alone, and the part of it that occupies the links and the cores.
 
-A step costs exactly the probe's fit. While its bytes are on the slowest port, they occupy that
-port, and the other ports in proportion to their bytes. The rest of the time (handshakes, copies,
-waking threads) occupies no port, so a second message can use the link meanwhile.
+A step costs exactly the probe's fit, but no less than its bytes at the last slope: a shaped or
+buffered link passes a short burst faster, which no stream of messages can use. While its bytes are
+on the slowest port, they occupy that port, and the other ports in proportion to their bytes. The
+rest of the time (handshakes, copies, waking threads) occupies no port, so a second message can use
+the link meanwhile.
 
 | symbol | meaning | unit |
 |---|---|---|
@@ -178,8 +180,8 @@ class Timing:
         fitted_s, slope, cpu_s = fitted
         probed = self._probed_s_per_byte(step.collective, step.scope, size)
         g = min(slope / probed, 1 / self.costs["payload"]) if probed > 0 else 0.0
-        alone_s = np.maximum(fitted_s + g * (load.whole - probed) * size_bytes, 0.0)
-        link_s = np.minimum(g * load.slowest * size_bytes, alone_s)
+        link_s = g * load.slowest * size_bytes
+        alone_s = np.maximum(fitted_s + g * (load.whole - probed) * size_bytes, link_s)
         if direct:
             saved_s = (1 - load.senders) * self._message_cpu_s(step, size)
             cpu_s = cpu_s - saved_s
