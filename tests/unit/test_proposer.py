@@ -202,14 +202,14 @@ HUGE = Workload("huge", (TABLE, Variable("bias", (8,))), (), 0.1, 0.2)
 
 def test_trials_that_contradict_a_link_are_reported_and_correct_the_predictions() -> None:
     spec, rates = job(), [1.0, 0.5, 1.0, 1.0]
-    history = profiled(spec).then(finished(0, CURRENT_SETUP, None, 0.5))
+    history = profiled(spec, model=SMALL).then(finished(0, CURRENT_SETUP, None, 0.5))
     stated = Proposer(spec, {}, budgets=SHORT).propose(history, 0, 12)
     assert stated.contradicted == ()
     slow = with_link_rates(SLOW_NETWORK, rates)
-    truth = job_extractor(MODEL, slow, spec.conditions.accelerators, {"torch": "2.13.0"}).steps
+    truth = job_extractor(SMALL, slow, spec.conditions.accelerators, {"torch": "2.13.0"}).steps
     history = history.then(stated)
     for number, proposal in enumerate(stated.proposals, 1):
-        planned = plan(proposal.strategy, MODEL, 4)
+        planned = plan(proposal.strategy, SMALL, 4)
         trial = finished(number, proposal.strategy.id, planned.id, truth.step_s(planned))
         history = history.then(trial)
     proposed = Proposer(spec, {}, budgets=SHORT).propose(history, 1, 4)
@@ -217,9 +217,8 @@ def test_trials_that_contradict_a_link_are_reported_and_correct_the_predictions(
     assert re.match(r"the link of host h1 behaves as (4[89]|5[012])", line), line
     assert line.endswith("the cluster file has 100 Mbit/s")
     for proposal in proposed.proposals:
-        measured_s = truth.step_s(plan(proposal.strategy, MODEL, 4))
+        measured_s = truth.step_s(plan(proposal.strategy, SMALL, 4))
         assert proposal.predicted_s == pytest.approx(measured_s, rel=0.1)
-    assert Proposer(spec, {}, budgets=SHORT).propose(history, 1, 4) == proposed
 
 
 @pytest.mark.parametrize("search", [Search.RANDOM, Search.AUTOSYNC])
