@@ -60,6 +60,10 @@ POOL_SLICES = 2**21
 """Most slices of the plans of a round's candidates: 1 GB, if each is a message of 0.45 kB."""
 SHORTEST_S = 1.0
 """A search that has less time finds nothing that the hand-made strategies do not have."""
+UNCALIBRATED = (
+    "the wall clock ended the calibration of the replay, which keeps the stated constants, "
+    "so that the same job may be proposed something else next time"
+)
 CUT_SHORT = (
     "the wall clock ended the search for proposals, "
     "so that the same job may be proposed something else next time"
@@ -136,6 +140,8 @@ class Proposer:
             proposed = self._propose_neighbours(history, round_, count, incumbent, deadline)
         else:
             proposed = self._propose_sampled(history, round_, count, deadline)
+        if self._scorer.calibration_given_up:
+            proposed = replace(proposed, reason=f"{proposed.reason}; {UNCALIBRATED}")
         return replace(proposed, contradicted=contradicted)
 
     def _propose_sampled(

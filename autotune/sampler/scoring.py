@@ -227,8 +227,8 @@ class Scorer:
     def calibrate(self, history: History, deadline: Deadline = NO_DEADLINE) -> tuple[str, ...]:
         """Fit the constants of the replays to the measurements so far.
 
-        Return which stated constants they contradict, for people. Steps that take too long to
-        replay are left as they are in this job.
+        Return which stated constants they contradict, for people. A calibration that takes too long
+        is given up for this job (`calibration_given_up`).
         """
         stated, measured_s = self._as_stated(history), dict(history.measured_s)
         enough = len(measured_s) >= FEWEST_CALIBRATED
@@ -248,6 +248,10 @@ class Scorer:
                 self._calibrated_on = measured_s
                 self._measured = {}
         return () if self._calibrated is None else self._calibrated[1]
+
+    @property
+    def calibration_given_up(self) -> bool:
+        return self._calibrated_on is None
 
     def _as_stated(self, history: History) -> Extractor:
         """The extractor with the constants that were probed or assumed."""

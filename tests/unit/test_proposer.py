@@ -23,7 +23,8 @@ from autotune.records import (
     TrialRequest,
 )
 from autotune.sampler.encodings import Encoding, FusionScalars, SpaceChoices
-from autotune.sampler.proposer import BAYES_ASKS, CUT_SHORT, Proposer
+from autotune.sampler.proposer import BAYES_ASKS, CUT_SHORT, UNCALIBRATED, Proposer
+from autotune.sampler.scoring import FEWEST_CALIBRATED
 from autotune.simulators.registry import SIMULATORS
 from autotune.strategy_space.enactable import refusal_reason
 from autotune.strategy_space.moves.neighbours import neighbourhood
@@ -179,6 +180,22 @@ def test_proposals_depend_on_the_speed_of_the_machine_only_if_they_say_so() -> N
     assert took_s > 10 and slow == fast
     stuck, _ = proposed(1000.0)
     assert CUT_SHORT in stuck.reason and CUT_SHORT not in fast.reason
+
+
+def test_a_round_says_that_its_replay_could_not_be_calibrated_in_time() -> None:
+    spec = job()
+    history = profiled(spec, model=SMALL).then(finished(0, CURRENT_SETUP, None, 0.5))
+    stated = Proposer(spec, {}, budgets=SHORT).propose(history, 0, FEWEST_CALIBRATED)
+    history = history.then(stated)
+    for number, proposal in enumerate(stated.proposals, 1):
+        planned = plan(proposal.strategy, SMALL, 4)
+        trial = finished(number, proposal.strategy.id, planned.id, proposal.predicted_s)
+        history = history.then(trial)
+    looks = count()
+    slow = Proposer(spec, {}, budgets=SHORT, clock=lambda: next(looks) * 1000.0)
+    assert UNCALIBRATED in slow.propose(history, 1, 4).reason
+    in_time = Proposer(spec, {}, budgets=SHORT).propose(history, 1, 4)
+    assert UNCALIBRATED not in in_time.reason
 
 
 @pytest.mark.parametrize("search", [Search.RANDOM, Search.NO_SIMULATOR])
