@@ -20,7 +20,8 @@ from autotune.dfg.graph import NONE
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.kept import Kept
 from autotune.lowering.messages import Batch
-from autotune.lowering.shapes import Lock, Queue, Scene, Shape, Surroundings, shape_of
+from autotune.lowering.scenes import Scene, Surroundings
+from autotune.lowering.shapes import Lock, Queue, Shape, shape_of
 from autotune.lowering.traffic import Ports
 
 KEPT, KEPT_OPS = 1024, 2**18

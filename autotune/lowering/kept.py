@@ -6,6 +6,9 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
+KEPT_SLICES = 2**19
+"""Most slices of the plans behind results: 0.25 GB, if each is a message of 0.45 kB."""
+
 T = TypeVar("T")
 
 

@@ -21,7 +21,8 @@ from autotune.lowering.joined import ShapeCache
 from autotune.lowering.messages import MessageTimer, SliceTable
 from autotune.lowering.network import MessageOps, Network
 from autotune.lowering.pass_times import PassTimes
-from autotune.lowering.shapes import CORES, Surroundings
+from autotune.lowering.scenes import Surroundings
+from autotune.lowering.shapes import CORES
 from autotune.lowering.step_times import Timing
 from autotune.lowering.steps import Step
 from autotune.lowering.traffic import Collective, Ports

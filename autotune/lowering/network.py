@@ -20,7 +20,7 @@ from autotune.dfg.build import BlockName, DfgBuilder
 from autotune.dfg.graph import NONE
 from autotune.lowering.joined import ShapeCache
 from autotune.lowering.messages import Batch
-from autotune.lowering.shapes import Surroundings
+from autotune.lowering.scenes import Surroundings
 
 UNLIMITED = 2**30
 """Messages in flight on a lane where the library decides."""

@@ -16,9 +16,9 @@ from autotune.dfg.critical_path import critical_ops
 from autotune.dfg.graph import NONE, Dfg, Kind
 from autotune.dfg.replay import Timeline, replay
 from autotune.lowering.costs import RuntimeCosts
+from autotune.lowering.kept import KEPT_SLICES, Kept
 from autotune.lowering.lower import Lowering
 from autotune.lowering.network import MessageOps
-from autotune.lowering.plan_memory import PlanMemory
 from autotune.lowering.shapes import CORES
 from autotune.lowering.steady import SteadySteps, steady_steps
 from autotune.strategy_space.plan import Message, Plan
@@ -84,7 +84,7 @@ class LoweredSteps:
         self._symmetric = symmetric
         self._lowering = lowering or Lowering(workload, cluster, costs, taken_share)
         self._lowerings: dict[OpFusionSets, Lowering] = {}
-        self._remembered: PlanMemory[tuple[float, int]] = PlanMemory(REMEMBERED)
+        self._remembered: Kept[tuple[float, int]] = Kept(REMEMBERED, KEPT_SLICES)
 
     def retimed(self, workload: Workload) -> LoweredSteps:
         """Replay plans of the same variables with other times (`Lowering.retimed`)."""
@@ -145,7 +145,7 @@ class LoweredSteps:
 
     def _remember(self, plan: Plan, timeline: Timeline) -> tuple[float, int]:
         result = timeline.makespan_s, timeline.dfg.ops
-        self._remembered.put(_key(plan), plan, result)
+        self._remembered.put(_key(plan), plan.slice_count, result)
         return result
 
     def _replay(self, dfg: Dfg) -> Timeline:

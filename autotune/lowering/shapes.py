@@ -18,14 +18,14 @@ import numpy as np
 from autotune.arrays import BoolArray, FloatArray, IntArray
 from autotune.dfg.graph import NONE, Discipline, Kind
 from autotune.lowering.costs import RuntimeCosts
-from autotune.lowering.deciding import deciding, distinct
 from autotune.lowering.durations import Base, base
 from autotune.lowering.flows import PARTS, FlowOps, OwnedStep, add_piece
 from autotune.lowering.kept import Kept
 from autotune.lowering.messages import Batch, TimedStep
+from autotune.lowering.scenes import STARS, Scene, is_ordered, slowest_ports
 from autotune.lowering.step_times import Flow, StepTimes
 from autotune.lowering.template import Connection, Op, Rounds, Row, Stage, StepOps, Template
-from autotune.lowering.traffic import DIRECT, IN, OUT, Collective, Ports
+from autotune.lowering.traffic import DIRECT, Collective, Ports
 
 CORES = "cores"
 """Queue of the cores that all hosts share."""
@@ -38,105 +38,9 @@ STAR_PIECES = 4
 A direct exchange is cut into as many unless the plan cuts it finer."""
 MOST_CONNECTIONS = 8
 """Connections at the port of a star's root that share it evenly with others."""
-_STARS = (Collective.GATHER, Collective.SCATTER)
-
 Queue = tuple[str, Discipline]
 Lock = tuple[int, Hashable]
 """Its capacity and its key."""
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """How messages are sent in one graph.
-
-    `symmetric`: only the ports that decide are in the graph. `limit`: messages in flight on a lane
-    (`Plan.limit`). `in_flight`: pieces of direct exchanges in flight in each of their rounds.
-    `coarse`: a message without competitors is one round. `shared`: connections share a port evenly.
-    `crowd`: ranks per core of the machine that they share; 0 if every rank has cores enough. With
-    shared cores, other work delays a message round by round. `columns`: threads of a lane that keep
-    an order of their own: those of all ranks if some exchange has one owner, otherwise of the
-    `workers`.
-    """
-
-    symmetric: bool
-    workers: tuple[int, ...]
-    limit: int | None
-    in_flight: int
-    coarse: bool
-    shared: bool
-    crowd: float
-    columns: int
-
-    @staticmethod
-    def of(
-        batches: Sequence[Batch],
-        costs: RuntimeCosts,
-        *,
-        symmetric: bool,
-        workers: tuple[int, ...],
-        ranks: int,
-        limit: int | None,
-        in_flight: int,
-        coarse: bool,
-        crowd: float,
-    ) -> Surroundings:
-        """Those of a graph of these messages on as many `ranks`."""
-        owned = any(batch.owned for batch in batches)
-        return Surroundings(
-            symmetric=symmetric,
-            workers=workers,
-            limit=limit,
-            in_flight=in_flight,
-            coarse=coarse,
-            shared=shares_ports(batches, costs, limit),
-            crowd=crowd,
-            columns=ranks if owned else len(workers),
-        )
-
-    @property
-    def folded(self) -> bool:
-        """Whether the ports that decide stand for the others: an owner's ports differ from them."""
-        return self.symmetric and self.columns == len(self.workers)
-
-
-@dataclass(frozen=True)
-class Scene:
-    """The ports, cores and owners that decide, determined by all messages of a graph.
-
-    `slow_hosts`: those whose transfers into gathers and from scatters take turns. `coarse`: a
-    message is one round, since none competes with it.
-    """
-
-    around: Surroundings
-    ports: tuple[int, ...]
-    cores: tuple[int, ...]
-    owners: tuple[int, ...]
-    slow_hosts: frozenset[int]
-    coarse: bool
-
-    @staticmethod
-    def of(
-        batches: Sequence[Batch], around: Surroundings, ports: Ports, costs: RuntimeCosts
-    ) -> Scene:
-        timed_steps = [timed for batch in batches for timed in batch.steps]
-        times = [timed.times for timed in timed_steps if timed.times is not None]
-        # The busiest device of a host may differ between stages, which then exceed their whole.
-        loads = [loads for step in times for loads in (*step.stages, step.ports)]
-        alone = around.limit == 1 and all(len(batch.steps) == 1 for batch in batches)
-        slow_hosts = {
-            port % ports.hosts
-            for timed in timed_steps
-            for port in slowest_ports(timed, around, ports, costs)
-            if port != root_port(timed, ports)
-        }
-        return Scene(
-            around=around,
-            ports=tuple(deciding(loads, around.folded).tolist()),
-            cores=tuple(deciding([step.cores for step in times], around.symmetric).tolist()),
-            owners=tuple(distinct([mask for step in times for mask in step.owners]).tolist()),
-            slow_hosts=frozenset(slow_hosts),
-            coarse=around.coarse and alone and around.crowd == 0,
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -420,7 +324,7 @@ class _ShapeBuilder:
             rounds = 1
         lock = NONE
         if self._around.limit != 1 and not direct:
-            threads = int(self._costs["star_threads" if collective in _STARS else "threads"])
+            threads = int(self._costs["star_threads" if collective in STARS else "threads"])
             lock = self._lock(threads, (lane, timed.group, threads))
         in_each = max(rounds // len(stages), 1)
         count = in_each * len(stages)
@@ -538,41 +442,3 @@ class _ShapeBuilder:
             lock = self._lock(1, name)
             return {"acquires": lock, "releases": lock}
         return {"channel": self._queue(name)}
-
-
-def shares_ports(batches: Sequence[Batch], costs: RuntimeCosts, limit: int | None) -> bool:
-    """Whether connections share a port evenly in a graph of these messages.
-
-    They do so across the step, where there is a `limit`: messages under way then end together, and
-    an urgent one waits for others. Within it, the order of arrival is nearer to measured steps.
-    """
-    return limit is not None or any(
-        batch.direct or any(is_ordered(timed, costs) for timed in batch.steps) for batch in batches
-    )
-
-
-def is_ordered(timed: TimedStep, costs: RuntimeCosts) -> bool:
-    """Whether the step is a star each of whose connections carries one tensor after the other."""
-    return timed.step.collective in _STARS and bool(costs["star_order"])
-
-
-def slowest_ports(
-    timed: TimedStep, around: Surroundings, ports: Ports, costs: RuntimeCosts
-) -> list[int]:
-    """The slowest ports of a gather or scatter: the root's, or those of other hosts.
-
-    Empty for other steps.
-    """
-    star = timed.step.collective in _STARS
-    if timed.times is None or around.limit == 1 or not star or not costs["star_turns"]:
-        return []
-    slowest: list[int] = np.flatnonzero(timed.times.ports >= 1 - 1e-9).tolist()
-    at_root = root_port(timed, ports)
-    if at_root in slowest:
-        return [at_root]
-    return [port for port in slowest if port < 2 * ports.hosts]
-
-
-def root_port(timed: TimedStep, ports: Ports) -> int:
-    side = IN if timed.step.collective is Collective.GATHER else OUT
-    return side * ports.hosts + int(ports.host_of_rank[timed.root])

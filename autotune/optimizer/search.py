@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autotune.lowering.plan_memory import PlanMemory
+from autotune.lowering.kept import KEPT_SLICES, Kept
 from autotune.optimizer.budget import Budget, TimeUp
 from autotune.optimizer.replays import Replays
 from autotune.optimizer.state import Pass, Problem, State
@@ -102,7 +102,7 @@ class Search:
         self._began_s = self._clock()
         self._replays_before = replays.whole
         self._ops_before = replays.ops
-        self._step_s: PlanMemory[float] = PlanMemory(budget.replays)
+        self._step_s: Kept[float] = Kept(budget.replays, KEPT_SLICES)
 
     def run(
         self, starts: Sequence[tuple[str, State]], later: LaterStarts | None = None
@@ -172,7 +172,7 @@ class Search:
                 self.result.dropped += 1
                 return None
             step_s = self.replays.step_s(state, plan)
-            self._step_s.put(key, plan, step_s)
+            self._step_s.put(key, plan.slice_count, step_s)
         return step_s
 
     def climb(self, state: State, step_s: float) -> tuple[State, float]:

@@ -15,7 +15,7 @@ from test_search_deadline import SLACK, blocks
 
 from autotune.arrays import FloatArray
 from autotune.features.extract import StrategyFeatures
-from autotune.lowering.plan_memory import PlanMemory
+from autotune.lowering.kept import Kept
 from autotune.optimizer.budget import Deadline
 from autotune.records import CURRENT_SETUP, Measured, Role, TrialRequest
 from autotune.sampler import scoring
@@ -191,9 +191,9 @@ def test_the_candidates_of_a_round_have_bounded_plans():
 def test_remembered_plans_have_bounded_slices():
     strategies = [all_reduce_chunks(SMALL, number) for number in (1, 2, 3)]
     plans = [one.planned.plan for one in candidates(SMALL, strategies)]
-    memory: PlanMemory[int] = PlanMemory(10, slices=50)
+    memory: Kept[int] = Kept(10, 50)
     for number, plan in enumerate(plans):
-        memory.put(plan, plan, number)
-        memory.put(plan, plan, number)  # counts once
+        memory.put(plan, plan.slice_count, number)
+        memory.put(plan, plan.slice_count, number)  # counts once
         assert memory.get(plans[0]) == 0
     assert [memory.get(plan) for plan in plans] == [0, None, 2]
