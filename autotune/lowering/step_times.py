@@ -53,7 +53,7 @@ _HALVES = {
     Synchronizer.DIRECT_EXCHANGE.operation: DIRECT,
 }
 MOST_MEMBERS = 8
-"""Of an exchange with one owner, whose transfers are counted one by one."""
+"""An exchange with one owner and at most this many ranks is replayed transfer by transfer."""
 SEEN_BELOW = 0.9
 """A host's interface was seen if it was slower than this share of its peers' links together."""
 KEPT_LOADS = 1024
@@ -104,7 +104,7 @@ class Flow:
 
 @dataclass(frozen=True, eq=False)
 class _Load:
-    """What a collective does to the cluster, whatever its sizes; as in `StepTimes`.
+    """How a collective uses the cluster, for messages of any size; fields as in `StepTimes`.
 
     `members`: ranks of its largest process group. `slowest`, `whole`: s and a of the legend.
     `senders`: see `_senders`.

@@ -239,12 +239,12 @@ class Scorer:
             assert len(trials) == len(chosen), "the current setup is no candidate"
             times_s = np.array([measured_s[strategy_id] for strategy_id in chosen])
             try:
-                found = calibrate(stated, trials, times_s, deadline.passed)
+                calibration = calibrate(stated, trials, times_s, deadline.passed)
             except OutOfTime:
                 self._calibrated_on = None
             else:
-                extractor = with_constants(stated, found.constants)
-                self._calibrated = extractor, contradicted(stated, found)
+                extractor = with_constants(stated, calibration.constants)
+                self._calibrated = extractor, contradicted(stated, calibration)
                 self._calibrated_on = measured_s
                 self._measured = {}
         return () if self._calibrated is None else self._calibrated[1]

@@ -14,8 +14,9 @@ cause the timeline are fitted, and the process of `gaussian_process` corrects wh
 
 x minimizes r' (K + diag v)^-1 r / 2 + the negative log priors of x and v, by Gauss-Newton steps.
 J comes from forward differences and follows later steps by Broyden's update. Steps find a local
-optimum, in which other factors or several links share what one causes. So descents also start with
-one link, or all of them alike, as the cause, and with other limits.
+optimum, where the effect of one wrong link may be spread over other factors or links. So more
+descents start with a single wrong link, with all links wrong by the same factor, or with other
+limits.
 
 Sources: Kennedy and O'Hagan, Bayesian calibration of computer models, 2001, eq. 5 (misfit); Nocedal
 and Wright, Numerical Optimization, 2006, ch. 10.3 and 11.1.
@@ -50,7 +51,8 @@ constants explain a part of theirs."""
 PRIOR_TAIL, NOISE_TAIL = 3.0, 4.0
 """Degrees of freedom of the priors and of the noise."""
 STEP = 0.05
-"""Of the forward differences: above the jumps of a replay whose critical path changes."""
+"""Step of the forward differences, in the logarithm. A smaller one would measure the jumps that a
+replay makes when its critical path changes."""
 MOST_STEPS = 10
 """Steps of one descent."""
 LONGEST = 1.0
@@ -75,12 +77,11 @@ NOISE_ROUNDS = 6
 class Calibration:
     """`constants`, and the standard deviations of their logarithms after the trials.
 
-    `sd`: of a host's link with the common factor of all links. `replays`: how many it took.
+    `sd`: of a host's link with the common factor of all links.
     """
 
     constants: Constants = field(default_factory=Constants)
     sd: Mapping[str, float] = field(default_factory=dict)
-    replays: int = 0
 
 
 class OutOfTime(Exception):
@@ -153,7 +154,6 @@ class _Fit:
         self._misfit: FloatArray = MISFIT.offset_sd**2 + MISFIT.shared_sd**2 * MISFIT.near(
             rows, rows
         )
-        self._replays = 0
 
     def _positions_of_links(self) -> list[int]:
         names = [link_of(host.name) for host in self._extractor.cluster.hosts]
@@ -170,11 +170,11 @@ class _Fit:
         """Yield the point with each other value of each of `LIMITS`."""
         stated = stated_costs(self._extractor)
         for names, values in LIMITS:
-            kept = {name: value for name, value in point.limits.items() if name not in names}
+            others = {name: value for name, value in point.limits.items() if name not in names}
             for value in values:
                 changed = {name: value for name in names if stated[name] != value}
-                if {**kept, **changed} != point.limits:
-                    yield self.point(point.x, {**kept, **changed})
+                if {**others, **changed} != point.limits:
+                    yield self.point(point.x, {**others, **changed})
 
     def other_links(self, point: _Point) -> Iterator[_Point]:
         """Yield points in which one link, or all of them, cause what slow links explain."""
@@ -219,7 +219,7 @@ class _Fit:
         sd = np.sqrt(np.diag(together @ covariance @ together.T))
         logs = dict(zip(self.names, point.x.tolist(), strict=True))
         of_factor = dict(zip(self.names, sd.tolist(), strict=True))
-        return Calibration(Constants(logs, point.limits), of_factor, self._replays)
+        return Calibration(Constants(logs, point.limits), of_factor)
 
     def _replayed(self, x: FloatArray, limits: Mapping[str, int]) -> FloatArray:
         logs = dict(zip(self.names, x.tolist(), strict=True))
@@ -229,7 +229,6 @@ class _Fit:
             if self._out_of_time():
                 raise OutOfTime
             seconds.append(steps.step_s(planned.plan))
-        self._replays += len(seconds)
         return np.log(seconds)
 
     def _slope(self, point: _Point) -> FloatArray:

@@ -43,7 +43,14 @@ OF_COSTS: Mapping[str, tuple[str, ...]] = {
     ),
     "top_k": ("top_k_find_s", "top_k_find_s_per_element", "top_k_add_s", "top_k_add_s_per_element"),
     "low_rank": ("low_rank_s", "low_rank_s_per_flop"),
-    "rows": ("rows_take_s_per_byte", "rows_add_s_per_byte", "rows_write_s_per_byte"),
+    "rows": (
+        "rows_take_s",
+        "rows_take_s_per_byte",
+        "rows_add_s",
+        "rows_add_s_per_byte",
+        "rows_write_s",
+        "rows_write_s_per_byte",
+    ),
 }
 """Factor -> the costs of the runtime that it multiplies."""
 LIMITS: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...] = (

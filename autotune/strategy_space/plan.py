@@ -14,6 +14,7 @@ from typing import Any
 
 from autotune.canonical import LATER, canonical_json, content_id, stored_as, to_data
 from autotune.errors import InvalidInput, InvalidStrategy
+from autotune.hashing import hash_once, state_without_hash
 from autotune.parsing import parse, parse_json, refuse_newer, schema_of_stored
 from autotune.strategy_space.result_order import result_order
 from autotune.strategy_space.shares import Shares
@@ -84,11 +85,8 @@ class Message:
         if self.ratio is not None and not 0 < self.ratio <= 1:
             raise InvalidInput(f"the ratio of a message must lie in (0, 1], but is {self.ratio}")
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_hash"}
+    __hash__ = hash_once
+    __getstate__ = state_without_hash
 
     @cached_property
     def _hash(self) -> int:

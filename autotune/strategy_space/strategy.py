@@ -14,6 +14,7 @@ from typing import Any
 
 from autotune.canonical import LATER, canonical_json, content_id, to_data
 from autotune.errors import InvalidStrategy
+from autotune.hashing import hash_once, state_without_hash
 from autotune.parsing import parse, parse_json, refuse_newer
 from autotune.strategy_space.compressors import (
     BUILT_IN,
@@ -281,11 +282,8 @@ class Strategy:
         if self.op_fusion:
             object.__setattr__(self, "op_fusion", checked_fusion(self.op_fusion))
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_hash"}
+    __hash__ = hash_once
+    __getstate__ = state_without_hash
 
     @cached_property
     def _hash(self) -> int:

@@ -48,37 +48,37 @@ class Calibrations:
         calibrated = []
         for number, campaign in enumerate(self._of_domain(domain), start=1):
             name = f"{domain} #{number}"
-            own = sorted(
+            measured = sorted(
                 (point for point in chosen if point.example.domain == name),
                 key=lambda point: point.plan_id,
             )
-            extractor = with_constants(campaign.extractor, self._constants(campaign, own))
+            extractor = with_constants(campaign.extractor, self._constants(campaign, measured))
             calibrated.append(replace(campaign, extractor=extractor))
         return points_of(calibrated, self._replayed)
 
     def _of_domain(self, domain: str) -> list[Campaign]:
         return [campaign for campaign in self._campaigns if campaign.domain == domain]
 
-    def _constants(self, campaign: Campaign, own: Sequence[Point]) -> Constants:
+    def _constants(self, campaign: Campaign, measured: Sequence[Point]) -> Constants:
         """The constants after these points, at best from the file."""
-        if not own:
+        if not measured:
             return Constants()
         key = self._replayed.key(
-            campaign, [f"{point.plan_id} {point.example.step_s!r}" for point in own]
+            campaign, [f"{point.plan_id} {point.example.step_s!r}" for point in measured]
         )
         if key not in self._known:
             planned = {
                 enacted.id: PlannedStrategy(strategy, enacted)
                 for strategy, enacted, _ in campaign.measured
             }
-            found = calibrate(
+            constants = calibrate(
                 campaign.extractor,
-                [planned[point.plan_id] for point in own],
-                np.array([point.example.step_s for point in own]),
+                [planned[point.plan_id] for point in measured],
+                np.array([point.example.step_s for point in measured]),
             ).constants
-            self._known[key] = found
+            self._known[key] = constants
             with self._path.open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps([key, dict(found.logs), dict(found.limits)]) + "\n")
+                lines.write(json.dumps([key, dict(constants.logs), dict(constants.limits)]) + "\n")
         return self._known[key]
 
 

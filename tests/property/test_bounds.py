@@ -106,7 +106,7 @@ def test_a_variable_that_is_ready_last_and_read_first_cannot_hide():
 
 
 def test_every_host_receives_the_rows_that_ranks_elsewhere_touch():
-    """Of a tenth per rank, 1 - 0.9^2 on the host with two ranks, 1 - 0.9^3 on the others."""
+    """A rank touches a tenth of the rows, so three other ranks touch 1 - 0.9^3 of them."""
     rows = Variable("table", (1000, 25), "float32", True, 0.0, 0.0, touched_rows=100.0)
     workload = Workload("m", (rows,), (), 0.0, 0.0, 0.0)
     hosts = (2, 8), (1, 8), (1, 0.8)

@@ -94,32 +94,32 @@ def test_the_link_of_one_slow_host_is_found_despite_an_outlier() -> None:
     stated, of = extractor(), telling_trials()
     times_s = measured(with_constants(stated, Constants({link_of("b"): math.log(2.0)})), of)
     times_s[3] *= 3.0
-    found = calibrate(stated, of, times_s)
-    logs = found.constants.logs
+    calibration = calibrate(stated, of, times_s)
+    logs = calibration.constants.logs
     assert math.exp(logs[LINKS] + logs[link_of("b")]) == pytest.approx(2.0, rel=0.05)
     for host in "ac":  # a link that is faster than that of host b matters little
         assert math.exp(logs[LINKS] + logs[link_of(host)]) == pytest.approx(1.0, rel=0.15)
-    (line,) = contradicted(stated, found)
+    (line,) = contradicted(stated, calibration)
     assert line.startswith("the link of host b behaves as ") and "the probe has 400 Mbit/s" in line
 
 
 def test_a_bandwidth_that_is_stated_twice_too_high_is_found() -> None:
     stated, of = extractor(), telling_trials()
     truth = with_constants(stated, Constants({LINKS: math.log(2.0)}))
-    found = calibrate(stated, of, measured(truth, of))
-    logs = found.constants.logs
+    calibration = calibrate(stated, of, measured(truth, of))
+    logs = calibration.constants.logs
     rates = [math.exp(logs[LINKS] + logs[link_of(host)]) for host in "abc"]
     assert rates == pytest.approx([2.0] * 3, rel=0.06)
-    assert len(contradicted(stated, found)) == 3
+    assert len(contradicted(stated, calibration)) == 3
 
 
 def test_right_constants_stay_and_nothing_is_contradicted() -> None:
     stated, of = extractor(), trials()
-    found = calibrate(stated, of, measured(stated, of))
-    assert found.constants.limits == {}
-    assert contradicted(stated, found) == ()
+    calibration = calibrate(stated, of, measured(stated, of))
+    assert calibration.constants.limits == {}
+    assert contradicted(stated, calibration) == ()
     before = measured(stated, of, 0.0)
-    after = measured(with_constants(stated, found.constants), of, 0.0)
+    after = measured(with_constants(stated, calibration.constants), of, 0.0)
     assert np.abs(np.log(after / before)).max() < 3 * NOISE
 
 
@@ -127,9 +127,12 @@ def test_the_number_of_collectives_at_once_is_found() -> None:
     unlimited = {name: Constant(2**20, "stated") for name in ("threads", "star_threads")}
     stated, of = extractor(costs=replace(RuntimeCosts(), **unlimited)), trials()
     one_by_one = Constants(limits=dict.fromkeys(unlimited, 1))
-    found = calibrate(stated, of, measured(with_constants(stated, one_by_one), of))
-    assert found.constants.limits == one_by_one.limits
-    assert "as if 1 of them ran at once; any number was assumed" in contradicted(stated, found)[0]
+    calibration = calibrate(stated, of, measured(with_constants(stated, one_by_one), of))
+    assert calibration.constants.limits == one_by_one.limits
+    assert (
+        "as if 1 of them ran at once; any number was assumed"
+        in contradicted(stated, calibration)[0]
+    )
 
 
 def test_the_same_trials_give_the_same_constants_in_any_order() -> None:
