@@ -121,8 +121,8 @@ class ProfileAnswer(_Message):
     `cores`: usable CPU cores of the host. `cross_step_refused`: why the script cannot synchronize
     across steps; empty if it can. `current_buckets`: variables of each bucket of the current setup,
     in its order; empty: not known. `op_fusions`: choices of sets of ops that the model can enact;
-    `op_fusion_report`: what was measured of them, for people. `mirrored`,
-    `direct_refused`: see `Profiled`. `reads_norms`: as in `Workload`, also if no steps were
+    `op_fusion_report`: what was measured of them, for people. `mirrored`, `direct_refused`,
+    `further_models`: see `Profiled`. `reads_norms`: as in `Workload`, also if no steps were
     profiled.
     """
 
@@ -137,6 +137,7 @@ class ProfileAnswer(_Message):
     mirrored: bool = False
     reads_norms: bool = False
     direct_refused: str = ""
+    further_models: int = 0
 
 
 @dataclass(frozen=True)

@@ -162,6 +162,7 @@ def _execute(
             profile.op_fusion_report,
             profile.mirrored,
             profile.direct_refused,
+            profile.further_models,
         )
     if isinstance(instruction, Propose):
         return proposer.propose(

@@ -58,7 +58,8 @@ class Profiled:
     known. `op_fusions`: choices of sets of ops that the script's model can enact;
     `op_fusion_report`: what was measured of them, for people. `mirrored`: whether the script uses
     MultiWorkerMirroredStrategy, see `strategy_space.mirrored`. `direct_refused`: why ranks cannot
-    exchange directly; empty if they can.
+    exchange directly; empty if they can. `further_models`: models that the script synchronizes too,
+    without plans (the second one of a GAN).
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -73,6 +74,7 @@ class Profiled:
     op_fusion_report: str = field(default="", metadata=LATER)
     mirrored: bool = field(default=False, metadata=LATER)
     direct_refused: str = field(default="", metadata=LATER)
+    further_models: int = field(default=0, metadata=LATER)
 
     def in_words(self, plan: Plan) -> str:
         """The effect of a plan compared with the current setup."""
@@ -87,15 +89,19 @@ class Profiled:
             "synchronization cannot cross the step": self.cross_step_refused,
             "no direct exchanges": self.direct_refused,
         }
-        if any(refused.values()):
-            return "; ".join(f"{what}: {reason}" for what, reason in refused.items() if reason)
+        limits = [f"{what}: {reason}" for what, reason in refused.items() if reason]
         read, count = self.workload.script_reads, len(self.workload.variables)
-        if not read:
-            return ""
-        return (
-            f"the script itself reads {read} of {count} variables between two steps, so "
-            "synchronization that crosses the step waits there for them"
-        )
+        if read and not limits:
+            limits = [
+                f"the script itself reads {read} of {count} variables between two steps, so "
+                "synchronization that crosses the step waits there for them"
+            ]
+        if self.further_models:
+            limits.append(
+                f"only the first of the script's {1 + self.further_models} models is tuned; the "
+                "others keep their own synchronization"
+            )
+        return "; ".join(limits)
 
 
 @dataclass(frozen=True)

@@ -134,10 +134,16 @@ class TrialRun:
 
 
 class ProfileRun:
-    """Probe the links at the first boundary, then profile the following steps."""
+    """Probe the links at the first boundary, then profile the following steps.
 
-    def __init__(self, synchronizer: GradientSynchronizer, request: StartProfile) -> None:
+    `further_models`: see `Profiled`.
+    """
+
+    def __init__(
+        self, synchronizer: GradientSynchronizer, request: StartProfile, further_models: int
+    ) -> None:
         self._synchronizer = synchronizer
+        self._further_models = further_models
         ranks, scale = synchronizer.ranks, synchronizer.byte_scale
         self._series: tuple[ProbeSeries, ...] = ()
         if request.probe_s > 0:
@@ -174,6 +180,7 @@ class ProfileRun:
             buckets or (),
             reads_norms=reads_norms,
             direct_refused=synchronizer.direct_refused,
+            further_models=self._further_models,
         )
 
 

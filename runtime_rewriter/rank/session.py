@@ -71,6 +71,8 @@ class TuningSession:
         if self._model is None:
             self.tune(TorchModel(synchronizer))
             synchronizer.listeners.append(self)
+        elif isinstance(self._model, TorchModel):
+            self._model.further_models += 1
         self._without_ddp.stop()
 
     def tune(self, model: TunedModel, followers: Sequence[ControlLine] = ()) -> None:

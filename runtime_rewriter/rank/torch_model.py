@@ -25,11 +25,15 @@ from runtime_rewriter.software import software_versions
 
 
 class TorchModel:
-    """Implements `TunedModel`. The plan that is loaded now is the script's current setup."""
+    """Implements `TunedModel`. The plan that is loaded now is the script's current setup.
+
+    `further_models`: see `Profiled`.
+    """
 
     def __init__(self, synchronizer: GradientSynchronizer) -> None:
         self._model = synchronizer
         self._current_plan = synchronizer.plan
+        self.further_models = 0
 
     @property
     def id(self) -> str:
@@ -42,7 +46,7 @@ class TorchModel:
         """Raises `InvalidInput` if this model cannot be emulated or the plan not enacted."""
         model = self._model
         if isinstance(instruction, StartProfile):
-            return ProfileRun(model, instruction)
+            return ProfileRun(model, instruction, self.further_models)
         if isinstance(instruction, StartEmulation):
             model.load(self._current_plan)
             return EmulationRun(model, instruction.workload)

@@ -17,7 +17,7 @@ class Profile:
     order. `cross_step_refused`: why the script cannot synchronize across steps, as far as its steps
     show; empty if it can. `current_buckets`: variables of each bucket of the current setup, in its
     order; empty: not known. `op_fusions`, `op_fusion_report`: see `ProfileAnswer`. `mirrored`,
-    `direct_refused`: see `Profiled`.
+    `direct_refused`, `further_models`: see `Profiled`.
     """
 
     workload: Workload
@@ -31,6 +31,7 @@ class Profile:
     op_fusion_report: str = ""
     mirrored: bool = False
     direct_refused: str = ""
+    further_models: int = 0
 
 
 @dataclass(frozen=True)

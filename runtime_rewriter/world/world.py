@@ -158,6 +158,7 @@ class World:
             first.op_fusion_report,
             first.mirrored,
             first.direct_refused,
+            first.further_models,
         )
         if self._emulated:
             self.emulate(workload)

@@ -42,7 +42,7 @@ def test_a_given_profile_is_emulated_under_ddp_and_plans_and_links_are_probed(ma
     world = make_world(given_profile=PROFILE, probe_s=10.0)  # enough for a busy machine
     profile = world.profile()
     assert profile.workload == PROFILE and profile.series and profile.cores > 0
-    assert profile.cross_step_refused == ""
+    assert profile.cross_step_refused == "" and profile.further_models == 0
     for wanted in (None, PLAN, plan(single_bucket(PROFILE), PROFILE, RANKS), None):
         outcome = world.run_trial(REQUEST, wanted)
         assert_emulated(outcome)
@@ -50,10 +50,10 @@ def test_a_given_profile_is_emulated_under_ddp_and_plans_and_links_are_probed(ma
     assert world.restarts == 0
 
 
-def test_a_given_profile_also_states_whether_the_script_reads_norms(make_world) -> None:
-    clipping = make_world("--clip", given_profile=PROFILE).profile()
+def test_a_given_profile_also_states_what_the_script_does_besides(make_world) -> None:
+    clipping = make_world("--clip", "--further-model", given_profile=PROFILE).profile()
     assert clipping.workload == replace(PROFILE, reads_norms=True)
-    assert clipping.cross_step_refused == ""
+    assert clipping.cross_step_refused == "" and clipping.further_models == 1
 
 
 def test_a_measured_profile_is_emulated(make_world) -> None:

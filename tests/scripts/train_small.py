@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--loss-scale", type=float, default=1.0)
     parser.add_argument("--without-ddp", action="store_true")
     parser.add_argument("--clip", action="store_true", help="clip gradients by their global norm")
+    parser.add_argument("--further-model", action="store_true", help="another DDP, never trained")
     accumulate = "backward passes per step of the optimizer, each synchronized"
     parser.add_argument("--accumulate", type=int, default=1, help=accumulate)
     parser.add_argument("--evaluate", action="store_true", help="after every step")
@@ -60,6 +61,7 @@ def main() -> None:
     inner = (torch.nn.Linear(32, width), torch.nn.ReLU(), torch.nn.Linear(width, width))
     model = torch.nn.Sequential(*inner, torch.nn.Linear(width, 8))
     wrapped = model if options.without_ddp else DistributedDataParallel(model)
+    further = DistributedDataParallel(torch.nn.Linear(8, 1)) if options.further_model else None
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
     data = torch.Generator().manual_seed(dist.get_rank())
     for step in range(options.steps):
@@ -78,7 +80,7 @@ def main() -> None:
             with torch.no_grad():
                 wrapped(torch.randn(16, 32, generator=data))
     # Before its process group: torch 2.13 may hang if DDP is the last to release it.
-    del wrapped
+    del wrapped, further
     dist.destroy_process_group()
 
 

@@ -59,3 +59,13 @@ def test_reads_of_the_script_are_named_unless_nothing_crosses_the_step(refused: 
     read = replace(WORKLOAD, variables=(replace(first, script_read_s=0.001), *others))
     limits = replace(profiled(refused), workload=read).limits
     assert limits.startswith(LIMITS if refused else READ)
+
+
+@pytest.mark.parametrize("refused", ["", REASON])
+def test_models_that_are_not_tuned_are_counted(refused: str) -> None:
+    limits = replace(profiled(refused), further_models=1).limits
+    assert limits.startswith(LIMITS if refused else "only the first")
+    assert limits.endswith(
+        "only the first of the script's 2 models is tuned; the others keep "
+        "their own synchronization"
+    )
