@@ -21,7 +21,8 @@ class Surroundings:
 
     `symmetric`: only the ports that decide are in the graph. `limit`: messages in flight on a lane
     (`Plan.limit`). `in_flight`: pieces of direct exchanges in flight in each of their rounds.
-    `coarse`: a message without competitors is one round. `shared`: connections share a port evenly.
+    `coarse`: a message without competitors is one round. `shared`: whether transfers to different
+    hosts share a port evenly (`shares_ports`).
     `crowd`: ranks per core of the machine that they share; 0 if every rank has cores enough. With
     shared cores, other work delays a message round by round. `columns`: threads of a lane that keep
     an order of their own: those of all ranks if some exchange has one owner, otherwise of the
@@ -45,12 +46,13 @@ class Surroundings:
         symmetric: bool,
         workers: tuple[int, ...],
         ranks: int,
+        hosts: int,
         limit: int | None,
         in_flight: int,
         coarse: bool,
         crowd: float,
     ) -> Surroundings:
-        """Those of a graph of these messages on as many `ranks`."""
+        """Those of a graph of these messages on this many `ranks` and `hosts`."""
         owned = any(batch.owned for batch in batches)
         return Surroundings(
             symmetric=symmetric,
@@ -58,7 +60,7 @@ class Surroundings:
             limit=limit,
             in_flight=in_flight,
             coarse=coarse,
-            shared=shares_ports(batches, costs, limit),
+            shared=shares_ports(batches, costs, hosts, limit),
             crowd=crowd,
             columns=ranks if owned else len(workers),
         )
@@ -109,15 +111,21 @@ class Scene:
         )
 
 
-def shares_ports(batches: Sequence[Batch], costs: RuntimeCosts, limit: int | None) -> bool:
-    """Whether connections share a port evenly in a graph of these messages.
+def shares_ports(
+    batches: Sequence[Batch], costs: RuntimeCosts, hosts: int, limit: int | None
+) -> bool:
+    """Whether some messages of a graph go to one host only, and share a port with others.
 
-    They do so across the step, where there is a `limit`: messages under way then end together, and
-    an urgent one waits for others. Within it, the order of arrival is nearer to measured steps.
+    A port serves its targets in turns, and the messages to one of them in the order of arrival. So
+    messages to all hosts follow each other, as any do between two hosts. Stars share ports across
+    the step, where there is a `limit`; within it, the order of arrival is nearer to measured steps.
     """
-    return limit is not None or any(
-        batch.direct or any(is_ordered(timed, costs) for timed in batch.steps) for batch in batches
-    )
+    steps = [timed for batch in batches for timed in batch.steps]
+    if any(is_ordered(timed, costs) for timed in steps):
+        return True
+    stars = any(timed.step.collective in STARS for timed in steps)
+    owned = any(batch.owned for batch in batches)
+    return hosts > 2 and (owned or (stars and limit is not None))
 
 
 def is_ordered(timed: TimedStep, costs: RuntimeCosts) -> bool:

@@ -310,7 +310,7 @@ class _ShapeBuilder:
 
     @property
     def _discipline(self) -> Discipline:
-        """Connections share a link evenly, or the rounds of different messages take turns."""
+        """Transfers to different hosts share a link evenly, or messages follow each other."""
         return Discipline.SHARED if self._around.shared else Discipline.FIFO
 
     def _rounds(self, timed: TimedStep, times: StepTimes, lane: int) -> Rounds:
@@ -407,11 +407,7 @@ class _ShapeBuilder:
         lane: int,
         size: int,
     ) -> tuple[Op, ...]:
-        """The ops of the loaded ports in one round.
-
-        Connections share a link evenly. Without direct exchanges, the rounds of different messages
-        take turns.
-        """
+        """The ops of the loaded ports in one round."""
         slowest = slowest_ports(timed, self._around, self._ports, self._costs)
         waiting = [p for p in slowest if p % self._ports.hosts in self._scene.slow_hosts]
         return tuple(
@@ -420,10 +416,17 @@ class _ShapeBuilder:
                 kind=int(Kind.SEND),
                 slot=self._template.duration(base(lane, Base.LINK), float(share[port]), rounds),
                 size_slot=size,
-                **(self._turns(lane, port) if port in waiting else {}),
+                **(self._turns(lane, port) if port in waiting else self._behind(timed, port)),
             )
             for port in loaded
         )
+
+    def _behind(self, timed: TimedStep, port: int) -> dict[str, int]:
+        """The lock by which messages to all hosts follow each other in a shared port."""
+        if not self._around.shared or timed.step.collective in STARS:
+            return {}
+        lock = self._lock(1, f"to all hosts at {self._ports.name(port)}")
+        return {"acquires": lock, "releases": lock}
 
     def _cores_name(self, host: int) -> str:
         if self._around.crowd > 0:

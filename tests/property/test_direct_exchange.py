@@ -89,9 +89,9 @@ def twin_s(
 ) -> float:
     """The time of direct exchanges with the `shares` of each, some shared, in small steps.
 
-    A port serves all connections evenly. Each round has its own. Those of an owner carry one piece
-    after the other. A piece is pulled when all ranks have pushed it, and waits in each round for
-    the piece `in_flight` places before.
+    A port serves pieces in the order of arrival. Each round has its own connections. Those of an
+    owner carry one piece after the other. A piece is pulled when all ranks have pushed it, and
+    waits in each round for the piece `in_flight` places before.
     """
     messages = [number for number in range(len(sizes)) for _ in range(pieces)]
     owners = [{rank for rank in range(4) if shares[number][rank] > 0} for number in messages]
@@ -101,6 +101,7 @@ def twin_s(
         for at, number in enumerate(messages)
     }
     under_way: list[tuple[bool, int]] = []
+    lines: dict[object, list[tuple[bool, int]]] = defaultdict(list)
     ended: set[tuple[bool, int]] = set()
     now_s = 0.0
     while len(ended) < len(left_s):
@@ -119,15 +120,17 @@ def twin_s(
                     if not busy[port] & owners[one[1]]:
                         sending[port].append(one)
                     busy[port] |= owners[one[1]]
-        passed_s = min(
-            len(sent) * left_s[one][port] for port, sent in sending.items() for one in sent
-        )
-        now_s += passed_s
         for port, sent in sending.items():
-            for one in sent:
-                left_s[one][port] -= passed_s / len(sent)
-                if left_s[one][port] < 1e-15:
-                    left_s[one][port] = 0.0
+            new = [one for one in sent if one not in lines[port]]
+            lines[port] = [one for one in lines[port] if one in sent]
+            lines[port] += sorted(new, key=lambda one: (one[1], one[0]))
+        passed_s = min(left_s[lines[port][0]][port] for port in sending)
+        now_s += passed_s
+        for port in sending:
+            first = left_s[lines[port][0]]
+            first[port] -= passed_s
+            if first[port] < 1e-15:
+                first[port] = 0.0
         ended.update(one for one in under_way if not any(left_s[one].values()))
         under_way = [one for one in under_way if one not in ended]
     return now_s

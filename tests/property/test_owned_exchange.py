@@ -62,11 +62,16 @@ class Transfer:
 
 
 class Twin:
-    """All exchanges of a plan in small steps; a port serves all parts on it evenly."""
+    """All exchanges of a plan in small steps; a port serves all parts on it evenly.
+
+    Between two hosts it serves them in the order of arrival.
+    """
 
     def __init__(self, on: Cluster, pieces: list[tuple[float, int]], in_flight: int) -> None:
         """`pieces`: bytes and owner of each, in order."""
         self.owners, self.in_flight = [owner for _, owner in pieces], in_flight
+        self.in_order = len(on.hosts) == 2
+        self.lines: dict[object, list[Part]] = defaultdict(list)  # in the order of arrival
         self.passed: list[set[tuple[int, int]]] = [set(), set()]  # (rank, piece) on both lanes
         self.transfers: list[list[list[Transfer]]] = [[], []]
         for size, owner in pieces:
@@ -102,15 +107,17 @@ class Twin:
                     self.passed[lane].add((rank, piece))
 
     def on_ports(self) -> dict[object, list[Part]]:
+        """The parts that each port serves."""
         sending: dict[object, list[Part]] = defaultdict(list)
-        for lane in (0, 1):
-            busy = set()  # connections whose earlier pieces have not left
-            for piece, transfers in enumerate(self.transfers[lane]):
-                for one in transfers:
+        busy: set[tuple[int, int, int]] = set()  # connections whose earlier pieces have not left
+        for piece in range(len(self.owners)):
+            for lane in (0, 1):
+                for one in self.transfers[lane][piece]:
                     begun = (one.source, piece) in self.passed[lane]
                     posted = (one.target, piece) in self.passed[0]
-                    if not (begun and posted) or (one.source, one.target) in busy:
-                        busy.add((one.source, one.target))
+                    connection = (lane, one.source, one.target)
+                    if not (begun and posted) or connection in busy:
+                        busy.add(connection)
                         continue
                     for part in one.parts:
                         if part.left:
@@ -118,8 +125,17 @@ class Twin:
                         if len(part.left) == 2 - one.single:  # the next one leaves behind it
                             break
                     if not one.left:
-                        busy.add((one.source, one.target))
-        return sending
+                        busy.add(connection)
+        return self.first_in_line(sending) if self.in_order else sending
+
+    def first_in_line(self, waiting: dict[object, list[Part]]) -> dict[object, list[Part]]:
+        served: dict[object, list[Part]] = {}
+        for port, parts in waiting.items():
+            line = [part for part in self.lines[port] if any(part is other for other in parts)]
+            line += [part for part in parts if not any(part is other for other in line)]
+            self.lines[port] = line
+            served[port] = line[:1]
+        return served
 
     def seconds(self) -> float:
         now_s = 0.0

@@ -298,25 +298,32 @@ def test_cpu_time_beyond_a_messages_end_delays_other_messages() -> None:
     assert sync_s(lowering, *cut(message, 100)) > 0.35
 
 
-def test_a_small_message_across_the_step_shares_the_links_with_a_large_one() -> None:
-    """Both are under way together, so it takes twice its time. Within the step rounds take turns:
-    each round of the small message waits for one of the large."""
-    lowering = Lowering(
-        GPU, cluster(*[(1, 1000)] * 4, latency_s=0.0), costs(FREE, collective_s=0.0)
-    )
+def test_messages_to_all_hosts_follow_each_other_and_share_with_one_to_a_server() -> None:
+    """A small all-reduce waits in each round for one of the large.
+
+    A port serves its targets evenly, across the step: a small push to one server takes twice its
+    time.
+    """
+    on = cluster(*[(1, 1000)] * 4, latency_s=0.0)
+    lowering = Lowering(GPU, on, costs(FREE, collective_s=0.0))
+    server = (Synchronizer.PARAMETER_SERVER, Compressor.NONE, "float32")
     large, small = (
         replace(ring().messages[0], slices=(TensorSlice("v0", size),))
         for size in (6_000_000, 60_000)
     )
-    small_s, large_s = (sync_s(lowering, message) for message in (small, large))
+    pushed = Message(small.slices, *server, owner=0)
 
-    def end_s(limit: int | None) -> float:
-        graph = lowering.message_graph([large, small], limit=limit)
-        of_small = [name.startswith("message 1 ") for name in graph.names.ops]
-        return float(replay(graph).end_s[of_small].max())
+    def end_s(message: Message, step: str, limit: int | None) -> float:
+        graph = lowering.message_graph([large, message], limit=limit)
+        of_step = [name.startswith(f"message 1 {step}") for name in graph.names.ops]
+        return float(replay(graph).end_s[of_step].max())
 
-    assert end_s(2) == pytest.approx(2 * small_s, rel=0.01)
-    assert end_s(None) == pytest.approx(large_s + small_s, rel=0.01)
+    for limit in (2, None):
+        behind_s = sync_s(lowering, small) + sync_s(lowering, large)
+        assert end_s(small, "", limit) == pytest.approx(behind_s, rel=0.01)
+    push_s = sync_s(lowering, pushed) / 2
+    assert end_s(pushed, "gather", 2) == pytest.approx(2 * push_s, rel=0.01)
+    assert end_s(pushed, "gather", None) > 4 * push_s
 
 
 def test_a_slow_host_alternates_between_serving_and_sending() -> None:
