@@ -104,12 +104,27 @@ class HostCosts:
         )
 
 
+@dataclass(frozen=True)
+class BufferBroadcast:
+    """How the buffers of a module reach all ranks before a forward pass.
+
+    `alone_s`: without competitors. `hops`: transfers one behind the other in the broadcast's tree,
+    each of which occupies its ports for `hop_s`. `ports`: (queue, lock or NONE) of each port that
+    the plan's messages use, too.
+    """
+
+    alone_s: float
+    hops: int = 0
+    hop_s: float = 0.0
+    ports: tuple[tuple[int, int], ...] = ()
+
+
 class Worker:
     """Adds one worker's passes to a builder.
 
     `cores`: queue of the cores that its thread shares with all other work; NONE if it has a core of
-    its own. `share`: factor of the host's times on shared cores. `broadcast_s`: time to broadcast
-    the buffers before a forward pass.
+    its own. `share`: factor of the host's times on shared cores. `broadcast`: that of the
+    buffers before a forward pass.
     """
 
     def __init__(
@@ -121,10 +136,10 @@ class Worker:
         *,
         cores: int,
         share: float,
-        broadcast_s: float,
+        broadcast: BufferBroadcast,
     ) -> None:
         self._cores, self._share = (NONE, 1.0) if times.computes_on_cpu else (cores, share)
-        self._broadcast_s = broadcast_s
+        self._broadcast = broadcast
         self._to = to
         self._rank = rank
         self._times = times
@@ -148,11 +163,23 @@ class Worker:
         return self._computed
 
     def _buffers(self, after: int) -> int:
-        """Rank 0's buffers arrive. They are small, so they compete with no message."""
-        if self._broadcast_s <= 0:
+        """Rank 0's buffers arrive, behind the messages that the ports carry already."""
+        broadcast = self._broadcast
+        if broadcast.alone_s <= 0:
             return after
         copied = self._op("copy buffers", self._host, self._costs.buffers_s, Kind.PACK, (after,))
-        return self._op("broadcast buffers", NONE, self._broadcast_s, Kind.RECV, (copied,))
+        reached, rest_s = copied, broadcast.alone_s
+        for number in range(broadcast.hops if broadcast.ports else 0):
+            name = f"r{self._rank} buffers {number}"
+            sent = [
+                self._to.op(
+                    name, port, broadcast.hop_s, Kind.SEND, (reached,), acquires=lock, releases=lock
+                )
+                for port, lock in broadcast.ports
+            ]
+            reached = self._op(f"buffers {number} arrived", NONE, 0.0, Kind.VIRTUAL, tuple(sent))
+            rest_s -= broadcast.hop_s
+        return self._op("broadcast buffers", NONE, max(rest_s, 0.0), Kind.RECV, (reached,))
 
     def backward(self, after: int) -> IntArray:
         """The ops that issue the messages, shape (M,).

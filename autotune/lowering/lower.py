@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from autotune.dfg.build import DfgBuilder
 from autotune.dfg.graph import NONE, Dfg, Kind
 from autotune.dfg.replay import replay
 from autotune.errors import InvalidInput
-from autotune.lowering.compute import HostCosts, Worker
+from autotune.lowering.compute import BufferBroadcast, HostCosts, Worker
 from autotune.lowering.contention import contended
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.device_costs import costs_of
@@ -64,7 +65,7 @@ class Lowering:
             timing = like.messages.timing
             self.messages, self.shapes = like.messages, like.shapes
         self.times = PassTimes.of(workload)
-        self.broadcast_s = _broadcast_s(workload, timing)
+        self.broadcast = _broadcast(workload, timing)
         self.norms_s = _norms_s(workload, timing, self.costs)
         # Ranks per core of the shared machine; while each rank has a core, none waits for one.
         crowd = cluster.world_size / cluster.machine_cores if cluster.machine_cores > 0 else 0.0
@@ -172,15 +173,17 @@ def _message_sizes_key(workload: Workload) -> list[tuple[object, ...]]:
     ]
 
 
-def _broadcast_s(workload: Workload, timing: Timing) -> float:
-    """Time in which DDP broadcasts the module's buffers before a forward pass."""
+def _broadcast(workload: Workload, timing: Timing) -> BufferBroadcast:
+    """The broadcast of the module's buffers by DDP before a forward pass; its ports are unknown."""
     if not workload.buffer_bytes:
-        return 0.0
+        return BufferBroadcast(0.0)
     size_bytes = np.array(workload.buffer_bytes, dtype=np.float64)
     nothing = np.zeros(len(size_bytes))
     step = Step(Collective.BROADCAST, size_bytes, prepare_s=nothing, prepare_root_s=nothing)
     world = tuple(range(timing.cluster.world_size))
-    return float(timing.of(step, (world,)).alone_s.sum())
+    times = timing.of(step, (world,))
+    alone_s, link_s = float(times.alone_s.sum()), float(times.link_s.sum())
+    return BufferBroadcast(alone_s, times.rounds, min(link_s, alone_s) / times.rounds)
 
 
 def _norms_s(workload: Workload, timing: Timing, costs: RuntimeCosts) -> float:
@@ -253,6 +256,9 @@ class _PlanGraph:
             if len(self.halves.sent):
                 sent = layer[self.halves.sent]
                 self.results = Network(self.halves.results, shapes, around, sent)
+        broadcast = lowering.broadcast
+        if broadcast.alone_s > 0:
+            broadcast = replace(broadcast, ports=self.network.ports(self.to))
         shares_cores = lowering.crowd > 0
         cores = self.to.queue(CORES) if shares_cores else NONE
         self.workers = [
@@ -263,7 +269,7 @@ class _PlanGraph:
                 host_costs,
                 cores=cores,
                 share=lowering.crowd / len(workers) if shares_cores else 1.0,
-                broadcast_s=lowering.broadcast_s,
+                broadcast=broadcast,
             )
             for rank in workers
         ]

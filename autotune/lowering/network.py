@@ -17,10 +17,11 @@ import numpy as np
 
 from autotune.arrays import FloatArray, IntArray
 from autotune.dfg.build import BlockName, DfgBuilder
-from autotune.dfg.graph import NONE
+from autotune.dfg.graph import NONE, Discipline
 from autotune.lowering.joined import ShapeCache
 from autotune.lowering.messages import Batch
 from autotune.lowering.scenes import Surroundings
+from autotune.lowering.shapes import to_all_hosts
 
 UNLIMITED = 2**30
 """Messages in flight on a lane where the library decides."""
@@ -78,6 +79,7 @@ class Network:
         self._batches = batches
         self._around = around
         self._layer = layer
+        self._port_names = shapes.port_names
         self._joined = shapes.joined(batches, around)
         messages = len(layer)
         self._kind = np.zeros(messages, dtype=np.int64)  # the number of each message's batch
@@ -117,6 +119,17 @@ class Network:
             releases=releases,
         )
         return MessageOps.whole(base, base + lengths - 1)
+
+    def ports(self, to: DfgBuilder) -> tuple[tuple[int, int], ...]:
+        """(queue, lock or NONE) of each port in the graph, for messages to all hosts."""
+        found = []
+        for name, discipline in self._joined.queues:
+            if name not in self._port_names:
+                continue
+            shared = discipline is Discipline.SHARED
+            lock = to.lock(1, to_all_hosts(name)) if shared else NONE
+            found.append((to.queue(name, discipline), lock))
+        return tuple(found)
 
     def _amounts(self, row: IntArray, message: IntArray) -> tuple[FloatArray, FloatArray]:
         """(seconds, bytes) of every op, (N,)."""

@@ -108,6 +108,11 @@ def shape_of(
     return shape
 
 
+def to_all_hosts(port: str) -> str:
+    """The key of the lock by which messages to all hosts follow each other in a shared port."""
+    return f"to all hosts at {port}"
+
+
 class _ShapeBuilder:
     """Builds the ops of a message of one batch. Queues and locks are numbered by first use.
 
@@ -425,7 +430,7 @@ class _ShapeBuilder:
         """The lock by which messages to all hosts follow each other in a shared port."""
         if not self._around.shared or timed.step.collective in STARS:
             return {}
-        lock = self._lock(1, f"to all hosts at {self._ports.name(port)}")
+        lock = self._lock(1, to_all_hosts(self._ports.name(port)))
         return {"acquires": lock, "releases": lock}
 
     def _cores_name(self, host: int) -> str:

@@ -249,6 +249,24 @@ def test_buffers_travel_before_every_forward_pass() -> None:
         assert sum("broadcast buffers" in name for name in names) == 2
 
 
+def test_buffers_wait_behind_the_messages_that_cross_the_step() -> None:
+    """Each of the two hops of the broadcast's tree waits for a round of an all-reduce."""
+    workload = replace(GPU, buffer_bytes=(8,))
+    on = cluster(*[(1, 1000)] * 4, latency_s=0.0)
+    lowering = Lowering(workload, on, costs(FREE, collective_s=0.0))
+
+    def taken_s(cross_step: bool) -> float:
+        crossing = replace(bucket(workload), cross_step=cross_step)
+        timeline = replay(lowering.graph(crossing))
+        ends_s = dict(zip(timeline.dfg.names.ops, timeline.end_s.tolist(), strict=True))
+        return ends_s["r0 broadcast buffers"] - ends_s["r0 copy buffers"]
+
+    bytes_s = 8 / 125e6 / FREE["payload"]
+    assert taken_s(cross_step=False) == pytest.approx(3 * bytes_s)
+    round_s = 2e6 / 4 / 125e6 / FREE["payload"]
+    assert round_s < taken_s(cross_step=True) < 2.01 * round_s
+
+
 def test_ranks_share_cores_if_there_are_fewer_cores() -> None:
     """On 2 cores, packing five gradients of 10 ms takes every rank twice as long."""
     alone_s, roomy_s, crowded_s = (
