@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import shutil
 import subprocess
 import tarfile
 import time
@@ -172,7 +173,43 @@ def test_the_wrapper_adds_flags_after_those_of_horovod(source, added):
         text=True,
         check=True,
     )
-    assert done.stdout.split() == [*words[1:], *added, "-std=c++17", "-g0"]
+    aligned = "-DEIGEN_MAX_ALIGN_BYTES=64"
+    assert done.stdout.split() == [*words[1:], *added, aligned, "-std=c++17", "-g0"]
+
+
+def compiled(folder: Path, source: str, *options: str) -> tuple[bytes, int]:
+    """The object that the wrapper makes, and how often it has compiled in this folder so far."""
+    counted = folder / "compiler"
+    counted.write_text(f'#!/bin/sh\necho "$@" >> {folder}/calls\nexec c++ "$@"\n')
+    counted.chmod(0o755)
+    (folder / "objects").mkdir(exist_ok=True)
+    to = folder / "new.o"
+    named = ["-MF", f"{folder}/new.d", "-o", str(to), "-c", f"{folder}/{source}"]
+    settings = {"HOROVOD_COMPILER": str(counted), "HOROVOD_OBJECTS": str(folder / "objects")}
+    words = [str(horovod.HERE / "compiler"), *options, "-MD", *named]
+    subprocess.run(words, env=os.environ | settings, check=True)
+    calls = (folder / "calls").read_text().splitlines()
+    return to.read_bytes(), len([call for call in calls if " -E " not in call])
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="compiles with c++")
+def test_files_that_both_frameworks_need_are_compiled_once(tmp_path):
+    code = "#define TWO 1 + 1\nextern const char *where;\nconst char *where = __FILE__;\n"
+    sources = [f"third_party/{name}/types.cc" for name in ("gloo", "compatible17_gloo")]
+    for source in sources:
+        (tmp_path / source).parent.mkdir(parents=True)
+        (tmp_path / source).write_text(code + "int two() { return TWO; }\n")
+    first, count = compiled(tmp_path, sources[0], "-O1", "-std=c++14", "-DUNUSED")
+    assert count == 1 and b"third_party/gloo/types.cc" in first
+    assert compiled(tmp_path, sources[1], "-std=c++17", "-O1") == (first, 1)
+    assert "compatible17_gloo/types.cc" in (tmp_path / "new.d").read_text()
+    assert compiled(tmp_path, sources[1], "-O0")[1] == 2
+    (tmp_path / sources[1]).write_text(code + "int two() { return 1 + TWO; }\n")
+    other, count = compiled(tmp_path, sources[1], "-O1")
+    assert count == 3 and other != first
+    (tmp_path / sources[1]).write_text("no C++")
+    with pytest.raises(subprocess.CalledProcessError):
+        compiled(tmp_path, sources[1], "-O1")
 
 
 def test_the_build_ignores_the_users_own_settings_of_horovod(monkeypatch, tmp_path):

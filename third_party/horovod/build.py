@@ -189,6 +189,7 @@ def build_wheel(folder: Path, log: Path, compiler: Path) -> None:
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="horovod-build-") as work, log.open("w") as lines:
         settings = build_settings(Path(work), compiler)
+        Path(settings["HOROVOD_OBJECTS"]).mkdir()
         hashed = ["--no-deps", "--require-hashes", "--requirement"]
         build = ["--no-build-isolation", "--no-binary", ":all:"]
         sources = ["download", *build, "--dest", work, *hashed, str(HERE / "sources.txt")]
@@ -211,7 +212,8 @@ def build_settings(work: Path, compiler: Path) -> dict[str, str]:
         "CXX": str(HERE / "compiler"),
         "HOROVOD_COMPILER": str(compiler),
         "HOROVOD_CMAKE": str(work / "tools/cmake/data/bin/cmake"),
-        "MAKEFLAGS": f"-j{len(os.sched_getaffinity(0))}",
+        "HOROVOD_OBJECTS": str(work / "objects"),
+        "MAKEFLAGS": f"-j{len(os.sched_getaffinity(0)) + 1}",  # some wait for a twin's object
         "TMPDIR": str(work),
     }
 
