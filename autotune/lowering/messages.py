@@ -139,9 +139,11 @@ class MessageTimer:
         self, messages: Sequence[Message], ring_order: tuple[int, ...] | None = None
     ) -> list[Batch]:
         """The messages by kind."""
-        numbers_of: dict[Hashable, list[int]] = {}
+        numbers_of: dict[tuple[Hashable, bool], list[int]] = {}
+        served = _server_shares(messages)
         for number, message in enumerate(messages):
-            numbers_of.setdefault(_kind(message), []).append(number)
+            kind = (_kind(message), message.shares is not None and message.shares == served)
+            numbers_of.setdefault(kind, []).append(number)
         return [
             self._batch(messages, numbers, ring_order, kind) for kind, numbers in numbers_of.items()
         ]
@@ -165,14 +167,15 @@ class MessageTimer:
         messages: Sequence[Message],
         numbers: list[int],
         ring_order: tuple[int, ...] | None,
-        message_kind: Hashable,
+        message_kind: tuple[Hashable, bool],
     ) -> Batch:
         of_kind = [messages[number] for number in numbers]
         first = of_kind[0]
         sizes = tuple([_size(message) for message in of_kind])
         steps = self._steps.get((message_kind, ring_order, sizes))
         if steps is None:
-            steps = self._timed_steps(of_kind, self._groups_of(first, ring_order))
+            groups = self._groups_of(first, ring_order)
+            steps = self._timed_steps(of_kind, groups, message_kind[1])
             self._steps.put((message_kind, ring_order, sizes), len(of_kind), steps)
         flags = tuple((step.root_computes, step.works_beyond) for step in steps)
         return Batch(
@@ -183,7 +186,9 @@ class MessageTimer:
             direct=first.synchronizer is Synchronizer.DIRECT_EXCHANGE,
         )
 
-    def _timed_steps(self, of_kind: Sequence[Message], groups: _Groups) -> tuple[TimedStep, ...]:
+    def _timed_steps(
+        self, of_kind: Sequence[Message], groups: _Groups, served: bool
+    ) -> tuple[TimedStep, ...]:
         steps = steps_of(
             of_kind,
             self.traffic,
@@ -193,7 +198,9 @@ class MessageTimer:
             self.costs,
             _shares(of_kind[0], groups),
         )
-        return tuple(self._timed(step, groups.by_scope[step.scope]) for step in steps)
+        return tuple(
+            self._timed(replace(step, served=served), groups.by_scope[step.scope]) for step in steps
+        )
 
     def _timed(self, step: Step, groups: tuple[tuple[int, ...], ...]) -> TimedStep:
         times = self.timing.of(step, groups) if step.collective is not None else None
@@ -222,6 +229,16 @@ class MessageTimer:
         leaders = {message.owner if message.owner in host else min(host) for host in hosts}
         by_scope[Scope.LEADERS] = (tuple(rank for rank in world if rank in leaders),)
         return _Groups(by_scope, True, len(by_scope[Scope.LEADERS][0]))
+
+
+def _server_shares(messages: Sequence[Message]) -> Shares | None:
+    """Those of the direct exchanges with one owner, if it is the same rank in all of them."""
+    owners = {
+        message.shares
+        for message in messages
+        if message.shares is not None and sum(share > 0 for share in message.shares) == 1
+    }
+    return owners.pop() if len(owners) == 1 else None
 
 
 def _shares(message: Message, groups: _Groups) -> Shares | None:

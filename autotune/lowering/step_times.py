@@ -21,14 +21,16 @@ t'(S) = t(S) + g (a' - a) S. Without a fit, t(S) = a S / payload + 2 latencies p
 `collective_s`.
 
 A direct exchange was probed with equal shares; others have another a'. If only k of n ranks own
-something, there are k/n of the probe's messages, and as much of their CPU time. Its ports have the
-rates that the probe found with all peers at once (`Cluster.peer_fits`), for each host and
-direction, or else the hosts' own. Without a fit, each of its rounds costs the messages of one rank,
-by the same probe or the assumed `message_s`.
+something, there are k/n of the probe's messages, and as much of their CPU time. If one rank owns
+all messages with one owner, their g is that of a probed gather or scatter, whose transfers all meet
+at one port. The ports of a direct exchange have the rates that the probe found with all peers at
+once (`Cluster.peer_fits`), for each host and direction, or else the hosts' own. Without a fit, each
+of its rounds costs the messages of one rank, by the same probe or the assumed `message_s`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
@@ -180,6 +182,8 @@ class Timing:
         fitted_s, slope, cpu_s = fitted
         probed = self._probed_s_per_byte(step.collective, step.scope, size)
         g = min(slope / probed, 1 / self.costs["payload"]) if probed > 0 else 0.0
+        if step.served and direct:
+            g = min(g, self._served_byte_cost(step, size))
         link_s = g * load.slowest * size_bytes
         alone_s = np.maximum(fitted_s + g * (load.whole - probed) * size_bytes, link_s)
         if direct:
@@ -187,6 +191,18 @@ class Timing:
             cpu_s = cpu_s - saved_s
             alone_s = np.maximum(alone_s - max(1.0, float(load.cores.max())) * saved_s, link_s)
         return alone_s, link_s, cpu_s
+
+    def _served_byte_cost(self, step: Step, size: int) -> float:
+        """g of a transfer from or to one owner: that of a gather or scatter.
+
+        Infinite if neither was probed; at least 1, since streams are no faster than their link.
+        """
+        star = Collective.SCATTER if step.collective is Collective.PULL else Collective.GATHER
+        fit = self._fit(star.value, size, step.scope)
+        probed = self._probed_s_per_byte(star, step.scope, size)
+        if fit is None or probed <= 0:
+            return math.inf
+        return max(fit.beta_s_per_byte / probed, 1.0)
 
     def _load(self, step: Step, groups: tuple[tuple[int, ...], ...]) -> _Load:
         key = step.collective, groups, step.root, step.shares

@@ -52,7 +52,8 @@ class Step:
     `size_bytes`: the size that the collective's fit takes. `prepare_s`: computation of each rank
     before the step. `prepare_root_s`: computation of its `root`. `fit`: the probed operation of
     which the collective is one part of two; "" if the collective itself was probed. `shares`: those
-    of all ranks in a direct exchange.
+    of all ranks in a direct exchange. `served`: one rank owns this one and all others with one
+    owner.
     """
 
     collective: Collective | None
@@ -63,6 +64,7 @@ class Step:
     scope: Scope = Scope.WORLD
     root: int | None = None
     shares: Shares | None = None
+    served: bool = False
 
 
 def steps_of(

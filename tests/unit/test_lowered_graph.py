@@ -394,6 +394,31 @@ def test_one_owner_costs_the_cores_a_quarter_of_the_sends_of_four() -> None:
     assert shared_s - alone_s == pytest.approx(0.003, rel=0.05)
 
 
+def test_bytes_to_the_only_owner_cost_what_a_gather_was_probed_to_cost() -> None:
+    """With a second owner they cost what they do in an exchange between all ranks."""
+    probed_slopes = {"direct_exchange": 1.05, "gather": 1.01, "scatter": 1.01}
+    bytes_of = {"direct_exchange": 1.5, "gather": 3.0, "scatter": 3.0}
+    on = FOUR.with_fits(
+        tuple(
+            CollectiveFit(name, 4, 0.0, slope * bytes_of[name] / 125e6, 0.0, 1024, 2**24)
+            for name, slope in probed_slopes.items()
+        )
+    )
+    lowering = Lowering(GPU, on, FREE)
+    first, second = (tuple(float(rank == owner) for rank in range(4)) for owner in (0, 1))
+
+    def link_s(*shares: tuple[float, ...]) -> float:
+        batch = lowering.messages.batches([direct(each) for each in shares])[0]
+        times = batch.steps[0].times
+        assert times is not None
+        return float(times.link_s[0])
+
+    bytes_s = 3 * 16e6 / 125e6
+    assert link_s(first) == pytest.approx(1.01 * bytes_s)
+    assert link_s(first, first) == pytest.approx(1.01 * bytes_s)
+    assert link_s(first, second) == pytest.approx(1.05 * bytes_s)
+
+
 def test_stars_of_a_tensorflow_graph_share_the_links_of_both_directions() -> None:
     """Four owners get 30 MB each, then send as much, as fast as one of them alone.
 
