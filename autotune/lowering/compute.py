@@ -280,9 +280,8 @@ class Worker:
         Without such reads, each variable's update takes its time in the forward pass. `norms`: the
         op after which the norms of all gradients are known; NONE: nobody needs them.
         """
-        deferred = self._op("defer", self._host, self._costs.defer_s, Kind.OTHER, self.ends)
-        if norms != NONE:
-            deferred = self._op("read norms", NONE, 0.0, Kind.VIRTUAL, (deferred, norms))
+        behind = self.ends if norms == NONE else (*self.ends, norms)
+        deferred = self._op("defer", self._host, self._costs.defer_s, Kind.OTHER, behind)
         update_s = self._times.workload.update_s
         first_read_s = self._first_reads_s(slices, len(ends))
         early = first_read_s < 0

@@ -134,6 +134,18 @@ def test_scaling_costs_the_host_a_pass_over_each_gradient() -> None:
     assert slow > fast
 
 
+def test_updates_are_deferred_once_the_norms_are_known() -> None:
+    """The script steps behind its clipping, so that work delays the forward pass."""
+
+    def behind_norms_s(defer_s: float) -> float:
+        timeline = replay(Lowering(model(), EVEN, costs(FREE, defer_s=defer_s)).period(planned()))
+        numbers = {name: number for number, name in enumerate(timeline.dfg.names.ops)}
+        begins_s = timeline.start_s[numbers["r0 forward 0"]]
+        return float(begins_s - timeline.end_s[numbers["norms"]])
+
+    assert behind_norms_s(0.002) - behind_norms_s(0.0) == pytest.approx(5 * 0.002)
+
+
 def test_the_closed_form_has_the_barrier() -> None:
     """Two messages of 2 s: sums end at 3 s; results follow in the given order, 1 s each."""
     ready_s, cost_s, needed_s = np.array([1.0, 2.0]), np.array([2.0, 2.0]), np.array([3.0, 0.0])
