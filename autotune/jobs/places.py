@@ -18,7 +18,8 @@ from autotune.testbed.layout import lay_out, safe_name
 from autotune.testbed.ray_nodes import ray_nodes
 from autotune.tuning import statistics
 from autotune.workload import Workload
-from runtime_rewriter.world.ray_cluster import RayCluster, RayPlace
+from runtime_rewriter.world.ray_cluster import RayCluster
+from runtime_rewriter.world.ray_connection import RayPlace
 from runtime_rewriter.world.ray_world import ray_world
 from runtime_rewriter.world.script_command import ScriptCommand
 from runtime_rewriter.world.views import Protected

@@ -13,14 +13,10 @@ from autotune.records import REAL_CONDITIONS, Conditions
 from autotune.workload import Workload
 from runtime_rewriter.scheduling import requested_conditions
 from runtime_rewriter.world.placement import Launch
-from runtime_rewriter.world.ray_cluster import (
-    CALL_TIMEOUT_S,
-    LOOPBACK,
-    RayCluster,
-    RemoteWorker,
-    Room,
-    WorkerPlace,
-)
+from runtime_rewriter.world.ray_actors import WorkerPlace
+from runtime_rewriter.world.ray_bundles import Room
+from runtime_rewriter.world.ray_cluster import CALL_TIMEOUT_S, RayCluster, RemoteWorker
+from runtime_rewriter.world.ray_connection import LOOPBACK
 from runtime_rewriter.world.running import Report
 from runtime_rewriter.world.script_command import ScriptCommand
 from runtime_rewriter.world.views import Protected

@@ -19,7 +19,8 @@ from autotune.errors import LaunchError
 from autotune.records import Measured, Role, TrialRequest
 from autotune.tuning import statistics
 from runtime_rewriter.world.command import read_command
-from runtime_rewriter.world.ray_cluster import Deadlines, RayCluster, RayPlace, RayStuck
+from runtime_rewriter.world.ray_cluster import Deadlines, RayCluster, RayStuck
+from runtime_rewriter.world.ray_connection import RayPlace
 from runtime_rewriter.world.ray_folder import FOLDER_VARIABLE, processes_of
 from runtime_rewriter.world.ray_world import ray_world
 

@@ -33,7 +33,8 @@ from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.plan import plan
 from autotune.tuning import statistics
 from runtime_rewriter.world.command import read_command
-from runtime_rewriter.world.ray_cluster import Deadlines, RayCluster, RayPlace
+from runtime_rewriter.world.ray_cluster import Deadlines, RayCluster
+from runtime_rewriter.world.ray_connection import RayPlace
 from runtime_rewriter.world.ray_folder import FOLDER_VARIABLE, processes_of
 from runtime_rewriter.world.ray_world import ray_world
 from runtime_rewriter.world.views import Protected

@@ -13,7 +13,8 @@ from autotune.errors import LaunchError
 from autotune.records import Measured, Role, TrialRequest
 from autotune.tuning import statistics
 from runtime_rewriter.world.command import read_command
-from runtime_rewriter.world.ray_cluster import Deadlines, RayCluster, RayPlace
+from runtime_rewriter.world.ray_cluster import Deadlines, RayCluster
+from runtime_rewriter.world.ray_connection import RayPlace
 from runtime_rewriter.world.ray_world import ray_world
 from runtime_rewriter.world.views import Protected
 from runtime_rewriter.world.world import World

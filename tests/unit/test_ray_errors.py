@@ -12,7 +12,7 @@ import pytest
 from autotune.errors import LaunchError, raised_line
 from autotune.testbed.bed import BedHost
 from autotune.testbed.ray_nodes import _await
-from runtime_rewriter.world.ray_cluster import _in_one_line
+from runtime_rewriter.world.ray_connection import in_one_line
 
 SLOW = "The current node timed out during startup. The GCS may have become overloaded"
 """What Ray raises, as a plain `Exception`."""
@@ -63,7 +63,7 @@ def test_an_actors_error_is_its_last_line_and_another_error_its_first(
     except ValueError as error:
         task = RayTaskError("start", traceback.format_exc(), error)
         assert '  File "' in str(task.as_instanceof_cause())
-        assert _in_one_line(task.as_instanceof_cause()) == f"ValueError: {error}"
-    assert _in_one_line(RuntimeError("the actor died.\n\tclass_name: _Actor")) == "the actor died."
-    assert _in_one_line(RuntimeError()) == "RuntimeError"
+        assert in_one_line(task.as_instanceof_cause()) == f"ValueError: {error}"
+    assert in_one_line(RuntimeError("the actor died.\n\tclass_name: A")) == "the actor died."
+    assert in_one_line(RuntimeError()) == "RuntimeError"
     assert raised_line("no traceback\nhere") == ""

@@ -1,0 +1,84 @@
+"""The actor of one rank on its host, and calls to it from the driver."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import AutotuneError
+from runtime_rewriter.file_view import FileView
+from runtime_rewriter.world.ray_connection import in_one_line, not_shipped
+from runtime_rewriter.world.views import HeldView, Protected, held_view
+from runtime_rewriter.world.worker import ProcessSupervisor, WorkerLost, free_port
+
+
+@dataclass(frozen=True)
+class WorkerPlace:
+    """The node that an actor is on. `logs`: directory of Ray's session there."""
+
+    node: str
+    name: str
+    address: str
+    gpus: tuple[str, ...]
+    logs: str
+
+
+class RankActor(ProcessSupervisor):
+    """The supervisor, the place it is on, and the view of files that its host's ranks share."""
+
+    _view: HeldView | None = None
+
+    def place(self) -> WorkerPlace:
+        import ray
+        import ray._private.worker
+
+        context = ray.get_runtime_context()
+        node: Any = ray._private.worker._global_node  # the only source of the session directory
+        return WorkerPlace(
+            node=context.get_node_id(),
+            name=socket.gethostname(),
+            address=str(ray.util.get_node_ip_address()),  # type: ignore[no-untyped-call]
+            gpus=tuple(str(gpu) for gpu in ray.get_gpu_ids()),
+            logs=str(node.get_logs_dir_path()),
+        )
+
+    def reserve_port(self, first: int, last: int, host: str) -> int:
+        return free_port(first, last, host)
+
+    def renew_view(self, protected: Protected, own_directory: bool) -> FileView:
+        """Make a fresh view in place of the last one, with `own_directory` also of ours.
+
+        Raises `LaunchError`.
+        """
+        self.end_view()
+        own = (str(Path.cwd()),) if own_directory else ()
+        self._view = held_view(protected.here(own), socket.gethostname())
+        return self._view.view
+
+    def end_view(self) -> None:
+        if self._view is not None:
+            self._view.end()
+            self._view = None
+
+
+def fetch(references: Any, timeout_s: float) -> Any:
+    """The results of calls to actors.
+
+    It may block for longer: see `RayCluster.ask`. Raises the actor's own error if it is an
+    `AutotuneError`, `LaunchError` if the code cannot be sent to its host, and `WorkerLost`
+    otherwise.
+    """
+    import ray
+
+    try:
+        return ray.get(references, timeout=timeout_s)
+    except ray.exceptions.RuntimeEnvSetupError as error:
+        raise not_shipped(error) from error
+    except ray.exceptions.RayTaskError as error:
+        cause = error.as_instanceof_cause()  # type: ignore[no-untyped-call]
+        ours = cause if isinstance(cause, AutotuneError) else WorkerLost(in_one_line(cause))
+        raise ours from error
+    except ray.exceptions.RayError as error:
+        raise WorkerLost(in_one_line(error)) from error
