@@ -19,7 +19,8 @@ class Overdue(Exception):
 class Call(Generic[T]):
     """`function` on a daemon thread, which ends with the process at the latest.
 
-    `until`: the thread stays until this is set, as processes that it started may end with it.
+    `until`: after a result, the thread stays until this is set, as processes that it started may
+    end with it.
     """
 
     def __init__(self, function: Callable[[], T], until: threading.Event | None = None) -> None:
@@ -36,7 +37,7 @@ class Call(Generic[T]):
         except BaseException as error:  # noqa: BLE001 - raised again by `result`
             self._error = error
         self._returned.set()
-        if self._until is not None:
+        if self._until is not None and self._error is None:
             self._until.wait()
 
     @property

@@ -165,12 +165,12 @@ def silent_ray_threads() -> Iterator[None]:
 
 
 def not_shipped(error: Exception) -> LaunchError:
+    """The refusal of a place to whose hosts the files cannot be sent."""
     text = raised_line(str(error)) or " ".join(str(error).split())[:600]
     return LaunchError(
         f"the script's directory {Path.cwd()} must be sent to the hosts of the Ray cluster, but "
-        "that "
-        f"failed: {text}; start in a smaller directory (data elsewhere), or use --shared-directory "
-        "if this directory exists on every host"
+        f"that failed: {text}; start in a smaller directory (data elsewhere), or use "
+        "--shared-directory if this directory exists on every host"
     )
 
 

@@ -16,6 +16,16 @@ def test_a_call_gives_its_result_or_its_own_error():
         within(60.0, lambda: int("x"))
 
 
+def test_a_call_that_fails_leaves_no_thread_behind():
+    before = set(threading.enumerate())
+    call = Call(lambda: int("x"), until=threading.Event())
+    with pytest.raises(ValueError, match="'x'"):
+        call.result(60.0)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(30.0)
+        assert not thread.is_alive()
+
+
 def test_a_call_that_blocks_is_left_behind():
     released = threading.Event()
     call = Call(lambda: released.wait(60.0))
