@@ -23,11 +23,11 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     workspace = Workspace.existing(options.directory)
     with Store.open(workspace.store_path) as store:
         job_id = options.job or latest_job(store)
-        before = len(store.waiting(job_id))
+        before = len(store.outbox.waiting(job_id))
         where = options.tracking_uri, options.experiment
         tracker = open_tracker(workspace, store, job_id, *where, PATIENT_ITEM_S)
         left = tracker.flush(float("inf"))
-        rejected = store.rejected(job_id)
+        rejected = store.outbox.rejected(job_id)
     data = {
         "job": job_id,
         "sent": before - left,

@@ -1,4 +1,4 @@
-"""Rows that an event adds to the trial store: derived tables and the outbox."""
+"""Rows that an event adds to the derived tables of the trial store."""
 
 from __future__ import annotations
 
@@ -77,26 +77,3 @@ def _known_id(db: sqlite3.Connection, kind: str, body: Any, parsed: type) -> str
     if db.execute(f"SELECT 1 FROM {kind}s WHERE id = ?", (stored,)).fetchone() is not None:
         return stored
     return content_id(kind, parse(parsed, body, kind))
-
-
-def add_to_outbox(db: sqlite3.Connection, job_id: str, kind: str, body: dict[str, Any]) -> None:
-    """Append an item for the tracking server."""
-    position = db.execute(
-        "SELECT coalesce(max(position), -1) + 1 FROM outbox WHERE job = ?", (job_id,)
-    ).fetchone()[0]
-    db.execute(
-        "INSERT INTO outbox (job, position, kind, body) VALUES (?, ?, ?, ?)",
-        (job_id, position, kind, canonical_json(body)),
-    )
-
-
-def fill_outbox(db: sqlite3.Connection) -> None:
-    """Queue all jobs of a store version without an outbox: none of them has been sent."""
-    for row in db.execute("SELECT id, status FROM jobs ORDER BY rowid").fetchall():
-        add_to_outbox(db, row["id"], "start", {})
-        for event in db.execute(
-            "SELECT seq FROM events WHERE job = ? ORDER BY seq", (row["id"],)
-        ).fetchall():
-            add_to_outbox(db, row["id"], "event", {"seq": event["seq"]})
-        if row["status"] != "running":
-            add_to_outbox(db, row["id"], "finish", {})

@@ -19,14 +19,14 @@ from typing import Any, TypeVar
 
 from autotune.canonical import canonical_json
 from autotune.cluster import Cluster
-from autotune.errors import InvalidInput, StoreVersionError
-from autotune.files import is_file, is_folder
+from autotune.errors import InvalidInput
 from autotune.parsing import parse, parse_json
 from autotune.records import CURRENT_SETUP, Decision, Role
 from autotune.storage import summaries
-from autotune.storage.damage import BUSY_S, SQLITE_ERRORS, text_in, unusable
-from autotune.storage.rows import add_to_outbox, derive, fill_outbox
-from autotune.storage.schema import migrations, statements
+from autotune.storage.damage import text_in
+from autotune.storage.database import Database
+from autotune.storage.outbox import Outbox, add_to_outbox, fill_outbox
+from autotune.storage.rows import derive
 from autotune.storage.summaries import EventRows
 from autotune.strategy_space.strategy import Strategy
 from autotune.tuning.events import (
@@ -72,21 +72,13 @@ class PastTrial:
     median_s: float
 
 
-@dataclass(frozen=True)
-class OutboxItem:
-    """An item for the tracking server. The `body` of an "event" names its `seq`."""
-
-    position: int
-    kind: str
-    body: dict[str, Any]
-
-
 class Store:
     """An open store. Use it as a context manager or call `close`; use it from one thread."""
 
-    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
-        self.path = path
-        self._db = connection
+    def __init__(self, database: Database) -> None:
+        self.path = database.path
+        self.outbox = Outbox(database)
+        self.database = database
 
     @staticmethod
     def open(path: Path) -> Store:
@@ -94,32 +86,17 @@ class Store:
 
         Raises `InvalidInput` if the file is unusable and `StoreVersionError` if it is newer.
         """
-        if is_folder(path):
-            raise InvalidInput(
-                f"the trial store must be a file, but {path} is a directory; give a path such as "
-                f"{path / 'autotune.db'}"
-            )
-        if not is_file(path) and path.exists():
-            raise InvalidInput(f"the trial store must be a regular file, but {path} is none")
+        database = Database.open(path)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
-        except (OSError, *SQLITE_ERRORS) as error:
-            raise unusable(path, error) from error
-        try:
-            connection.row_factory = sqlite3.Row
-            store = Store(path, connection)
-            store._prepare()
-        except SQLITE_ERRORS as error:
-            connection.close()
-            raise unusable(path, error) from error
+            store = Store(database)
+            database.prepare(store._fill_from_version_1)
         except BaseException:
-            connection.close()
+            database.close()
             raise
         return store
 
     def close(self) -> None:
-        self._db.close()
+        self.database.close()
 
     def __enter__(self) -> Store:
         return self
@@ -134,7 +111,7 @@ class Store:
                 f"a job id must be up to 100 letters, digits, '.', '_' or '-', but is {job_id!r}"
             )
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        with self._transaction() as db:
+        with self.database.transaction() as db:
             if db.execute("SELECT 1 FROM jobs WHERE id = ?", (job_id,)).fetchone():
                 raise InvalidInput(
                     f"job {job_id!r} exists in {self.path}; resume it, or choose another id"
@@ -171,7 +148,7 @@ class Store:
 
     def jobs(self) -> list[JobRow]:
         """All jobs, oldest first."""
-        rows = self._rows(
+        rows = self.database.rows(
             """SELECT id, created_at, status,
                       (SELECT json_extract(workloads.body, '$.model')
                        FROM trials JOIN workloads ON workloads.id = workload_id
@@ -186,7 +163,7 @@ class Store:
 
         Raises `InvalidInput` if `seq` is not the next number: another process writes this job.
         """
-        with self._transaction() as db:
+        with self.database.transaction() as db:
             expected = db.execute(
                 "SELECT coalesce(max(seq), -1) + 1 FROM events WHERE job = ?", (job_id,)
             ).fetchone()[0]
@@ -222,12 +199,12 @@ class Store:
         """A job's trials without their step times and strategies."""
         spec, where = self.job(job_id), f"a summary of job {job_id}"
         self.add_missing_summaries(job_id)
-        trials = self._rows(
+        trials = self.database.rows(
             "SELECT body FROM event_summaries WHERE job = ? AND body IS NOT NULL ORDER BY seq",
             (job_id,),
         )
-        proposals = self._rows("SELECT * FROM proposals WHERE job = ?", (job_id,))
-        [(rounds,)] = self._rows(
+        proposals = self.database.rows("SELECT * FROM proposals WHERE job = ?", (job_id,))
+        [(rounds,)] = self.database.rows(
             "SELECT count(*) FROM event_summaries WHERE job = ? AND kind = 'proposed'", (job_id,)
         )
         return JobSummary(
@@ -241,7 +218,7 @@ class Store:
     def missing_summaries(self, job_id: str) -> int:
         """The number of events that were stored without a summary, by an older version."""
         query = f"SELECT count(*) AS missing FROM events WHERE job = ? AND seq >= {COVERED}"
-        [row] = self._rows(query, (job_id, job_id))
+        [row] = self.database.rows(query, (job_id, job_id))
         return int(row["missing"])
 
     def add_missing_summaries(self, job_id: str) -> None:
@@ -251,7 +228,7 @@ class Store:
         events = self._events(job_id, query, job_id)
         if events:
             rows = summaries.rows_of_job(events, self.profiled(job_id))
-            with self._transaction() as db:
+            with self.database.transaction() as db:
                 summaries.insert(db, job_id, rows)
 
     def trials(self, job_id: str) -> list[TrialFinished]:
@@ -266,7 +243,7 @@ class Store:
 
     def strategy(self, strategy_id: str) -> Strategy:
         """A strategy that some job proposed."""
-        return _Bodies(self).get("strategies", Strategy, strategy_id)
+        return _Bodies(self.database).get("strategies", Strategy, strategy_id)
 
     def history(self, job_id: str) -> History:
         """All events of a job with its tolerance."""
@@ -276,7 +253,7 @@ class Store:
     def finish(self, job_id: str, decision: Decision | None) -> None:
         """Close a job with its decision (None: aborted). Closing it again changes nothing."""
         status = "aborted" if decision is None else "finished"
-        with self._transaction() as db:
+        with self.database.transaction() as db:
             if self._job_row(job_id)["status"] != "running":
                 return
             text = None if decision is None else canonical_json(decision)
@@ -288,12 +265,12 @@ class Store:
     def past_trials(self, excluding: str | None = None) -> list[PastTrial]:
         """Undisturbed, measured candidates of all jobs but `excluding`, oldest job first."""
         trials: list[PastTrial] = []
-        bodies = _Bodies(self)
+        bodies = _Bodies(self.database)
         for job in self.jobs():
             if job.id == excluding:
                 continue
             disturbed = self.summary(job.id).disturbed
-            rows = self._rows(
+            rows = self.database.rows(
                 "SELECT * FROM trials WHERE job = ? AND role = ? AND status = 'measured' "
                 "AND strategy_id != ? ORDER BY number",
                 (job.id, Role.CANDIDATE.value, CURRENT_SETUP),
@@ -322,59 +299,14 @@ class Store:
                 ) from error
             yield
 
-    def enqueue(self, job_id: str, kind: str, body: dict[str, Any]) -> None:
-        """Append a model or an artifact to the outbox, unless it is already there."""
-        with self._transaction() as db:
-            known = db.execute(
-                "SELECT 1 FROM outbox WHERE job = ? AND kind = ? AND body = ?",
-                (job_id, kind, canonical_json(body)),
-            )
-            if known.fetchone() is None:
-                add_to_outbox(db, job_id, kind, body)
-
-    def waiting(self, job_id: str) -> list[OutboxItem]:
-        """Items that have not been sent yet, in order."""
-        rows = self._rows(
-            "SELECT * FROM outbox WHERE job = ? AND state = 'waiting' ORDER BY position", (job_id,)
-        )
-        where = f"an item of job {job_id} for the tracking server"
-        items = [
-            {
-                "position": row["position"],
-                "kind": row["kind"],
-                "body": parse_json(text_in(row, "body"), where),
-            }
-            for row in rows
-        ]
-        return [parse(OutboxItem, item, where) for item in items]
-
-    def mark_sent(self, job_id: str, position: int) -> None:
-        with self._transaction() as db:
-            db.execute(
-                "UPDATE outbox SET state = 'sent' WHERE job = ? AND position = ?",
-                (job_id, position),
-            )
-
-    def mark_rejected(self, job_id: str, position: int, message: str) -> None:
-        """Keep an item that the server will never accept, with the server's reason."""
-        with self._transaction() as db:
-            db.execute(
-                "UPDATE outbox SET state = 'rejected', message = ? WHERE job = ? AND position = ?",
-                (message, job_id, position),
-            )
-
-    def rejected(self, job_id: str) -> list[str]:
-        """The server's reasons for the items that it rejected."""
-        rows = self._rows(
-            "SELECT message FROM outbox WHERE job = ? AND state = 'rejected' ORDER BY position",
-            (job_id,),
-        )
-        return [str(row["message"]) for row in rows]
-
     def rebuild(self) -> None:
         """Derive all other tables again from the events."""
-        with self._transaction() as db:
+        with self.database.transaction() as db:
             self._derive_all(db)
+
+    def _fill_from_version_1(self, db: sqlite3.Connection) -> None:
+        self._derive_all(db)
+        fill_outbox(db)
 
     def _derive_all(self, db: sqlite3.Connection) -> None:
         tables = ("trials", "strategies", "workloads", "clusters", "event_summaries", "proposals")
@@ -390,24 +322,17 @@ class Store:
         self, job_id: str, query: str = ALL_EVENTS, *parameters: object
     ) -> list[tuple[int, Event]]:
         events = []
-        for row in self._rows(query, (job_id, *parameters)):
+        for row in self.database.rows(query, (job_id, *parameters)):
             where = f"event {row['seq']} of job {job_id}"
             data = parse_json(text_in(row, "body"), where)
             events.append((row["seq"], event_from_data(data, where)))
         return events
 
     def _job_row(self, job_id: str) -> sqlite3.Row:
-        rows = self._rows("SELECT * FROM jobs WHERE id = ?", (job_id,))
+        rows = self.database.rows("SELECT * FROM jobs WHERE id = ?", (job_id,))
         if not rows:
             raise self._no_job(job_id)
         return rows[0]
-
-    def _rows(self, query: str, parameters: tuple[object, ...] = ()) -> list[sqlite3.Row]:
-        """All rows. Raises `InvalidInput` if the file turns out to be damaged or locked."""
-        try:
-            return self._db.execute(query, parameters).fetchall()
-        except SQLITE_ERRORS as error:
-            raise unusable(self.path, error) from error
 
     def _no_job(self, job_id: str) -> InvalidInput:
         known = ", ".join(job.id for job in self.jobs()[-5:]) or "none"
@@ -415,62 +340,19 @@ class Store:
             f"job {job_id!r} is not in {self.path}; the latest jobs there are: {known}"
         )
 
-    def _prepare(self) -> None:
-        version, newest = self._version(), len(migrations())
-        if version > newest:
-            raise StoreVersionError(
-                f"{self.path} has store version {version}, but this autotune reads up to {newest}; "
-                "update autotune or use another store"
-            )
-        self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute("PRAGMA synchronous = FULL")
-        self._db.execute("PRAGMA foreign_keys = ON")
-        if version < newest:
-            self._migrate()
-        # Fail now, not in the middle of a job, if the file or directory is not writable.
-        with self._transaction() as db:
-            db.execute("UPDATE jobs SET status = status WHERE 0")
-
-    def _migrate(self) -> None:
-        """Run all missing migrations in one transaction; another waiting process then runs none."""
-        with self._transaction() as db:
-            version = self._version()
-            for number, script in enumerate(migrations()[version:], start=version + 1):
-                for statement in statements(script):
-                    db.execute(statement)
-                db.execute(f"PRAGMA user_version = {number}")
-            if version == 1:
-                self._derive_all(db)
-                fill_outbox(db)
-
-    def _version(self) -> int:
-        return int(self._db.execute("PRAGMA user_version").fetchone()[0])
-
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        try:
-            self._db.execute("BEGIN IMMEDIATE")
-            yield self._db
-            self._db.execute("COMMIT")
-        except SQLITE_ERRORS as error:
-            raise unusable(self.path, error) from error
-        finally:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-
 
 class _Bodies:
     """Content-addressed rows, each parsed once."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, database: Database) -> None:
+        self._database = database
         self._parsed: dict[str, Any] = {}
 
     def get(self, table: str, kind: type[T], id_: str) -> T:
         if id_ not in self._parsed:
-            rows = self._store._rows(f"SELECT body FROM {table} WHERE id = ?", (id_,))
+            rows = self._database.rows(f"SELECT body FROM {table} WHERE id = ?", (id_,))
             if not rows:
-                path = self._store.path
+                path = self._database.path
                 raise InvalidInput(f"{path} must hold {id_!r} in {table}, but does not; restore it")
             self._parsed[id_] = parse(kind, parse_json(text_in(rows[0], "body"), id_), str(id_))
         body: T = self._parsed[id_]

@@ -15,7 +15,8 @@ from typing import Any
 
 from autotune.canonical import to_data
 from autotune.records import Conditions, Decision, Measured
-from autotune.storage.store import OutboxItem, Store
+from autotune.storage.outbox import OutboxItem
+from autotune.storage.store import Store
 from autotune.strategy_space.plan import PlannedStrategy
 from autotune.tracking.connection import Connection, Metric
 from autotune.tracking.logged_models import save_model

@@ -18,7 +18,8 @@ from pathlib import Path
 from autotune.deadlines import Call, Overdue
 from autotune.errors import InvalidInput
 from autotune.simulators.interface import Simulator
-from autotune.storage.store import OutboxItem, Store
+from autotune.storage.outbox import OutboxItem
+from autotune.storage.store import Store
 from autotune.tracking.connection import Connection, is_local
 from autotune.tracking.sender import Delivery, Sender, Unsendable
 from autotune.tuning.events import Event
@@ -65,7 +66,7 @@ class Tracker:
     """Sends one job's outbox; an observer of the driver.
 
     Files go to `artifact_dir` if the URI is not a server's. Sending raises nothing that MLflow
-    raises: see `Store.waiting` and `Store.rejected`. It takes at most `item_s` per item. An item
+    raises: see `Outbox.waiting` and `Outbox.rejected`. It takes at most `item_s` per item. An item
     that takes longer is left behind on its thread, and no other is sent until the thread has ended.
     """
 
@@ -115,9 +116,9 @@ class Tracker:
             shutil.rmtree(folder, ignore_errors=True)
             simulator.save(folder)
             body = {"name": name, "path": str(folder.resolve())}
-            self._store.enqueue(self._job_id, "model", body)
+            self._store.outbox.enqueue(self._job_id, "model", body)
         for path in files:
-            self._store.enqueue(self._job_id, "artifact", {"path": str(path.resolve())})
+            self._store.outbox.enqueue(self._job_id, "artifact", {"path": str(path.resolve())})
 
     def flush(self, limit_s: float = FLUSH_S) -> int:
         """Send the waiting items, ignoring the breaker; return the number of items left.
@@ -125,11 +126,11 @@ class Tracker:
         No item is begun after `limit_s`.
         """
         self._send(self._store.history(self._job_id), limit_s)
-        return len(self._store.waiting(self._job_id))
+        return len(self._store.outbox.waiting(self._job_id))
 
     def _send(self, history: History, limit_s: float) -> None:
         began_s = self._clock()
-        for item in self._store.waiting(self._job_id):
+        for item in self._store.outbox.waiting(self._job_id):
             if self._clock() - began_s > limit_s:
                 return
             if not self._send_item(item, history):
@@ -153,9 +154,9 @@ class Tracker:
             self._late = call
             return False
         if rejection:
-            self._store.mark_rejected(self._job_id, item.position, rejection)
+            self._store.outbox.mark_rejected(self._job_id, item.position, rejection)
         else:
-            self._store.mark_sent(self._job_id, item.position)
+            self._store.outbox.mark_sent(self._job_id, item.position)
         return True
 
     def _deliver(self, delivery: Delivery, created_at: datetime) -> str:

@@ -167,7 +167,7 @@ def _store(folder: Path) -> object:
 
     with Store.open(folder / "autotune.db") as store:
         for row in store.jobs():
-            store.history(row.id), store.decision(row.id), store.waiting(row.id)
+            store.history(row.id), store.decision(row.id), store.outbox.waiting(row.id)
             store.summary(row.id), store.trials(row.id)
         return store.past_trials()
 

@@ -36,7 +36,7 @@ def test_no_acknowledged_event_is_lost_or_doubled_over_twenty_kills(tmp_path):
         stored = len(events)
     assert stored > KILLS
     with Store.open(path) as store:
-        assert len([item for item in store.waiting("job") if item.kind == "event"]) == stored
+        assert len([item for item in store.outbox.waiting("job") if item.kind == "event"]) == stored
 
 
 def _write_until_killed(path: Path, expected: History, after_bytes: int, delay_s: float) -> int:

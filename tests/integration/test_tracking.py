@@ -169,7 +169,9 @@ def test_a_job_is_tracked_once_with_its_artifacts_however_often_it_is_sent(
     report.write_text("<p>report</p>")
     tracker.keep({}, [report, tmp_path / "vanished.html"])
     assert tracker.flush() == 0
-    assert store.rejected("job") == [f"{tmp_path / 'vanished.html'} is gone, so it cannot be sent"]
+    assert store.outbox.rejected("job") == [
+        f"{tmp_path / 'vanished.html'} is gone, so it cannot be sent"
+    ]
     send_everything_again(store)
     assert Tracker(store, "job", uri, "sync", tmp_path / "artifacts").flush() == 0
     client, parent, runs = assert_tracked_exactly_once(uri, history, decision)
@@ -198,17 +200,19 @@ def test_nothing_is_lost_or_doubled_when_the_server_comes_late_and_is_killed(
 
     def course(seq):
         if seq == 3:
-            assert len(store.waiting("job")) == 5, "nothing can have been sent without a server"
+            assert len(store.outbox.waiting("job")) == 5, (
+                "nothing can have been sent without a server"
+            )
             servers.append(start_server(tmp_path, port))
         elif seq == 5:
-            assert len(store.waiting("job")) == 7, "the breaker must still be open"
+            assert len(store.outbox.waiting("job")) == 7, "the breaker must still be open"
             now[0] += 61
         elif seq == 8:
-            assert len(store.waiting("job")) == 0, "after the breaker closed everything goes"
+            assert len(store.outbox.waiting("job")) == 0, "after the breaker closed everything goes"
             stop_server(servers.pop())
             now[0] += 61
         elif seq == 11:
-            assert len(store.waiting("job")) > 0
+            assert len(store.outbox.waiting("job")) > 0
 
     try:
         history, decision = observed_job(store, tracker, course)
@@ -220,7 +224,7 @@ def test_nothing_is_lost_or_doubled_when_the_server_comes_late_and_is_killed(
         assert tracker.flush() == 0
         client, _, _ = assert_tracked_exactly_once(uri, history, decision)
         assert len(client.search_model_versions("name = 'autotune-linear'")) == 1
-        assert not store.rejected("job")
+        assert not store.outbox.rejected("job")
     finally:
         for server in servers:
             stop_server(server)
@@ -242,7 +246,7 @@ def test_a_trained_simulator_is_registered_and_predicts_the_same_when_loaded(
     with sqlite3.connect(store.path) as db:
         db.execute("UPDATE outbox SET state = 'waiting' WHERE kind = 'model'")
     simulator.save(store.path.parent / "unsent-models" / "job" / "linear")
-    assert tracker.flush() == 0 and not store.rejected("job")
+    assert tracker.flush() == 0 and not store.outbox.rejected("job")
     assert not (store.path.parent / "unsent-models").exists(), "no empty folder is left"
 
     client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
@@ -308,7 +312,7 @@ def test_a_server_that_drips_delays_no_job_and_gets_everything_later(
             store, "job", uri, "sync", tmp_path / "unused", item_s=0.3, retry_after_s=0.0
         )
         history, decision = observed_job(store, tracker)
-        assert len(store.waiting("job")) == len(history.events) + 2 == tracker.flush()
+        assert len(store.outbox.waiting("job")) == len(history.events) + 2 == tracker.flush()
     with_tracking_store(tmp_path, tracking_store)
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     assert Tracker(store, "job", uri, "sync", tmp_path / "artifacts").flush() == 0

@@ -53,7 +53,7 @@ def derived_rows(path):
 
 
 def kinds(store, job_id="job"):
-    return [item.kind for item in store.waiting(job_id)]
+    return [item.kind for item in store.outbox.waiting(job_id)]
 
 
 def assert_same_figures(summary, history):
@@ -160,7 +160,7 @@ def test_a_job_of_a_store_without_summaries_is_summarized_when_it_is_read(path):
         store.create_job("continued", job_spec())
         first, second, *_ = HISTORY.events
         store.append("continued", 0, first)
-        store._db.execute("DELETE FROM event_summaries")
+        store.database.connection.execute("DELETE FROM event_summaries")
         store.append("continued", 1, second)
         assert store.missing_summaries("continued") == 2
         assert store.missing_summaries("job") == len(HISTORY.events)
@@ -175,7 +175,9 @@ def test_a_job_of_a_store_without_summaries_is_summarized_when_it_is_read(path):
 def test_a_summary_with_an_impossible_number_is_no_overflow(path):
     with Store.open(path) as store:
         record(store, "job")
-        store._db.execute(f"UPDATE event_summaries SET seq = {2**63 - 1} WHERE seq = 1")
+        store.database.connection.execute(
+            f"UPDATE event_summaries SET seq = {2**63 - 1} WHERE seq = 1"
+        )
         assert store.missing_summaries("job") == 0
         assert len(store.summary("job").trials) == len(HISTORY.trials)
 
@@ -183,7 +185,7 @@ def test_a_summary_with_an_impossible_number_is_no_overflow(path):
 def test_a_strategy_that_was_never_proposed_is_refused_by_a_summary(path):
     with Store.open(path) as store:
         record(store, "job")
-        store._db.execute("DELETE FROM proposals")
+        store.database.connection.execute("DELETE FROM proposals")
         summary = store.summary("job")
     assert summary.in_words(CURRENT_SETUP) == summary.origin(CURRENT_SETUP) == ""
     with pytest.raises(InvalidInput, match="must be proposed after a profile"):
@@ -214,7 +216,7 @@ def test_rebuilding_from_the_events_gives_the_same_rows(path):
     with Store.open(path) as store:
         record(store, "job")
         before = derived_rows(path)
-        store._db.execute("DELETE FROM trials")
+        store.database.connection.execute("DELETE FROM trials")
         store.rebuild()
     assert derived_rows(path) == before
 
@@ -324,13 +326,13 @@ def test_a_job_is_driven_by_one_process_at_a_time(path):
 def test_the_outbox_keeps_its_order_and_forgets_what_was_sent(path):
     with Store.open(path) as store:
         record(store, "job")
-        store.enqueue("job", "artifact", {"path": "report.html"})
+        store.outbox.enqueue("job", "artifact", {"path": "report.html"})
         assert kinds(store) == [*KINDS, "artifact"]
-        store.mark_sent("job", 0)
-        store.mark_rejected("job", 1, "too long")
-        left = [item.position for item in store.waiting("job")]
+        store.outbox.mark_sent("job", 0)
+        store.outbox.mark_rejected("job", 1, "too long")
+        left = [item.position for item in store.outbox.waiting("job")]
         assert left == list(range(2, len(KINDS) + 1))
-        assert store.rejected("job") == ["too long"]
+        assert store.outbox.rejected("job") == ["too long"]
 
 
 DAMAGES = {
@@ -359,7 +361,8 @@ def test_a_damaged_row_is_refused_with_its_place(path, statement):
     with sqlite3.connect(path) as db:
         db.execute(statement)
     with Store.open(path) as store, pytest.raises(InvalidInput, match=DAMAGES[statement]):
-        store.created_at("job"), store.history("job"), store.waiting("job"), store.past_trials()
+        store.created_at("job"), store.history("job"), store.past_trials()
+        store.outbox.waiting("job")
 
 
 def test_pages_that_are_overwritten_are_refused_after_opening(path):
@@ -393,7 +396,7 @@ def test_a_store_must_be_a_regular_file(path, target):
 def test_a_disk_that_fills_up_after_opening_is_named_and_loses_no_event(path, pragma, message):
     with Store.open(path) as store:
         store.create_job("job", job_spec())
-        store._db.execute(f"PRAGMA {pragma}")
+        store.database.connection.execute(f"PRAGMA {pragma}")
         with pytest.raises(InvalidInput, match=message):
             for number in range(1000):
                 store.create_job(f"job{number}", job_spec())
@@ -404,6 +407,6 @@ def test_a_disk_that_fills_up_after_opening_is_named_and_loses_no_event(path, pr
 def test_a_store_that_another_process_holds_is_named_after_the_wait(path):
     with Store.open(path) as store, sqlite3.connect(path) as other:
         other.execute("BEGIN EXCLUSIVE")
-        store._db.execute("PRAGMA busy_timeout = 0")
+        store.database.connection.execute("PRAGMA busy_timeout = 0")
         with pytest.raises(InvalidInput, match="has been locked for 30 s; stop the process"):
             store.create_job("job", job_spec())
