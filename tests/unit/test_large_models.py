@@ -19,7 +19,8 @@ from autotune.lowering.kept import Kept
 from autotune.optimizer.budget import Deadline
 from autotune.records import CURRENT_SETUP, Measured, Role, TrialRequest
 from autotune.sampler import scoring
-from autotune.sampler.proposer import CUT_SHORT, ROUND, Proposer
+from autotune.sampler.pool import CUT_SHORT
+from autotune.sampler.proposer import ROUND, Proposer
 from autotune.sampler.random import sample_many
 from autotune.sampler.scoring import Candidate, Scorer
 from autotune.simulators.interface import Example, FitReport

@@ -22,8 +22,10 @@ from autotune.records import (
     Role,
     TrialRequest,
 )
+from autotune.sampler.bayesian_proposer import BAYES_ASKS
 from autotune.sampler.encodings import Encoding, FusionScalars, SpaceChoices
-from autotune.sampler.proposer import BAYES_ASKS, CUT_SHORT, UNCALIBRATED, Proposer
+from autotune.sampler.pool import CUT_SHORT
+from autotune.sampler.proposer import UNCALIBRATED, Proposer
 from autotune.sampler.scoring import FEWEST_CALIBRATED
 from autotune.simulators.registry import SIMULATORS
 from autotune.strategy_space.enactable import refusal_reason
