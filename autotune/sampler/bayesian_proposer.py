@@ -60,8 +60,8 @@ class BayesianProposer:
     ) -> tuple[PlannedStrategy | None, int]:
         """The next strategy with a new plan, and how many were asked for.
 
-        None if there is none, or none until the deadline.
-        The search learns the time of a known plan at once; a plan that cannot be enacted failed.
+        None if there is none, or none until the deadline. The search learns the time of a known
+        plan at once; a plan that cannot be enacted failed.
         """
         assert history.profiled is not None
         workload = history.profiled.workload
@@ -70,7 +70,7 @@ class BayesianProposer:
             trial.plan_id: history.measured_s.get(trial.request.strategy_id, failed_s)
             for trial in history.candidates
         }
-        reasons: set[str] = set()
+        told: set[str] = set()
         repeats = asked = 0
         while repeats < BAYES_ASKS:
             asked += 1
@@ -79,8 +79,8 @@ class BayesianProposer:
             if plan_id not in times and self._allowed.refusal_reason(planned.plan) is None:
                 return planned, asked
             search.tell(planned.strategy.id, times.get(plan_id, failed_s))
-            repeats = repeats + 1 if plan_id in reasons else 0
-            reasons.add(plan_id)
+            repeats = repeats + 1 if plan_id in told else 0
+            told.add(plan_id)
             if deadline.passed():
                 break
         return None, asked

@@ -104,12 +104,12 @@ class PoolBuilder:
         guided = self._spec.search is Search.AUTOSYNC
         mutants = wanted // 2 if guided and parents else 0
         space = self._allowed.space(history)
-        pool = Pool({trial.plan_id for trial in history.trials if trial.plan_id is not None})
+        pool = Pool(_tried(history))
         with collection_paused():
             if guided:
                 seconds = deadline.share(0.5).left_s
-                found, pool.cut_short = self._searched(history, space, parents, round_, seconds)
-                self._add(pool, found, history, NO_DEADLINE, optimized=True)
+                searched, pool.cut_short = self._searched(history, space, parents, round_, seconds)
+                self._add(pool, searched, history, NO_DEADLINE, optimized=True)
                 self._add(pool, _passed_over(history), history, NO_DEADLINE, optimized=True)
             sampling = deadline.share(0.5)
             if self._spec.search is not Search.RANDOM:
@@ -127,7 +127,7 @@ class PoolBuilder:
         """Collect strategies that were passed over, and neighbours of `start`."""
         assert history.profiled is not None
         workload, cluster = history.profiled.workload, history.profiled.cluster
-        pool = Pool({trial.plan_id for trial in history.trials if trial.plan_id is not None})
+        pool = Pool(_tried(history))
         with collection_paused():
             self._add(pool, _passed_over(history), history, NO_DEADLINE, optimized=True)
             around = neighbourhood(start, workload, cluster, self._allowed.space(history))
@@ -157,9 +157,8 @@ class PoolBuilder:
         Also return whether the search was cut short, at the latest after `seconds`. It starts from
         `parents`, the fastest measured ones, if there are any.
         """
-        from autotune.optimizer.suggest import (
-            suggestions,  # numba is heavy, and the baselines do without
-        )
+        # numba is heavy, and the baselines do without
+        from autotune.optimizer.suggest import suggestions
 
         steps = self._scorer.extractor(history).steps
 
@@ -170,22 +169,21 @@ class PoolBuilder:
         first, again = self._budgets
         budget = again if parents else first
         budget = replace(budget, seconds=max(min(budget.seconds, seconds), SHORTEST_S))
-        tried = {trial.plan_id for trial in history.trials if trial.plan_id is not None}
         suggested = suggestions(
             steps,
             space,
             begin=parents,
-            avoid=tried,
+            avoid=_tried(history),
             budget=budget,
             seed=seed,
             allowed=allowed,
             clock=self._clock,
         )
-        found = [
+        searched = [
             (f"optimizer: {suggestion.name}", suggestion.strategy)
             for suggestion in (*suggested.best, *suggested.others)
         ]
-        return [*found, *_other_fusions(found, history)], suggested.cut_short
+        return [*searched, *_other_fusions(searched, history)], suggested.cut_short
 
     def _add(
         self,
@@ -229,17 +227,22 @@ class PoolBuilder:
         return strategy
 
 
+def _tried(history: History) -> set[str]:
+    """Ids of the plans that trials have run."""
+    return {trial.plan_id for trial in history.trials if trial.plan_id is not None}
+
+
 def _other_fusions(
-    found: Sequence[tuple[str, Strategy]], history: History
+    searched: Sequence[tuple[str, Strategy]], history: History
 ) -> Iterator[tuple[str, Strategy]]:
-    """The fastest found strategy with each other choice of op fusion, and with none.
+    """The first strategy of a search with each other choice of op fusion, and with none.
 
     The times of the choices were measured set by set, so trials compare whole steps.
     """
     assert history.profiled is not None
     choices: list[tuple[OpFusionSets, str]] = [((), "no op fusion")]
     choices += [(choice.sets, choice.name) for choice in history.profiled.op_fusions]
-    for origin, strategy in found[:1] if len(choices) > 1 else ():
+    for origin, strategy in searched[:1] if len(choices) > 1 else ():
         for sets, name in choices:
             if sets != strategy.op_fusion:
                 yield f"{origin}, {name}", replace(strategy, op_fusion=sets)
