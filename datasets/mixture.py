@@ -27,8 +27,8 @@ from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
 from autotune.tuning.events import Event
 from autotune.tuning.history import History
+from autotune.tuning.instructions import Finish, Instruction, RunTrial
 from autotune.tuning.job import JobSpec
-from autotune.tuning.tuner import Finish, Instruction, RunTrial
 
 FIXED = 0.6
 REPEAT_EVERY = 16

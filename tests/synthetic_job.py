@@ -23,17 +23,17 @@ from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer, VariableStrategy
 from autotune.tuning.events import Event, Profiled, Proposal, Proposed, TrialFinished
 from autotune.tuning.history import History
-from autotune.tuning.job import JobSpec
-from autotune.tuning.statistics import further_steps, stop_reason
-from autotune.tuning.tuner import (
+from autotune.tuning.instructions import (
     Abort,
     Finish,
     Instruction,
     ProfileWorkload,
     Propose,
     RunTrial,
-    next_instruction,
 )
+from autotune.tuning.job import JobSpec
+from autotune.tuning.statistics import further_steps, stop_reason
+from autotune.tuning.tuner import next_instruction
 from autotune.workload import Variable, Workload
 
 COMMAND = ("torchrun", "--nproc-per-node", "2", "train.py")

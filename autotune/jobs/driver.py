@@ -28,16 +28,16 @@ from autotune.storage.store import Store
 from autotune.strategy_space.plan import Plan
 from autotune.tuning.events import Event, Profiled, Proposed, TrialFinished
 from autotune.tuning.history import History
-from autotune.tuning.job import JobSpec
-from autotune.tuning.tuner import (
+from autotune.tuning.instructions import (
     Abort,
     Finish,
     Instruction,
     ProfileWorkload,
     Propose,
     RunTrial,
-    next_instruction,
 )
+from autotune.tuning.job import JobSpec
+from autotune.tuning.tuner import next_instruction
 from autotune.workload import Workload
 from runtime_rewriter.world.results import Profile, TrainingEnded
 

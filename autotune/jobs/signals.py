@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from autotune.tuning.events import Event
 from autotune.tuning.history import History
-from autotune.tuning.tuner import Instruction
+from autotune.tuning.instructions import Instruction
 
 AGAIN_S = 2.0
 """A signal that comes again within this time is the same request: `timeout` sends its signal to

@@ -24,7 +24,7 @@ from autotune.tracking.connection import Connection, is_local
 from autotune.tracking.sender import Delivery, Sender, Unsendable
 from autotune.tuning.events import Event
 from autotune.tuning.history import History
-from autotune.tuning.tuner import Instruction
+from autotune.tuning.instructions import Instruction
 
 RETRY_AFTER_S = 60.0
 """Wait of the breaker after a failure: a dead server then costs one timeout a minute."""

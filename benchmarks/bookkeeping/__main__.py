@@ -29,8 +29,9 @@ from autotune.storage.store import Store
 from autotune.strategy_space.space import SearchSpace
 from autotune.tuning.events import Event, Profiled, Proposal, Proposed, TrialFinished
 from autotune.tuning.history import History
+from autotune.tuning.instructions import ProfileWorkload, Propose, RunTrial
 from autotune.tuning.job import JobSpec
-from autotune.tuning.tuner import ProfileWorkload, Propose, RunTrial, next_instruction
+from autotune.tuning.tuner import next_instruction
 from autotune.zoo.architectures import workload
 from benchmarks.repository import option_parser
 

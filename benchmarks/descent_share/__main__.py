@@ -38,20 +38,19 @@ from autotune.sampler.proposer import Proposer
 from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.plan import Plan, plan
 from autotune.tuning.events import Event, Profiled, Proposed, TrialFinished
+from autotune.tuning.finalists import contender
 from autotune.tuning.history import History
-from autotune.tuning.job import JobSpec
-from autotune.tuning.statistics import further_steps, stop_reason
-from autotune.tuning.tuner import (
+from autotune.tuning.instructions import (
     Abort,
     Finish,
     Instruction,
     ProfileWorkload,
     Propose,
     RunTrial,
-    contender,
-    look_instruction,
-    search_instruction,
 )
+from autotune.tuning.job import JobSpec
+from autotune.tuning.statistics import further_steps, stop_reason
+from autotune.tuning.tuner import look_instruction, search_instruction
 from autotune.workload import Workload
 from benchmarks.repository import ROOT, machine, option_parser
 

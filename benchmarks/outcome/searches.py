@@ -13,9 +13,10 @@ from autotune.simulators.registry import SIMULATORS
 from autotune.storage.store import Store
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
+from autotune.tuning.finalists import contender
 from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec
-from autotune.tuning.tuner import contender, look_instruction, search_instruction
+from autotune.tuning.tuner import look_instruction, search_instruction
 
 OURS, OURS_LOSSY, RANDOM, BAYES = "ours", "ours-lossy", "random", "scikit-optimize"
 WITHIN, SEED = "ours-within-step", "ours-seed-"

@@ -29,8 +29,8 @@ from autotune.records import (
 )
 from autotune.strategy_space.builders.collectives import per_variable, single_bucket
 from autotune.strategy_space.plan import Plan, plan
+from autotune.tuning.closing import next_is_tuned
 from autotune.tuning.statistics import PairRule, compare, enough_pairs, fewest_values
-from autotune.tuning.tuner import next_is_tuned
 from autotune.workload import Variable, Workload
 from runtime_rewriter.protocol import ContinueTrial, decode_instruction
 from runtime_rewriter.world.worker import ProcessSupervisor, WorkerLost

@@ -31,8 +31,8 @@ from autotune.storage.store import Store
 from autotune.strategy_space.plan import PlannedStrategy, plan
 from autotune.tracking.tracker import Tracker, mlflow_environment
 from autotune.tuning.history import History
+from autotune.tuning.instructions import Finish
 from autotune.tuning.job import NO_LIMIT_S
-from autotune.tuning.tuner import Finish
 
 WORLD = SyntheticWorld(
     {5: 0.06},

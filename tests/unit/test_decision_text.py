@@ -9,10 +9,10 @@ from pathlib import Path
 from autotune.cluster import Cluster
 from autotune.jobs.results import Results, decision_text
 from autotune.records import CURRENT_SETUP, Conditions, Decision, Measured, Network
+from autotune.tuning.closing import decide
 from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec
 from autotune.tuning.statistics import Ended
-from autotune.tuning.tuner import _decide
 
 SPEC = JobSpec(("python", "x.py"), 2, Cluster.local(2), conditions=Conditions(Network.EMULATED))
 RESULTS = Results(Path("best.json"), Path("report.html"))
@@ -54,7 +54,7 @@ def decided(ratios: Sequence[float], ended: Ended) -> Decision:
     current = [Measured(((0.1,),)) for _ in ratios]
     tuned = [Measured(((0.1 * ratio,),)) for ratio in ratios]
     spec = replace(SPEC, ab_precision=0.01)
-    return _decide(spec, history, "strategy-1", tuned, current, ended)
+    return decide(spec, history, "strategy-1", tuned, current, ended)
 
 
 WIDE = (0.86, 0.92, 0.87, 0.91, 0.88, 0.90)

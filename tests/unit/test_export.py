@@ -16,7 +16,7 @@ from autotune.export import check_model, read_export
 from autotune.jobs.exports import build_export
 from autotune.records import CURRENT_SETUP
 from autotune.strategy_space.plan import plan
-from autotune.tuning.tuner import Finish
+from autotune.tuning.instructions import Finish
 
 NOW = datetime(2024, 5, 1, 12, tzinfo=UTC)
 MODEL = {variable.name: (variable.shape, variable.dtype) for variable in WORKLOAD.variables}

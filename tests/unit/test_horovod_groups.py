@@ -15,7 +15,7 @@ from autotune.strategy_space.builders.collectives import per_variable, single_bu
 from autotune.strategy_space.horovod_groups import FUSION_THRESHOLD_BYTES, horovod_groups
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import Compressor
-from autotune.tuning.tuner import Finish
+from autotune.tuning.instructions import Finish
 from autotune.workload import Library
 
 BUCKET = plan(single_bucket(WORKLOAD), WORKLOAD, 2)

@@ -10,7 +10,7 @@ import pytest
 
 from autotune.jobs.signals import terminable
 from autotune.tuning.history import History
-from autotune.tuning.tuner import Abort
+from autotune.tuning.instructions import Abort
 
 
 class Interrupted:

@@ -43,7 +43,7 @@ from autotune.records import (
 from autotune.storage.store import Store
 from autotune.strategy_space.plan import Plan, plan
 from autotune.tuning.events import Profiled, Proposed
-from autotune.tuning.tuner import contender
+from autotune.tuning.finalists import contender
 from autotune.workload import Variable, Workload
 from benchmarks.outcome.__main__ import main
 from benchmarks.outcome.figures import whole_rounds

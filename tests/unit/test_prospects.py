@@ -11,8 +11,8 @@ from synthetic_job import SyntheticWorld, drive, job_spec
 
 from autotune.records import CURRENT_SETUP, Role
 from autotune.rng import generator
+from autotune.tuning.instructions import Finish
 from autotune.tuning.prospects import best_expected, provable_gain
-from autotune.tuning.tuner import Finish
 
 PRECISION = 0.01
 TRIALS, ROUND = 60, 6

@@ -26,8 +26,8 @@ from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.plan import plan
 from autotune.tuning.events import Profiled, Proposed, TrialFinished
 from autotune.tuning.history import History
+from autotune.tuning.instructions import Finish
 from autotune.tuning.job import NO_LIMIT_S, NO_LIMIT_TRIALS
-from autotune.tuning.tuner import Finish
 from autotune.units import format_seconds
 
 EVIL = '<script>alert("x")</script>'

@@ -22,7 +22,7 @@ from autotune.records import CURRENT_SETUP, Measured
 from autotune.storage.store import Store
 from autotune.tuning.events import TrialFinished
 from autotune.tuning.history import History
-from autotune.tuning.tuner import Finish
+from autotune.tuning.instructions import Finish
 
 SPEC = job_spec()
 LINE = "predicted 60 ms, measured 61 ms (+1.7%: within ± 2%, the noise of measurements)"

@@ -15,16 +15,13 @@ from autotune.records import CURRENT_SETUP, Measured, Role, Stopped, TrialReques
 from autotune.rng import generator
 from autotune.strategy_space.strategy import Compressor
 from autotune.tuning.events import Proposed, TrialFinished, event_from_data, event_to_data
+from autotune.tuning.finalists import contender
 from autotune.tuning.history import History
+from autotune.tuning.instructions import Abort, ProfileWorkload, Propose, RunTrial
 from autotune.tuning.job import JobSpec
 from autotune.tuning.statistics import compare, further_steps, signed_rank_bound
 from autotune.tuning.tuner import (
     REFERENCE_TRIES,
-    Abort,
-    ProfileWorkload,
-    Propose,
-    RunTrial,
-    contender,
     look_instruction,
     next_instruction,
     search_instruction,

@@ -15,15 +15,9 @@ from autotune.commands.render.names import first_line, short_name
 from autotune.records import Measured, Role, Stopped
 from autotune.tuning.events import Event, Profiled, Proposed, TrialFinished
 from autotune.tuning.history import History
+from autotune.tuning.instructions import Instruction, ProfileWorkload, Propose, RunTrial
 from autotune.tuning.job import NO_LIMIT_S, JobSpec
-from autotune.tuning.tuner import (
-    Instruction,
-    ProfileWorkload,
-    Propose,
-    RunTrial,
-    closing_left_s,
-    least_budget_s,
-)
+from autotune.tuning.time_budget import closing_left_s, least_budget_s
 from autotune.units import format_bytes, format_seconds
 
 TRAINED_EVERY_S = 60.0

@@ -17,8 +17,8 @@ from autotune.storage.store import Store
 from autotune.strategy_space.plan import Plan
 from autotune.tuning.events import Event, Profiled
 from autotune.tuning.history import History
+from autotune.tuning.instructions import Instruction
 from autotune.tuning.job import JobSpec
-from autotune.tuning.tuner import Instruction
 from autotune.workload import Workload
 
 FOREVER_S = 1e6
