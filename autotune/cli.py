@@ -16,6 +16,7 @@ from importlib import import_module
 from autotune import __version__
 from autotune.commands.render.printing import accept_any_character, discard, printable
 from autotune.errors import AutotuneError, InvalidInput
+from autotune.garbage import collection_paused
 
 OUTPUT_CLOSED = 128 + signal.SIGPIPE
 """The status that a shell reports for a program that writes to a closed pipe."""
@@ -100,7 +101,8 @@ def argument_parser(loaded: Collection[str] = tuple(COMMANDS)) -> argparse.Argum
         )
         add_json(command)
         if name in loaded:
-            module = import_module(f"autotune.commands.{name.replace('-', '_')}")
+            with collection_paused():
+                module = import_module(f"autotune.commands.{name.replace('-', '_')}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     return parser

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from autotune.garbage import collection_paused
+
 
 def prepare_in_background() -> None:
     """Import the optimizer and load its compiled replay on a thread.
@@ -14,10 +16,11 @@ def prepare_in_background() -> None:
 
 
 def _prepare() -> None:
-    import autotune.optimizer.suggest  # noqa: F401 - heavy, as it imports numba
-    from autotune.dfg.build import DfgBuilder
-    from autotune.dfg.graph import Kind
-    from autotune.dfg.replay import replay
+    with collection_paused():
+        import autotune.optimizer.suggest  # noqa: F401 - heavy, as it imports numba
+        from autotune.dfg.build import DfgBuilder
+        from autotune.dfg.graph import Kind
+        from autotune.dfg.replay import replay
 
     graph = DfgBuilder()
     lock = graph.lock()  # with a lock, replay runs the kernel that lowered plans need

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from autotune.deadlines import Call, Overdue
 from autotune.errors import InvalidInput
+from autotune.garbage import collection_paused
 from autotune.simulators.interface import Simulator
 from autotune.storage.outbox import OutboxItem
 from autotune.storage.store import Store
@@ -139,7 +140,8 @@ class Tracker:
 
     def _send_item(self, item: OutboxItem, history: History) -> bool:
         """Return False if the item has to wait."""
-        import mlflow.exceptions  # noqa: F401 - takes seconds, which are not the server's
+        with collection_paused():
+            import mlflow.exceptions  # noqa: F401 - takes seconds, which are not the server's
 
         if self._late is not None and self._late.running:
             return False

@@ -11,6 +11,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from autotune.garbage import collection_paused
+
 Change = Callable[[ModuleType, ExitStack], None]
 """Replaces attributes of a module that was imported; the stack restores them."""
 
@@ -69,7 +71,10 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Runs a module by its own loader, and then makes the change."""
+    """Runs a module by its own loader, and then makes the change.
+
+    Without collections, which would take a quarter of the import of TensorFlow.
+    """
 
     def __init__(self, loader: Any, change: Change, undo: ExitStack) -> None:
         self._loader, self._change, self._undo = loader, change, undo
@@ -79,7 +84,8 @@ class _Loader(Loader):
         return created
 
     def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
+        with collection_paused():
+            self._loader.exec_module(module)
         self._change(module, self._undo)
 
     def __getattr__(self, name: str) -> Any:  # resources of the package

@@ -11,12 +11,13 @@ import sys
 del sys.path[0]  # of this file; the launcher puts the script's there
 _roots = [root for root in sys.argv.pop(1).split(os.pathsep) if root]
 sys.path[:0] = _roots
-import autotune  # noqa: E402, F401 - later imports of its modules need no path
+from autotune.garbage import collection_paused  # noqa: E402 - and later imports need no path
 from runtime_rewriter.file_view import requested_view  # noqa: E402
 
 if _view := requested_view():
     _view.enter()  # before numpy is imported, whose threads would forbid it
-from runtime_rewriter.rank.launch import main  # noqa: E402
+with collection_paused():
+    from runtime_rewriter.rank.launch import main
 
 del sys.path[: len(_roots)]
 

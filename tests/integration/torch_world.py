@@ -118,6 +118,7 @@ def set_host(rank: int, layout: tuple[int, ...]) -> int:
 
 
 IMPORTED = (
+    "paused_collection",
     "torch",
     "torch._dynamo.utils",
     *(f"runtime_rewriter.{name}" for name in ("rank.launch", "rank.session", "pytorch.ddp")),
@@ -153,6 +154,7 @@ def exempt_imports() -> None:
     They would take 0.1 to 0.3 s each, and every visited object's memory would be copied.
     """
     gc.freeze()
+    gc.enable()
 
 
 def _receive(receiving: Connection, deadline: float) -> tuple[str, Any]:

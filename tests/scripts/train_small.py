@@ -6,6 +6,7 @@ act at successive starts, each with its own file.
 """
 
 import argparse
+import gc
 import os
 import signal
 import sys
@@ -55,6 +56,7 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1, help=accumulate)
     parser.add_argument("--evaluate", action="store_true", help="after every step")
     options = parser.parse_args()
+    assert gc.isenabled(), "collection is paused for our imports alone"
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     width = options.width
