@@ -51,21 +51,32 @@ $(VENV)/.installed: pyproject.toml constraints-cuda.txt $(VENV)/.torch $(VENV)/.
 # pip compiles the 300 MB of modules on one core; this uses all. A few of them are templates or for
 # other versions of Python. Of some large folders nearly nothing is imported: what is, Python
 # compiles then.
-UNUSED := transformers/models|torch/(_inductor|testing)|ray/(data|llm|rllib|serve|train|tune)
-UNUSED := /(tests|$(UNUSED)|databricks|fontTools|mypy|mypyc|pygments/lexers)/
+UNUSED := huggingface_hub/(cli|inference)|mlflow/server|numba/cuda|numpy/distutils
+UNUSED := $(UNUSED)|ray/(air|data|llm|rllib|serve|train|tune)|sqlalchemy/testing
+UNUSED := $(UNUSED)|sympy/(combinatorics|physics|stats)|torch/(_inductor|_vendor|ao|testing)
+UNUSED := $(UNUSED)|transformers/(exporters|generation|integrations|models|pipelines)
+UNUSED := $(UNUSED)|databricks|docker|flask|fontTools|git|graphql|gunicorn|lightning_fabric|mypy
+UNUSED := $(UNUSED)|mypyc|pyasn1|pyasn1_modules|pygments/lexers|pytorch_lightning|wcwidth|werkzeug
+UNUSED := /(benchmarks|tests|$(UNUSED))/|_test\.py$$
+COMPILE := $(BIN)/python -W ignore -m compileall -q -j 0 -x '$(UNUSED)'
 $(VENV)/.compiled: $(VENV)/.installed
-	$(BIN)/python -W ignore -m compileall -q -j 0 -x '$(UNUSED)' $(VENV)/lib >/dev/null || true
+	$(COMPILE) $(VENV)/lib >/dev/null || true
 	touch $@
 
-tensorflow: $(VENV)/.tensorflow
+tensorflow: $(VENV)/.tensorflow-compiled
 
 $(VENV)/.tensorflow: $(VENV)/.installed constraints-tensorflow.txt
 	$(BIN)/pip $(LOCKED) constraints-tensorflow.txt
 	$(BIN)/pip check >/dev/null || { $(BIN)/pip check; exit 1; }
 	touch $@
 
+# Processes that import it at once, as tests do, would each compile all of it.
+$(VENV)/.tensorflow-compiled: $(VENV)/.tensorflow
+	$(COMPILE) $(foreach name,h5py keras tensorflow,$(VENV)/lib/*/site-packages/$(name)) >/dev/null || true
+	touch $@
+
 # Built once for each compiler and version of a framework: minutes, then seconds.
-horovod: $(VENV)/.horovod
+horovod: $(VENV)/.horovod tensorflow
 
 $(VENV)/.horovod: $(VENV)/.tensorflow $(wildcard third_party/horovod/*)
 	$(BIN)/python third_party/horovod/build.py
