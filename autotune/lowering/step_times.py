@@ -16,6 +16,9 @@ the link meanwhile.
 | a | seconds per byte of the whole step; above s if links wait for each other, as in a tree | s/B |
 | g | real cost of a byte relative to a: the fit's last slope by a, at most 1 / payload | - |
 
+Streams of all-reduces fill their links at the probed rate, so g is at most 1 for them: what a
+slope has above it are pauses of the ring, which other messages use.
+
 The probe's root is rank 0 and its ring follows the ranks. Another root or ring has another a':
 t'(S) = t(S) + g (a' - a) S. Without a fit, t(S) = a S / payload + 2 latencies per round +
 `collective_s`.
@@ -182,7 +185,9 @@ class Timing:
         fitted_s, slope, cpu_s = fitted
         probed = self._probed_s_per_byte(step.collective, step.scope, size)
         g = min(slope / probed, 1 / self.costs["payload"]) if probed > 0 else 0.0
-        if step.served and direct:
+        if step.collective is Collective.ALL_REDUCE:
+            g = min(g, 1.0)
+        elif step.served and direct:
             g = min(g, self._served_byte_cost(step, size))
         link_s = g * load.slowest * size_bytes
         alone_s = np.maximum(fitted_s + g * (load.whole - probed) * size_bytes, link_s)

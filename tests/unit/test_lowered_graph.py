@@ -394,6 +394,16 @@ def test_one_owner_costs_the_cores_a_quarter_of_the_sends_of_four() -> None:
     assert shared_s - alone_s == pytest.approx(0.003, rel=0.05)
 
 
+def test_streams_of_all_reduces_fill_a_link_whose_ring_pauses() -> None:
+    """A ring was probed to take 4 % more than its bytes: a second one sends in its pauses."""
+    size_bytes = 4 * 1e6
+    bytes_s = 1.5 * size_bytes / 125e6
+    lowering = Lowering(GPU, probed("all_reduce", 0.0, 1.04 * 1.5 / 125e6), FREE)
+    message = replace(ring().messages[0], slices=(TensorSlice("v0", 1_000_000),))
+    assert sync_s(lowering, message) == pytest.approx(1.04 * bytes_s)
+    assert 8 * bytes_s < sync_s(lowering, *[message] * 8) < 8.1 * bytes_s
+
+
 def test_bytes_to_the_only_owner_cost_what_a_gather_was_probed_to_cost() -> None:
     """With a second owner they cost what they do in an exchange between all ranks."""
     probed_slopes = {"direct_exchange": 1.05, "gather": 1.01, "scatter": 1.01}
