@@ -52,6 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--warmup", type=int, default=3, help="steps before the first measurement (default 3)"
     )
     parser.add_argument(
+        "--between",
+        type=int,
+        help="ordinary steps between two recorded ones of PyTorch on CPUs (default: as many as "
+        "keep the cost of recording at 3 %% of these steps)",
+    )
+    parser.add_argument(
         "--timeout", default="10min", help="time until everything is written (default 10min)"
     )
     parser.add_argument(
@@ -95,6 +101,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
             folder=str(folder),
             steps=options.steps,
             warmup=options.warmup,
+            between=options.between,
             workload=not options.no_workload,
             stop=not options.go_on,
             record_shapes=options.shapes,
@@ -143,6 +150,9 @@ def _summary(job: RecordedJob) -> dict[str, Any]:
         "world_size": job.world_size,
         "steps": job.steps,
         "iteration_s": job.iteration_s,
+        "between": job.between,
+        "ordinary_s": job.ordinary_s,
+        "recording_cost": job.recording_cost,
         "busiest_rank": busiest.rank,
         "forward_s": times.forward_s,
         "backward_s": times.backward_s,
@@ -159,6 +169,11 @@ def _text(job: RecordedJob, output: Path, peak_bytes: int | None) -> str:
     summary = _summary(job)
     short = f" of {job.asked_steps} asked for" if job.steps < job.asked_steps else ""
     head = f"recorded {job.steps} steps{short} on {job.world_size} rank(s)"
+    if job.recording_cost is not None:
+        head += (
+            f", with {job.between} ordinary steps between two of them, which take "
+            f"{format_seconds(job.ordinary_s)}: recording adds {job.recording_cost:+.1%} to all"
+        )
     table = Table(f"a step (parts: rank {summary['busiest_rank']})", "time", "share")
     iteration_s = summary["iteration_s"]
     for name, key in PARTS:

@@ -15,17 +15,20 @@ from autotune.jobs.fused_times import SUFFIX as FUSED_SUFFIX
 from autotune.jobs.fused_times import fused_times, write_fused_times
 from autotune.jobs.half_times import SUFFIX, cast_times, half_times, write_half_times
 from autotune.jobs.operator_times import measured_operators, working_operators, write_operator_times
+from autotune.parsing import parse
 from autotune.profiling.formats.rank_trace import listed_numbers, repair_lines
 from autotune.profiling.graph.global_graph import build_dfg
 from autotune.profiling.graph.traced_steps import TracedSteps
 from autotune.profiling.traces.job import TraceJob
+from autotune.recordings.job_file import RecordedJob
 from autotune.recordings.memory_file import RecordedMemory
+from autotune.tuning.statistics import compare_pairs
 from autotune.whatif.answers.answered import Answered
 from autotune.whatif.answers.answers import Answer, Asked, answers
 from autotune.whatif.answers.curves import bandwidth_curves, worker_curves
 from autotune.whatif.answers.limits import limits
 from autotune.whatif.answers.slow_rank import SlowRank, alone_s, slow_rank
-from autotune.whatif.answers.unrecorded import unrecorded
+from autotune.whatif.answers.unrecorded import OrdinaryShare, unrecorded
 from autotune.whatif.base import Base, bounds_s, steady
 from autotune.whatif.kernels.kernel_layers import with_kernel_layers
 from autotune.whatif.memory import ReplicaMemory, replica_memory
@@ -36,6 +39,9 @@ from autotune.whatif.recording.traced_memory import traced_memory
 
 Progress = Callable[[str], None]
 MOST_NOTES = 8
+CONFIDENCE = 0.95
+FEWEST_PAIRS = 6
+"""Fewer pairs have no interval of 95 % (signed ranks)."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,12 @@ def answered(job: TraceJob, wanted: Wanted, progress: Progress = lambda item: No
     bases, notes = _bases(job, wanted.rank, progress)
     place = _chosen(job, bases, wanted.rank)
     recorded = bases[place]
-    start = unrecorded(recorded, by_recorder=job.details is not None, step_s=wanted.unrecorded_s)
+    start = unrecorded(
+        recorded,
+        by_recorder=job.details is not None,
+        step_s=wanted.unrecorded_s,
+        ordinary=_ordinary_share(job),
+    )
     base = start.base
     slow, problem = _slow_rank(job, bases, wanted.rank)
     question, lacks = _question(job, place, base, wanted)
@@ -101,6 +112,18 @@ def answered(job: TraceJob, wanted: Wanted, progress: Progress = lambda item: No
         over_bandwidth=tuple(over_bandwidth),
         notes=(start.note, *repairs, *job.unknown_lines, *notes, *problem, *lacks),
     )
+
+
+def _ordinary_share(job: TraceJob) -> OrdinaryShare | None:
+    """Ordinary / recorded steps, each recorded one with its neighbours; None without enough."""
+    if job.details is None:
+        return None
+    pairs = parse(RecordedJob, job.details, job.source).ordinary_pairs
+    if len(pairs) < FEWEST_PAIRS:
+        return None
+    logarithms = np.log([ordinary_s / recorded_s for recorded_s, ordinary_s in pairs])
+    compared = compare_pairs(logarithms, CONFIDENCE)
+    return OrdinaryShare(compared.ratio, compared.low, compared.high)
 
 
 def items(job: TraceJob, wanted: Wanted) -> int:

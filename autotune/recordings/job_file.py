@@ -8,6 +8,7 @@ with `job.json` and their own ranks' traces; rank 0's folder has all.
 |---|---|---|
 | N | recorded steps | - |
 | step_s | time between two step marks on one rank, while recording | s |
+| ordinary_s | the same of the steps in between, which are not recorded | s |
 | perf_counter_ns | an instant on the process's monotonic clock | ns |
 | wall_ns | the same instant on the host's wall clock, which traces use | ns |
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -31,6 +33,8 @@ from autotune.workload import Workload
 
 SCHEMA = 1
 JOB_FILE = "job.json"
+ORDINARY_STEPS = "autotune.ordinary_steps"
+"""Annotation of a trace over the steps between two recorded ones, of which it has nothing."""
 
 
 def trace_name(rank: int | str) -> str:
@@ -53,7 +57,7 @@ class ClockPair:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """One process. `step_s` has shape (N,).
+    """One process. `step_s` has shape (N,), `ordinary_s` that of the ordinary steps.
 
     `device` is torch's name (`cpu`, `cuda:0`). `trace`: a file name in the folder. `untimed`: how
     many of the `collectives` have no start and end in the trace.
@@ -72,12 +76,14 @@ class RankRecord:
     collectives: int = 0
     untimed: int = 0
     times: StepBreakdown = field(default_factory=StepBreakdown)
+    ordinary_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         where = f"of rank {self.rank} must be"
         if Path(self.trace).name != self.trace:
             raise InvalidInput(f"the trace {where} a file of the folder, but is {self.trace!r}")
-        if not all(math.isfinite(step_s) and step_s >= 0 for step_s in self.step_s):
+        times_s = (*self.step_s, *self.ordinary_s)
+        if not all(math.isfinite(step_s) and step_s >= 0 for step_s in times_s):
             raise InvalidInput(f"the step times {where} finite and at least 0")
         if not 0 <= self.untimed <= self.collectives:
             raise InvalidInput(
@@ -93,6 +99,7 @@ class RecordedJob:
     - `workload`: one replica without communication; None if not measured, `notes` state why.
     - `plan`: the plan that the ranks used; None for DDP's own reducer. `buckets`: the reducer's
       variables in the order sent, where known.
+    - `between`: ordinary steps between two recorded ones.
     - `cross_step_refused`: why the script cannot synchronize across steps, according to its steps
       until the end of the recording; "" for no known reason. `direct_refused`: why its ranks cannot
       exchange directly.
@@ -118,6 +125,7 @@ class RecordedJob:
     notes: tuple[str, ...] = ()
     cross_step_refused: str = ""
     direct_refused: str = ""
+    between: int = 0
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -136,9 +144,39 @@ class RecordedJob:
         """Median over the steps of the slowest rank's time."""
         if not self.steps:
             return 0.0
-        by_rank = [record.step_s for record in self.ranks]
-        slowest_s: list[float] = [max(times_s) for times_s in zip(*by_rank, strict=True)]
-        return median(slowest_s)
+        return _slowest_s([record.step_s for record in self.ranks])
+
+    @property
+    def ordinary_s(self) -> float:
+        """The same for the ordinary steps between the recorded ones; 0 without such steps."""
+        return _slowest_s([record.ordinary_s for record in self.ranks])
+
+    @property
+    def ordinary_pairs(self) -> list[tuple[float, float]]:
+        """(a recorded step, the median of the ordinary ones next to it) in seconds.
+
+        Each is the time of the slowest rank.
+        """
+        recorded_s = _slowest_by_step([record.step_s for record in self.ranks])
+        ordinary_s = _slowest_by_step([record.ordinary_s for record in self.ranks])
+        pairs = []
+        for number, step_s in enumerate(recorded_s):
+            first = (number - 1) * self.between
+            beside_s = ordinary_s[max(first, 0) : first + 2 * self.between]
+            if beside_s and step_s > 0 and (middle_s := median(beside_s)) > 0:
+                pairs.append((step_s, middle_s))
+        return pairs
+
+    @property
+    def recording_cost(self) -> float | None:
+        """Time that recording added to recorded and ordinary steps together, relative to them.
+
+        From medians, so below 0 by chance. None without ordinary steps.
+        """
+        ordinary = min(len(record.ordinary_s) for record in self.ranks)
+        if not ordinary or not self.ordinary_s:
+            return None
+        return (self.iteration_s / self.ordinary_s - 1) * self.steps / (self.steps + ordinary)
 
     def write(self, folder: Path) -> Path:
         """Write `job.json`; return its path. Raises `OSError`."""
@@ -161,3 +199,13 @@ class RecordedJob:
         data: Any = read_json(path)
         refuse_newer(data, SCHEMA, "recorded job", str(path))
         return parse(RecordedJob, data, str(path))
+
+
+def _slowest_s(by_rank: Sequence[Sequence[float]]) -> float:
+    """Median over the steps of the slowest rank's time; 0 for no steps."""
+    return median(_slowest_by_step(by_rank) or [0.0])
+
+
+def _slowest_by_step(by_rank: Sequence[Sequence[float]]) -> list[float]:
+    """The slowest rank's time of each step, as far as all ranks have it."""
+    return [max(times_s) for times_s in zip(*by_rank, strict=False)]

@@ -29,11 +29,15 @@ _log = logging.getLogger("autotune")
 class Recorder:
     """Records `steps` training steps of this process into `folder`, after `warmup` ordinary ones.
 
+    Between two recorded steps come `between` ordinary ones, by default as many as keep the cost of
+    the recording at 3 % of the training in that time.
+
     Build one on every rank at the same place, after `init_process_group`. `model` is the
     `DistributedDataParallel`, or the model passed to `autotune.apply`; any other module is recorded
     without its workload. Under `autotune profile` and `autotune tune`, which watch the steps
     themselves, it does nothing. The last three options make the profiler see more and cost more.
-    Raises `InvalidInput` for a number of steps below 1, and for a DDP class other than torch's own.
+    Raises `InvalidInput` for too small a number of steps, and for a DDP class other than torch's
+    own.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class Recorder:
         folder: str | Path = "autotune-profile",
         steps: int = PROFILE_STEPS,
         warmup: int = WARMUP_STEPS,
+        between: int | None = None,
         workload: bool = True,
         record_shapes: bool = False,
         profile_memory: bool = False,
@@ -53,6 +58,7 @@ class Recorder:
             folder=str(self.folder.resolve()),
             steps=steps,
             warmup=warmup,
+            between=between,
             workload=workload,
             record_shapes=record_shapes,
             profile_memory=profile_memory,

@@ -93,6 +93,13 @@ class LoggedGroup:
     ranks: tuple[int, ...]
 
 
+class _ThreadState(threading.local):
+    """The message whose step this thread runs, and whether its operators are not recorded."""
+
+    message: MessageStep | None = None
+    paused: bool = False
+
+
 @dataclass
 class CollectiveLog:
     """The collectives of a process.
@@ -106,7 +113,9 @@ class CollectiveLog:
     issued: list[IssuedCollective] = field(default_factory=list)
     groups: dict[str, LoggedGroup] = field(default_factory=dict)
     group_of_thread: dict[int, str] = field(default_factory=dict)
-    _current: threading.local = field(default_factory=threading.local)
+    paused: bool = False
+    """Whether the steps that begin are ordinary ones, of which nothing is recorded."""
+    _current: _ThreadState = field(default_factory=_ThreadState)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -125,9 +134,34 @@ class CollectiveLog:
         part = getattr(function, "__name__", type(function).__name__).strip("_")
         self._current.message = MessageStep(number, lane, part)
         try:
-            return step()
+            if self._current.paused or not self.paused:  # lane 0 may be the pausing thread itself
+                return step()
+            with self._unrecorded():
+                return step()
         finally:
             self._current.message = None
+
+    def pause(self) -> None:
+        """Log no collective that this thread or a lane issues until `resume`.
+
+        The trace must not record this thread's operators meanwhile (`KinetoTrace.pause`).
+        """
+        self.paused = self._current.paused = True
+        self.step = -1
+
+    def resume(self) -> None:
+        self.paused = self._current.paused = False
+
+    @contextmanager
+    def _unrecorded(self) -> Iterator[None]:
+        """Neither log nor trace a lane's step: a span without an entry would go to another one."""
+        torch.autograd._enable_record_function(False)
+        self._current.paused = True
+        try:
+            yield
+        finally:
+            self._current.paused = False
+            torch.autograd._enable_record_function(True)
 
     def _kernel(self, op: Any) -> Callable[..., Any]:
         """A replacement for `op`. Training waits for it, so the schema is read once, here."""
@@ -138,6 +172,8 @@ class CollectiveLog:
         backend_select = torch._C.DispatchKey.BackendSelect
 
         def kernel(keyset: Any, *arguments: Any, **options: Any) -> Any:
+            if self._current.paused:
+                return op.redispatch(keyset.remove(backend_select), *arguments, **options)
             issued_ns = time.perf_counter_ns()
             result = op.redispatch(keyset.remove(backend_select), *arguments, **options)
             root = int(arguments[roots[0]]) if roots else None
@@ -160,7 +196,7 @@ class CollectiveLog:
         logged = self._group(group, arguments)
         (in_elements, out_elements), dtype, element_bytes = _sizes(arguments)
         origin, site = _origin()
-        message = getattr(self._current, "message", None)
+        message = self._current.message
         self.issued.append(
             IssuedCollective(
                 op=name,

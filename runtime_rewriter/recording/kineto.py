@@ -14,7 +14,7 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from autotune.recordings.job_file import ClockPair
+from autotune.recordings.job_file import ORDINARY_STEPS, ClockPair
 from runtime_rewriter.recording.settings import RecordSettings
 
 
@@ -31,6 +31,8 @@ def clock_pair() -> ClockPair:
 
 class KinetoTrace:
     """One trace of this process: `prepare`, `start`, any number of steps, `stop`, `read`.
+
+    Steps between `pause` and `resume` are ordinary ones, which are not recorded.
 
     It traces all threads, since the messages of a plan are issued on threads of their own. Shapes,
     memory and stacks are left out unless the settings request them.
@@ -58,6 +60,7 @@ class KinetoTrace:
         )
         self._mark: Any = None
         self._mark_ns = 0
+        self._pause: Any = None
         self.step_s: list[float] = []
         self.before: ClockPair | None = None
         self.after: ClockPair | None = None
@@ -92,19 +95,44 @@ class KinetoTrace:
             self._mark.__exit__(None, None, None)
             self._mark = None
 
+    def pause(self) -> None:
+        """Record no operator of this thread until `resume`; call between two steps.
+
+        Threads of backends follow this thread, which starts their work. A device does not follow.
+        """
+        if self._pause is None:
+            self._pause = record_function(ORDINARY_STEPS)
+            self._pause.__enter__()
+            torch.autograd._enable_record_function(False)
+
+    def resume(self) -> None:
+        """Record again after `pause`."""
+        if self._pause is not None:
+            torch.autograd._enable_record_function(True)
+            self._pause.__exit__(None, None, None)
+            self._pause = None
+
     def stop(self) -> None:
         self.drop_step()
+        self.resume()
         self._finish_queued()
         self.after = clock_pair()
         self._profile.stop_trace()
 
     def read(self) -> dict[str, Any]:
-        """The whole trace, as Kineto writes it."""
+        """The whole trace, as Kineto writes it. Read it once."""
+        trace: dict[str, Any] = json.loads(self._exported())
+        return trace
+
+    def count_events(self) -> int:
+        """The spans of the trace. Call instead of `read`."""
+        return self._exported().count(b'"ph": "X"')
+
+    def _exported(self) -> bytes:
         with tempfile.TemporaryDirectory(prefix="autotune-trace-") as directory:
             path = Path(directory) / "trace.json"
             self._profile.export_chrome_trace(str(path))
-            trace: dict[str, Any] = json.loads(path.read_bytes())
-        return trace
+            return path.read_bytes()
 
     def _finish_queued(self) -> None:
         """Wait for the device's queue, whose work belongs to the steps before."""

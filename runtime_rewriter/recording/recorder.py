@@ -38,6 +38,7 @@ from runtime_rewriter.recording.memory.capture import MEMORY_STEPS, MemoryCaptur
 from runtime_rewriter.recording.peers import Peers
 from runtime_rewriter.recording.settings import SETTLING_STEPS, WORKLOAD_STEPS, RecordSettings
 from runtime_rewriter.recording.trace_file import Annotated, TraceClock, annotate, write_trace
+from runtime_rewriter.recording.turns import Turns, estimated_cost, ordinary_steps
 from runtime_rewriter.software import software_versions
 
 SHOWN_STEPS = 10
@@ -79,9 +80,9 @@ class _Results:
 class StepRecorder:
     """Receives every boundary between two steps, equally on all ranks.
 
-    Decisions depend on the number of steps alone. Building a recorder is collective. Without a
-    `synchronizer` no model is known whose gradients could be measured, so there is no workload.
-    `close` may come at any time and always restores everything.
+    Decisions depend on the number of steps, and on figures that the ranks exchange. Building a
+    recorder is collective. Without a `synchronizer` no model is known whose gradients could be
+    measured, so there is no workload. `close` may come at any time and always restores everything.
     """
 
     def __init__(self, settings: RecordSettings, synchronizer: GradientSynchronizer | None) -> None:
@@ -91,6 +92,8 @@ class StepRecorder:
         self._horovod = HorovodLog()
         self._restore = ExitStack()
         self._trace: KinetoTrace | None = None
+        self._rehearsal: KinetoTrace | None = None
+        self._turns = Turns()
         self._profiler: WorkloadProfiler | None = None
         self._memory: MemoryCapture | None = None
         self._results = _Results()
@@ -118,9 +121,19 @@ class StepRecorder:
     def done(self) -> bool:
         return self.phase is RecordingPhase.DONE
 
+    @property
+    def _is_ordinary(self) -> bool:
+        """Whether a step before the recording is one as without a recorder."""
+        settling = self.phase is RecordingPhase.SETTLING and not self._rehearses
+        return self.phase is RecordingPhase.WARMUP or settling
+
+    @property
+    def _rehearses(self) -> bool:
+        return self._rehearsal is not None and self._rehearsal.before is not None
+
     def boundary(self, clean: bool) -> bool:
         """End a step and begin the next one. `clean`: the step contained no evaluation."""
-        if self.phase is RecordingPhase.RECORDING and self._trace is not None and not clean:
+        if self._turns.recorded and self._trace is not None and not clean:
             self._results.evaluating.append(len(self._trace.step_s))
         self.end_step()
         done = self.advance()
@@ -129,13 +142,22 @@ class StepRecorder:
 
     def begin_step(self) -> None:
         """Begin a step, which lasts until `end_step`."""
-        if self.phase is RecordingPhase.RECORDING and self._trace is not None:
-            self._log.step = self._horovod.step = len(self._trace.step_s)
-            self._trace.begin_step()
+        turns, trace = self._turns, self._trace
+        turns.begin(recording=self.phase is RecordingPhase.RECORDING)
+        if turns.ordinary and trace is not None:
+            trace.pause()
+            self._log.pause()
+            self._horovod.step = -1
+        elif turns.recorded and trace is not None:
+            trace.resume()
+            self._log.resume()
+            self._log.step = self._horovod.step = len(trace.step_s)
+            trace.begin_step()
 
     def end_step(self) -> None:
-        if self.phase is RecordingPhase.RECORDING and self._trace is not None:
+        if self._turns.recorded and self._trace is not None:
             self._trace.end_step()
+        self._turns.end(undisturbed=self._is_ordinary)
 
     def advance(self) -> bool:
         """Call after every step. Collective at some of them.
@@ -146,6 +168,8 @@ class StepRecorder:
             return True
         self.steps += 1
         self._left -= 1
+        if self.phase is RecordingPhase.SETTLING and self._left == 1 and self._rehearsal:
+            self._rehearsal.start()
         if self._left <= 0:
             self._next_phase()
         return self.done
@@ -230,19 +254,47 @@ class StepRecorder:
             lanes.around = self._log.around
             self._restore.callback(setattr, lanes, "around", None)
         self._trace = KinetoTrace(self.settings, self._device)
-        self._trace.prepare()
+        refused = self._refusal_to_pause()
+        if self.settings.between and refused:
+            self._results.notes.append(f"no ordinary steps between the recorded ones: {refused}")
+        if self.settings.between is None and not refused:
+            self._rehearsal = KinetoTrace(self.settings, self._device)
+        (self._rehearsal or self._trace).prepare()
         self._restore.callback(self._stop_trace)
 
     def _record(self) -> None:
+        """Collective where the number of ordinary steps is to be chosen."""
         assert self._trace is not None
-        self._enter(RecordingPhase.RECORDING, self.settings.steps)
+        between = 0 if self._refusal_to_pause() else self.settings.between or 0
+        if self._rehearsal is not None:
+            self._rehearsal.stop()
+            events, self._rehearsal = self._rehearsal.count_events(), None
+            costs = self._peers.gather(estimated_cost(events, self._turns.fastest_s))
+            between = ordinary_steps(max(costs), self.settings.steps)
+            self._trace.prepare()
+        self._turns.between = between
+        steps = self.settings.steps
+        self._enter(RecordingPhase.RECORDING, steps + between * (steps - 1))
         self._trace.start()
         self._log.traced = True
 
+    def _refusal_to_pause(self) -> str:
+        """Why all steps must be recorded without ordinary ones in between, "" for no reason."""
+        plan = None if self._synchronizer is None else self._synchronizer.plan
+        if self._device.type != "cpu":
+            return "the profiler of a device goes on in ordinary steps"
+        if plan is not None and plan.cross_step:
+            return "a recorded step contains messages of the step before"
+        return ""
+
     def _stop_trace(self) -> None:
+        if self._rehearsal is not None and self._rehearses:
+            self._rehearsal.stop()
+        self._rehearsal = None
         if self._log.traced and self._trace is not None:
             self._log.traced = False
             self._trace.stop()
+            self._log.resume()
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -257,7 +309,7 @@ class StepRecorder:
         if trace is None or self.phase is not RecordingPhase.RECORDING:
             raise LaunchError(self.too_few())
         if last_step_ended:
-            trace.end_step()
+            self.end_step()
         self.phase = RecordingPhase.DONE
         self._restore.close()
         if not trace.step_s:
@@ -331,6 +383,7 @@ class StepRecorder:
             collectives=len(annotated.collectives),
             untimed=annotated.untimed,
             times=step_times(content["traceEvents"], annotated.spans_us),
+            ordinary_s=tuple(self._turns.ordinary_s),
         )
         return record, annotated.collectives, ""
 
@@ -371,6 +424,7 @@ class StepRecorder:
             notes=(*results.notes, *notes, *_evaluation_notes(results.evaluating)),
             cross_step_refused=results.cross_step_refused,
             direct_refused=results.direct_refused,
+            between=self._turns.between,
         )
         (folder / MEMORY_FILE).unlink(missing_ok=True)  # of an earlier recording
         if results.memory is not None:

@@ -16,15 +16,18 @@ WORKLOAD_STEPS = 3
 SETTLING_STEPS = 2
 """Steps between the undisturbed ones and the recorded ones.
 
-Buffers are touched again, and the log learns the threads of Gloo."""
+Buffers are touched again, and the log learns the threads of Gloo. The last one may be traced to
+count its events."""
 
 
 @dataclass(frozen=True)
 class RecordSettings:
     """`steps` are recorded into `folder`, after `warmup` ordinary ones and the measured ones.
 
-    `stop`: the script ends when all is written. `reports`: folder for the report of each rank, ""
-    without `autotune profile`. The last three options make the profiler see more and cost more.
+    `between`: ordinary steps between two recorded ones, None for as many as keep the cost of the
+    stretch low (`turns`). `stop`: the script ends when all is written. `reports`: folder for the
+    report of each rank, "" without `autotune profile`. The last three options make the profiler see
+    more and cost more.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -32,6 +35,7 @@ class RecordSettings:
     folder: str
     steps: int = PROFILE_STEPS
     warmup: int = WARMUP_STEPS
+    between: int | None = None
     workload: bool = True
     stop: bool = False
     record_shapes: bool = False
@@ -44,6 +48,9 @@ class RecordSettings:
         if self.steps < 1 or self.warmup < 1:
             rule = "a recording needs at least 1 step and 1 warm-up step"
             raise InvalidInput(f"{rule}, but has {self.steps} and {self.warmup}")
+        if self.between is not None and self.between < 0:
+            rule = "a recording needs at least 0 ordinary steps between two recorded ones"
+            raise InvalidInput(f"{rule}, but has {self.between}")
 
     @property
     def options(self) -> dict[str, bool]:

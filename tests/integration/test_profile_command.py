@@ -34,6 +34,8 @@ def run(
         "3",
         "--warmup",
         "1",
+        "--between",
+        "0",
         *before,
     ]
     environment = dict(os.environ)
@@ -110,6 +112,14 @@ def test_a_script_that_goes_on_ends_by_itself_with_its_own_status(tmp_path) -> N
     )
     assert crashed.returncode == 7
     assert RecordedJob.read(tmp_path).workload is None
+
+
+def test_ordinary_steps_between_recorded_ones_are_stated(tmp_path) -> None:
+    done = run(tmp_path, "--no-workload", "--between", "2", "--", "--steps", "100", command=ALONE)
+    assert done.returncode == 0, done.stderr
+    assert "recorded 3 steps on 1 rank(s), with 2 ordinary steps between two" in done.stdout
+    job = RecordedJob.read(tmp_path)
+    assert (job.between, len(job.ranks[0].ordinary_s)) == (2, 4)
 
 
 def test_a_script_that_ends_within_the_recording_gives_what_there_is(tmp_path) -> None:

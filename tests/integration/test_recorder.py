@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,13 @@ from autotune.profiling.alignment import align
 from autotune.profiling.graph.traced_steps import TracedSteps
 from autotune.profiling.traces import read_job
 from autotune.profiling.traces.job import assemble
-from autotune.recordings.job_file import RecordedJob, trace_name
+from autotune.recordings.job_file import ORDINARY_STEPS, RecordedJob, trace_name
 from autotune.strategy_space.plan import Message, Plan, TensorSlice
 from autotune.strategy_space.strategy import Compressor, Synchronizer
 from runtime_rewriter.pytorch.agreement import assumed_workload
 from runtime_rewriter.pytorch.attached import attach
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
+from runtime_rewriter.recording.turns import MOST_BETWEEN
 
 RECORDED, WARMUP = 3, 2
 OFFSET_S = 0.25
@@ -82,7 +84,7 @@ def trained(
     step, recorder = training.step, None
     if record:
         recorder = autotune.Recorder(
-            wrapped, folder=folder, steps=RECORDED, warmup=WARMUP, **options
+            wrapped, folder=folder, steps=RECORDED, warmup=WARMUP, **{"between": 0, **options}
         )
         step = autotune.profile(recorder)(step)
     for _ in range(steps):
@@ -202,10 +204,82 @@ def test_injected_offsets_are_found_and_the_replay_of_aligned_traces_is_better(d
     assert better < raw / 4
 
 
+def counted(folder: Path, rank: int) -> tuple[list[Counter[str]], list[str]]:
+    """The events by name of every recorded step, and those within ordinary steps."""
+    events = [event for event in trace_of(folder, rank)["traceEvents"] if event.get("ph") == "X"]
+    steps: list[Counter[str]] = []
+    ordinary: list[str] = []
+    for mark in sorted(events, key=lambda event: float(event["ts"])):
+        is_step = mark["name"].startswith("ProfilerStep#")
+        if not is_step and mark["name"] != ORDINARY_STEPS:
+            continue
+        inside = [
+            event["name"]
+            for event in events
+            if event is not mark and mark["ts"] <= event["ts"] < mark["ts"] + mark["dur"]
+        ]
+        if is_step:
+            steps.append(Counter(inside))
+        else:
+            ordinary += inside
+    return steps, ordinary
+
+
+def test_ordinary_steps_leave_nothing_in_the_traces_and_change_no_bit(ddp_job, tmp_path) -> None:
+    """Each recorded step stays whole, and its graph gives its time."""
+    steps = BEFORE + RECORDED + 2 * (RECORDED - 1) + 2
+    results = run_world(trained, 2, str(tmp_path / "turns"), steps, True, {"between": 2})
+    without = run_world(trained, 2, str(tmp_path / "without"), steps, False, {})
+    assert {result[0] for result in results} == {result[0] for result in without}
+    assert results[0][1:] == (True, "DistributedDataParallel")
+    job = RecordedJob.read(tmp_path / "turns")
+    assert (job.steps, job.between) == (RECORDED, 2)
+    for record in job.ranks:
+        assert len(record.ordinary_s) == 2 * (RECORDED - 1) and record.untimed == 0
+        (consecutive, *_), none = counted(ddp_job[0], record.rank)
+        recorded, ordinary = counted(tmp_path / "turns", record.rank)
+        assert recorded == [consecutive] * RECORDED and not ordinary and not none
+    traced = TracedSteps(read_job([tmp_path / "turns"]))
+    of_record = [max(times_s) for times_s in zip(*(one.step_s for one in job.ranks), strict=True)]
+    for step, step_s in zip(traced.job.steps, of_record, strict=True):
+        assert traced.measured_s(step) < step_s + min(job.ranks[0].ordinary_s)
+        assert replay(traced.dfg(step)).makespan_s == pytest.approx(traced.measured_s(step), 0.02)
+
+
+def until_written(rank: int, folder: str) -> int:
+    wrapped = DistributedDataParallel(model())
+    recorder = autotune.Recorder(wrapped, folder=folder, steps=RECORDED, warmup=WARMUP)
+    step = autotune.profile(recorder)(Training(rank, wrapped).step)
+    steps = 0
+    while not recorder.written:
+        step()
+        steps += 1
+    return steps
+
+
+def test_all_ranks_choose_the_same_number_of_ordinary_steps(tmp_path) -> None:
+    steps = run_world(until_written, 2, str(tmp_path))
+    job = RecordedJob.read(tmp_path)
+    assert steps == [BEFORE + RECORDED + job.between * (RECORDED - 1)] * 2
+    assert job.steps == RECORDED and 0 <= job.between <= MOST_BETWEEN
+    assert [len(record.ordinary_s) for record in job.ranks] == [job.between * (RECORDED - 1)] * 2
+    assert (job.recording_cost is None) == (job.between == 0)
+
+
+def test_messages_that_cross_the_step_need_all_steps_recorded(tmp_path) -> None:
+    run_world(under_a_plan, 2, str(tmp_path), 2, True)
+    job = RecordedJob.read(tmp_path)
+    assert (job.steps, job.between, job.recording_cost) == (RECORDED, 0, None)
+    assert (
+        "no ordinary steps between the recorded ones: a recorded step contains messages of the "
+        "step before" in job.notes
+    )
+
+
 def ended_early(rank: int, folder: str) -> bool:
     wrapped = DistributedDataParallel(model())
     recorder = autotune.Recorder(
-        wrapped, folder=f"{folder}/host{rank}", steps=RECORDED, warmup=WARMUP
+        wrapped, folder=f"{folder}/host{rank}", steps=RECORDED, warmup=WARMUP, between=0
     )
     step = autotune.profile(recorder)(Training(rank, wrapped, clips=True).step)
     for _ in range(BEFORE + 1):
@@ -295,27 +369,34 @@ def plan_of(module: nn.Module) -> Plan:
     return Plan(workload.id, 2, messages)
 
 
-def under_a_plan(rank: int, folder: str) -> str:
+def under_a_plan(
+    rank: int, folder: str, between: int = 0, crossing: bool = False, others: bool = False
+) -> str:
     module = model()
-    synchronizer = attach(module, plan_of(module))
-    recorder = autotune.Recorder(module, folder=folder, steps=RECORDED, warmup=WARMUP)
-    step = autotune.profile(recorder)(Training(rank, module, others=False).step)
-    for _ in range(BEFORE + RECORDED):
+    synchronizer = attach(module, replace(plan_of(module), cross_step=crossing))
+    recorder = autotune.Recorder(
+        module, folder=folder, steps=RECORDED, warmup=WARMUP, between=between
+    )
+    step = autotune.profile(recorder)(Training(rank, module, others=others).step)
+    ordinary = 0 if crossing else between * (RECORDED - 1)
+    for _ in range(BEFORE + RECORDED + ordinary):
         step()
     assert recorder.written and synchronizer.plan is not None
     return synchronizer.plan.id
 
 
-def test_messages_of_a_plan_carry_its_id_their_number_and_push_apart_from_pull(tmp_path) -> None:
-    plan_id = run_world(under_a_plan, 2, str(tmp_path))[0]
+@pytest.mark.parametrize("between", [0, 2])
+def test_messages_of_a_plan_carry_its_id_their_number_and_push_apart_from_pull(
+    tmp_path, between: int
+) -> None:
+    plan_id = run_world(under_a_plan, 2, str(tmp_path), between, False, True)[0]
     job = RecordedJob.read(tmp_path)
     assert job.plan is not None and job.plan.id == job.plan_id == plan_id
+    assert [record.untimed for record in job.ranks] == [0, 0]
     for rank in range(2):
-        messages = [
-            one
-            for one in trace_of(tmp_path, rank)["autotune"]["collectives"]
-            if one["step"] == 0 and one["origin"] == "message"
-        ]
+        collectives = trace_of(tmp_path, rank)["autotune"]["collectives"]
+        assert {one["step"] for one in collectives} == set(range(RECORDED))
+        messages = [one for one in collectives if one["step"] == 0 and one["origin"] == "message"]
         steps = sorted(
             (one["message"], one["lane"], one["part"], one["op"], one["plan"]) for one in messages
         )

@@ -25,6 +25,7 @@ from autotune.profiling.formats.rank_trace import Category, RankTrace, Repair, r
 from autotune.profiling.graph.traced_steps import TracedSteps
 from autotune.profiling.traces import TraceJob, read_job
 from autotune.profiling.traces.job import assemble
+from autotune.recordings.job_file import ORDINARY_STEPS
 
 
 def read(data: Any) -> RankTrace:
@@ -267,6 +268,18 @@ def test_empty_profiler_steps_are_no_steps() -> None:
     assert sum(one.count for one in trace.repairs) == 2
     none = read_events([add(ts=900.0), *events[:4]])
     assert repaired(none, "no ProfilerStep annotations with work")
+
+
+def test_a_step_ends_where_an_ordinary_one_begins() -> None:
+    """It includes what the script does until then, and no step that was not recorded."""
+    marks = [("ProfilerStep#0", 0.0, 50.0), (ORDINARY_STEPS, 60.0, 200.0)]
+    marks += [("ProfilerStep#1", 270.0, 50.0), ("ProfilerStep#2", 330.0, 50.0)]
+    events = [
+        add(cat="user_annotation", name=name, ts=at, dur=dur, tid=7) for name, at, dur in marks
+    ]
+    trace = read_events([*events, *(add(ts=at + 1.0) for _, at, _ in marks)])
+    spans_s = [(step.start_s, step.end_s) for step in trace.steps]
+    np.testing.assert_allclose(spans_s, [(0, 6e-5), (2.7e-4, 3.3e-4), (3.3e-4, 3.8e-4)])
 
 
 def test_dropped_events_are_counted_by_category() -> None:

@@ -9,7 +9,7 @@ from periodic_training import training
 
 from autotune.errors import InvalidInput
 from autotune.whatif.answers.predict import predict
-from autotune.whatif.answers.unrecorded import unrecorded
+from autotune.whatif.answers.unrecorded import OrdinaryShare, unrecorded
 from autotune.whatif.base import Base, steady
 from autotune.whatif.kernels.h100_factors import H100
 from autotune.whatif.question import Question
@@ -38,6 +38,32 @@ def test_the_cost_follows_from_a_stated_step() -> None:
     start = unrecorded(base, by_recorder=False, step_s=0.8 * recorded_s)
     assert steady(start.base).step_s == pytest.approx(0.8 * recorded_s, rel=2e-4)
     assert "from the stated unrecorded step" in start.note
+
+
+def test_the_cost_follows_from_ordinary_steps_between_the_recorded_ones() -> None:
+    base = host_bound()
+    recorded_s = steady(base).step_s
+    share = OrdinaryShare(0.9, 0.85, 0.95)
+    start = unrecorded(base, by_recorder=True, ordinary=share)
+    found_s = [steady(one).step_s / recorded_s for one in (start.base, *start.others)]
+    assert found_s == pytest.approx([0.9, 0.85, 0.95], rel=2e-4)
+    assert "from the ordinary steps between the recorded ones" in start.note
+    stated = unrecorded(base, by_recorder=True, step_s=0.8 * recorded_s, ordinary=share)
+    assert steady(stated.base).step_s == pytest.approx(0.8 * recorded_s, rel=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("share", "why"),
+    [
+        (OrdinaryShare(0.98, 0.9, 1.01), "took no longer than the ordinary steps"),
+        (OrdinaryShare(0.01, 0.005, 0.02), "99.0% shorter, more than the recorded operators"),
+    ],
+)
+def test_noise_and_what_no_recording_costs_stay(share: OrdinaryShare, why: str) -> None:
+    base = host_bound()
+    start = unrecorded(base, by_recorder=True, ordinary=share)
+    assert start.base is base and not start.others
+    assert why in start.note and "speed-ups are those of the recorded training" in start.note
 
 
 def test_an_impossible_stated_step_is_refused() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from autotune.errors import InvalidInput
 from autotune.profiling.formats.rank_trace import MISSING, Category, RankTrace, Repair, TracedStep
+from autotune.recordings.job_file import ORDINARY_STEPS
 
 _STEP = re.compile(r"ProfilerStep#(\d{1,15})$")
 _REPEATED = ("Optimizer.step#", "Optimizer.zero_grad#", "DistributedDataParallel.forward")
@@ -48,10 +49,14 @@ def _annotated(trace: RankTrace) -> list[TracedStep]:
     """Steps from annotations.
 
     A step ends where the next one begins and so includes what the script does between the two. The
-    last one ends where its annotation ends.
+    next one may be an ordinary step, which was not recorded. The last one ends where its annotation
+    ends.
     """
     marks = []
+    ordinary_s = []
     for event in np.flatnonzero(trace.category == Category.HOST_MARK).tolist():
+        if trace.name_of(event) == ORDINARY_STEPS:
+            ordinary_s.append(float(trace.start_s[event]))
         if match := _STEP.match(trace.name_of(event)):
             start_s = float(trace.start_s[event])
             end_s = float(trace.start_s[event] + trace.duration_s[event])
@@ -63,11 +68,13 @@ def _annotated(trace: RankTrace) -> list[TracedStep]:
             f"{trace.source} must name each step once, but has ProfilerStep#{most[0]} {most[1]} "
             "times; are these several runs in one file?"
         )
-    ends_s = [start_s for start_s, _, _ in marks[1:]] + [end_s for _, end_s, _ in marks[-1:]]
-    return [
-        TracedStep(number, start_s, end_s)
-        for (start_s, _, number), end_s in zip(marks, ends_s, strict=True)
-    ]
+    begins_s = np.sort([start_s for start_s, _, _ in marks] + ordinary_s)
+    steps = []
+    for start_s, end_s, number in marks:
+        following = int(np.searchsorted(begins_s, start_s, side="right"))
+        next_s = float(begins_s[following]) if following < len(begins_s) else end_s
+        steps.append(TracedStep(number, start_s, next_s))
+    return steps
 
 
 def _with_work(trace: RankTrace, steps: list[TracedStep]) -> list[TracedStep]:

@@ -1,9 +1,10 @@
 """The step that what-ifs start from: the recorded one, without the cost of recording it if known.
 
-The cost is known in two cases. Recordings of `autotune profile` and `autotune.Recorder` on a GPU
+The cost is known in three cases. Recordings of `autotune profile` and `autotune.Recorder` on a GPU
 wait for the device at the end of each step. What the profiler takes per operator was measured on
-the devices of the factor tables. For any trace, the user may state how long a step takes
-unrecorded; then the profiler's time per operator follows from it.
+the devices of the factor tables. On CPUs, ordinary steps lie between the recorded ones. For any
+trace, the user may state how long a step takes unrecorded. In both cases the profiler's time per
+operator follows from the unrecorded step.
 """
 
 from __future__ import annotations
@@ -43,18 +44,36 @@ class Start:
     note: str = ""
 
 
-def unrecorded(base: Base, *, by_recorder: bool, step_s: float | None = None) -> Start:
+@dataclass(frozen=True)
+class OrdinaryShare:
+    """Time of an ordinary step / that of a recorded one, with an interval."""
+
+    expected: float
+    low: float
+    high: float
+
+
+def unrecorded(
+    base: Base,
+    *,
+    by_recorder: bool,
+    step_s: float | None = None,
+    ordinary: OrdinaryShare | None = None,
+) -> Start:
     """The start of what-ifs on a recorded `base`.
 
     `by_recorder`: whether `autotune.Recorder` made the recording. `step_s`: how long a step takes
-    unrecorded, None if the user does not state it. Raises `InvalidInput` for a `step_s` that is not
-    below the recorded step, or that no cost of recording explains.
+    unrecorded, None if the user does not state it. `ordinary`: from the steps between the recorded
+    ones, None if there are none. Raises `InvalidInput` for a `step_s` that is not below the
+    recorded step, or that no cost of recording explains.
     """
     recorded_s = steady(base).step_s
     if step_s is not None:
         found, operator_s = _calibrated(base, by_recorder, step_s, recorded_s)
         how = f"{format_seconds(operator_s)} per operator, from the stated unrecorded step"
         return Start(found, (), _removed_note(how, recorded_s, found))
+    if ordinary is not None:
+        return _between_ordinary_steps(base, ordinary, recorded_s)
     if by_recorder and base.device == H100.device:
         cost = H100.recording
         found, *others = (
@@ -77,6 +96,25 @@ def unrecorded(base: Base, *, by_recorder: bool, step_s: float | None = None) ->
         note = _removed_note(how, recorded_s, unwaiting)
         return Start(unwaiting, (), f"{note}; {unknown}")
     return Start(base, (), unknown)
+
+
+def _between_ordinary_steps(base: Base, ordinary: OrdinaryShare, recorded_s: float) -> Start:
+    """The start without what a recorded step took longer than its neighbours, if it did."""
+    stays = "speed-ups are those of the recorded training: "
+    between = "the ordinary steps between the recorded ones"
+    if ordinary.high >= 1:
+        return Start(base, (), f"{stays}its steps took no longer than {between}, within the noise")
+    shares = (ordinary.expected, ordinary.low, ordinary.high)
+    try:
+        (found, operator_s), *others = (
+            _calibrated(base, True, share * recorded_s, recorded_s) for share in shares
+        )
+    except InvalidInput:
+        shorter = f"{1 - ordinary.expected:.1%} shorter, more than the recorded operators explain"
+        return Start(base, (), f"{stays}{between} were {shorter}")
+    how = f"{format_seconds(operator_s)} per operator, from {between}"
+    note = _removed_note(how, recorded_s, found)
+    return Start(found, tuple(other for other, _ in others), note)
 
 
 def _removed_note(what: str, recorded_s: float, unrecorded: Base) -> str:
