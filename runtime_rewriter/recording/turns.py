@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 MOST_COST = 0.03
 """Aim: the most that profiling may add to the time of the profiled stretch of training."""
@@ -47,7 +48,8 @@ class Turns:
 
     - `between`: ordinary steps between two recorded ones; `left`: those before the next one.
     - `recorded`, `ordinary`: the kind of the open step, both false outside of the recording.
-    - `fastest_s`: the fastest step before the recording; `ordinary_s`: the ordinary ones within it.
+    - `fastest_s`: the fastest step before the recording, without the time that other processes had
+      the core; `ordinary_s`: the ordinary ones within it, with that time.
     """
 
     between: int = 0
@@ -57,11 +59,13 @@ class Turns:
     fastest_s: float = math.inf
     ordinary_s: list[float] = field(default_factory=list)
     _began_ns: int | None = None
+    _queued_ns: int = 0
 
     def begin(self, recording: bool) -> None:
         """Begin a step. `recording`: it lies between the first and the last recorded step."""
         self.ordinary = recording and self.left > 0
         self.recorded = recording and not self.ordinary
+        self._queued_ns = 0 if recording else _queued_ns()
         self._began_ns = time.perf_counter_ns()
 
     def end(self, undisturbed: bool) -> None:
@@ -75,6 +79,18 @@ class Turns:
             self.ordinary_s.append(took_s)
             self.left -= 1
         elif undisturbed:
-            self.fastest_s = min(self.fastest_s, took_s)
+            queued_s = (_queued_ns() - self._queued_ns) / 1e9
+            self.fastest_s = min(self.fastest_s, max(took_s - queued_s, 0.0))
         self.recorded = self.ordinary = False
         self._began_ns = None
+
+
+def _queued_ns() -> int:
+    """For how long this thread was ready and waited for a core; 0 where the kernel does not tell.
+
+    Linux: Documentation/scheduler/sched-stats.rst, `/proc/<pid>/schedstat`.
+    """
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
