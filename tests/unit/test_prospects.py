@@ -32,7 +32,8 @@ def stopped(draw: Draw, noise: float, seed: int, needed: float = PRECISION) -> t
             true.append(draw(rng))
             measured.append(true[-1] + rng.normal(0, noise))
         references.append(rng.normal(0, noise))
-        g = [value - float(np.median(references)) for value in measured]
+        reference = float(np.median(references))
+        g = [value - reference for value in measured]
         left = TRIALS - len(true)
         bound = best_expected(g, max(noise, 0.01), len(references), left, 0.95)
         if bound >= math.log(1 - needed):
