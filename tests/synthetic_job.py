@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import numpy as np
 
@@ -66,6 +67,7 @@ def job_spec(**settings: object) -> JobSpec:
     return JobSpec.from_data(values | settings | {"cluster": Cluster.local(2).to_data()})
 
 
+@cache
 def strategy(number: int) -> Strategy:
     """Strategy `number` of 32: each bit selects a parameter server for a variable."""
     choices = []
@@ -75,6 +77,12 @@ def strategy(number: int) -> Strategy:
             shard = Shard(Synchronizer.PARAMETER_SERVER, placement=position % 2)
         choices.append(VariableStrategy(variable.name, (shard,)))
     return Strategy(tuple(choices))
+
+
+@cache
+def plan_id(number: int) -> str:
+    """The plan of strategy `number` on two ranks."""
+    return plan(strategy(number), WORKLOAD, 2).id
 
 
 def measured(
@@ -134,10 +142,10 @@ class SyntheticWorld:
     def _run(self, history: History, request: TrialRequest) -> TrialFinished:
         center_s = self._true_s(request.strategy_id) * self.factor(request.number)
         number = self.by_id.get(request.strategy_id)
-        plan_id = None if number is None else plan(strategy(number), WORKLOAD, 2).id
+        tried = None if number is None else plan_id(number)
         if self.refuses(request):
             failure = Failed(FailureKind.REFUSED, "plan cannot be enacted")
-            return TrialFinished(request, failure, plan_id, history.elapsed_s + 0.01)
+            return TrialFinished(request, failure, tried, history.elapsed_s + 0.01)
         rng = generator(self.seed, "trial", request.number) if self.noise else None
         outcome = measured(center_s, request.timed_steps, rng, self.noise)
         while steps := further_steps(request, outcome):
@@ -148,9 +156,9 @@ class SyntheticWorld:
         elapsed_s = history.elapsed_s + steps * (center_s + self.step_overhead_s)
         if self.fails(request):
             failure = Failed(FailureKind.CRASH, "rank 1 exited with code 1", 1)
-            return TrialFinished(request, failure, plan_id, elapsed_s)
+            return TrialFinished(request, failure, tried, elapsed_s)
         outcome = replace(outcome, stopped=stop_reason(request, outcome))
-        return TrialFinished(request, outcome, plan_id, elapsed_s)
+        return TrialFinished(request, outcome, tried, elapsed_s)
 
     def _true_s(self, strategy_id: str) -> float:
         if strategy_id == CURRENT_SETUP:
