@@ -39,6 +39,8 @@ pytest.importorskip("horovod", reason="`make horovod` builds it")
 
 WAITS = Timeouts(30.0, 20.0)
 TRIAL_STEP = 3
+CYCLE_MS = "5"
+"""By default 1: in each cycle Horovod's thread asks all ranks what is ready, also if nothing is."""
 FP16 = Compressor.FP16
 PlanOf = Callable[[nn.Module], Plan | None]
 
@@ -116,6 +118,7 @@ def as_launched(rank: int, port: int) -> None:
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
         "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
+        "HOROVOD_CYCLE_TIME": CYCLE_MS,
     }
 
 
@@ -123,14 +126,17 @@ def as_launched(rank: int, port: int) -> None:
 def with_timelines(hvd: Any) -> Iterator[None]:
     """Let Horovod start again with timelines, and without them afterwards.
 
-    Their thread on rank 0 polls without a pause, so it takes a core from all other tests.
+    Their thread on rank 0 polls without a pause, so it takes a core from all other tests. Cycles
+    have their default length: messages that are ready in the same one may change places.
     """
     hvd.shutdown()
-    os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"  # Horovod reads it at `init`
+    os.environ["HOROVOD_TIMELINE"] = "DYNAMIC"  # Horovod reads both at `init`
+    del os.environ["HOROVOD_CYCLE_TIME"]
     try:
         yield
     finally:
         del os.environ["HOROVOD_TIMELINE"]
+        os.environ["HOROVOD_CYCLE_TIME"] = CYCLE_MS
     hvd.shutdown()
 
 
