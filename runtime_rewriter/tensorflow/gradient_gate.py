@@ -247,7 +247,7 @@ class GateWriter:
         writer, sent = self.writer, self.synchronization
         gradient = self.training.gradient_of[name]
         dtype = tf.as_dtype(self.training.by_name[name].dtype)
-        index_dtype = sent.index_dtype(gradient)
+        index_dtype = self.training.index_dtype(gradient)
         ranks = range(self.count)
         values = [sent.local(str(gradient.values), of) for of in ranks]
         places = [sent.local(str(gradient.indices), of) for of in ranks]

@@ -7,26 +7,21 @@ collectives, is disabled. Control edges start the messages of a rank in the plan
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import tensorflow as tf
 
 from autotune.strategy_space.plan import Message, Plan, TensorSlice
 from autotune.strategy_space.strategy import MOST_IN_FLIGHT, SparseHandling, Synchronizer
 from runtime_rewriter.tensorflow.collectives import Carrier, Flat, Keys, Sums
-from runtime_rewriter.tensorflow.compressed import Start, compressed_sum
-from runtime_rewriter.tensorflow.kept_state import KeptTensor
+from runtime_rewriter.tensorflow.compressed import compressed_sum
 from runtime_rewriter.tensorflow.kept_writing import KeptWriter
+from runtime_rewriter.tensorflow.message_residuals import MessageResiduals
+from runtime_rewriter.tensorflow.message_slices import MessageSlices
 from runtime_rewriter.tensorflow.node_writing import GraphWriter
-from runtime_rewriter.tensorflow.rows import (
-    add_rows,
-    every_row,
-    merge_rows,
-    rows_with_values,
-    select_rows,
-)
+from runtime_rewriter.tensorflow.row_messages import RowMessages
+from runtime_rewriter.tensorflow.rows import add_rows, every_row
 from runtime_rewriter.tensorflow.serving import Served
 from runtime_rewriter.tensorflow.training_graph import Gradient, TrainingGraph
 
@@ -62,17 +57,6 @@ class Circumstances:
     waiting: frozenset[str] = frozenset()
 
 
-@dataclass
-class Fed:
-    """The residuals of a message, flat, before and after it, of the ranks that have them.
-
-    None: zeros.
-    """
-
-    before: dict[int, str] = field(default_factory=dict)
-    after: dict[int, str] = field(default_factory=dict)
-
-
 class Synchronization:
     """Writes all messages of a plan."""
 
@@ -88,18 +72,17 @@ class Synchronization:
         kept: KeptWriter,
         circumstances: Circumstances,
     ) -> None:
-        self.plan, self.kept = plan, kept
-        self.hosts, self.waiting = circumstances.hosts, circumstances.waiting
-        self.fed: dict[int, Fed] = {}
-        """By the number of the message."""
+        self.plan, self.hosts = plan, circumstances.hosts
         self.training, self.writer, self.devices, self.keys = training, writer, devices, keys
         self.local, self.served = local, served
         self._issued: list[list[str]] = [[] for _ in devices]
         self._finished: list[list[str]] = [[] for _ in devices]
         self._pieces: dict[str, list[tuple[int, Sequence[str]]]] = defaultdict(list)
-        self._rows: dict[str, list[list[tuple[str, str]]]] = defaultdict(list)
         self._at_server: dict[str, list[tuple[int, str]]] = defaultdict(list)
         self._axis: dict[str, int | None] = {}
+        self._slices = MessageSlices(training, writer)
+        self._residuals = MessageResiduals(plan, self._slices, devices, kept, circumstances.waiting)
+        self._rows = RowMessages(self._slices, devices, local, served, self._start, SCOPE)
         for number, message in enumerate(plan.messages):
             if message.sparse is SparseHandling.DENSE:
                 self._write(number, message)
@@ -110,42 +93,30 @@ class Synchronization:
         """Return the averaged gradient of each variable, joined from its slices."""
         joined = {name: self._joined(name) for name in self._pieces}
         joined |= {name: self._on_servers(name) for name in self._at_server}
-        return joined | {name: self._joined_rows(name) for name in self._rows}
+        rows = {name: Averaged(*self._rows.averaged(name)) for name in self._rows.variables}
+        return joined | rows
 
     @property
     def variables_in_rows(self) -> tuple[str, ...]:
         """The variables whose gradients travel as rows."""
-        return tuple(self._rows)
+        return self._rows.variables
 
     def residual_of(self, variable: str, rank: int, after: bool) -> str | None:
         """A rank's residual of a whole variable before or after the step; None if it has none."""
-        dtype = tf.as_dtype(self.training.by_name[variable].dtype)
-        pieces: list[tuple[int, str]] = []
-        axis, found = None, False
-        for number, message in enumerate(self.plan.messages):
-            parts = [part for part in message.slices if part.variable == variable]
-            if not parts:
-                continue
-            fed = self.fed.get(number, Fed())
-            whole = (fed.after if after else fed.before).get(rank)
-            found |= whole is not None
-            tensors = self._split(message, whole, dtype) if whole is not None else None
-            for place, part in enumerate(message.slices):
-                if part.variable == variable:
-                    axis = part.axis
-                    shape = self._shape(part)
-                    value = tensors[place] if tensors else self.writer.zeros(shape, dtype)
-                    pieces.append((part.start, value))
-        if not found:
-            return None
-        return self.writer.concat([one for _, one in sorted(pieces)], axis or 0, dtype)
+        return self._residuals.of_variable(variable, rank, after)
+
+    def _write_rows(self, number: int, message: Message) -> None:
+        dtype = tf.as_dtype(message.dtype)
+        residuals = self._residuals.read(number, message, self._compressing(message), dtype)
+        self._residuals.replace(number, message, residuals, {})
+        self._rows.write(number, message, residuals)
 
     def _write(self, number: int, message: Message) -> None:
         scope = f"{SCOPE}/message_{number}"
         dtype = tf.as_dtype(message.dtype)
         wire = tf.as_dtype(message.compressor.description.wire_dtype or message.dtype)
         sent: dict[int, str] = {}
-        residuals = self._residuals(number, message, dtype)
+        residuals = self._residuals.read(number, message, self._compressing(message), dtype)
         for rank in self._ring:
             with self.writer.at(self.devices[rank], f"{scope}/rank_{rank}"):
                 parts = [self._flat(part, rank, dtype) for part in message.slices]
@@ -159,7 +130,7 @@ class Synchronization:
         own_ring = self._ring != tuple(range(len(self.devices)))
         carrier = Carrier(self.writer, self.devices, self.keys, scope, self._window(), own_ring)
         received, unsent = self._exchange(carrier, message, flat)
-        self._keep(number, message, residuals, unsent)
+        self._residuals.replace(number, message, residuals, unsent)
         if message.synchronizer is not Synchronizer.PARAMETER_SERVER:
             for rank, tensor in received.items():
                 self._finished[rank].append(tensor.partition(":")[0])
@@ -182,6 +153,10 @@ class Synchronization:
         led = {message.owner if message.owner in host else min(host): host for host in self.hosts}
         return {rank: led[rank] for rank in self._ring if rank in led}
 
+    def _compressing(self, message: Message) -> Collection[int]:
+        """The ranks that compress a message."""
+        return self._leaders(message) if self._two_levels(message) else range(len(self.devices))
+
     def _exchange(
         self, carrier: Carrier, message: Message, sent: Flat
     ) -> tuple[Sums, Mapping[int, str]]:
@@ -201,8 +176,8 @@ class Synchronization:
             among = Flat(inside, sent.elements, sent.dtype)
         unsent: Mapping[int, str] = {}
         if message.compressor.error_feedback and len(among.members) > 1:
-            shapes = [self._shape(part) for part in message.slices]
-            result = compressed_sum(carrier, message, among, shapes, self._start_of)
+            shapes = [self._slices.shape(part) for part in message.slices]
+            result = compressed_sum(carrier, message, among, shapes, self._residuals.start)
             sums, unsent = result.sums, result.kept
         else:
             sums = carrier.exchange(among, message.synchronizer, message.owner)
@@ -220,57 +195,6 @@ class Synchronization:
                 with carrier.at(rank):
                     copies[rank] = self.writer.identity(sums[leader], dtype, "from_leader")
         return copies
-
-    def _start_of(self, rank: int, part: TensorSlice) -> Start:
-        device, k = self.devices[rank], self._rank_of[part]
-        dtype = tf.as_dtype(self.training.by_name[part.variable].dtype)
-        kept = self.kept.start(rank, device, part, self._shape(part), k, dtype)
-        return Start(kept.value, lambda tensor: self.kept.replace(kept, device, tensor))
-
-    @cached_property
-    def _rank_of(self) -> dict[TensorSlice, int]:
-        """PowerSGD's rank of each slice."""
-        return {
-            part: message.rank
-            for message in self.plan.messages
-            for part in message.slices
-            if message.rank is not None
-        }
-
-    def _residuals(self, number: int, message: Message, dtype: tf.DType) -> dict[int, KeptTensor]:
-        """The residual of each rank that may have one before or after this message."""
-        ranks: set[int] = set()
-        if any(part.variable in self.waiting for part in message.slices):
-            ranks = set(range(len(self.devices)))
-        elif message.compressor.error_feedback:
-            two_levels = self._two_levels(message)
-            members = self._leaders(message) if two_levels else range(len(self.devices))
-            ranks = set(members) if len(members) > 1 else set()
-        return {
-            rank: self.kept.residual(rank, self.devices[rank], number, message.slices, dtype)
-            for rank in sorted(ranks)
-        }
-
-    def _keep(
-        self,
-        number: int,
-        message: Message,
-        residuals: Mapping[int, KeptTensor],
-        unsent: Mapping[int, str],
-    ) -> None:
-        """Replace the residuals of a message by what it has not sent, which is nothing else."""
-        assert unsent.keys() <= residuals.keys()
-        if not residuals:
-            return
-        self.fed[number] = Fed({rank: kept.value for rank, kept in residuals.items()}, dict(unsent))
-        for rank, kept in residuals.items():
-            device = self.devices[rank]
-            if rank in unsent:
-                self.kept.replace(kept, device, unsent[rank])
-                continue
-            with self.writer.at(device, f"{SCOPE}/message_{number}/rank_{rank}"):
-                zeros = self.writer.zeros([message.elements], tf.as_dtype(kept.dtype))
-            self.kept.replace(kept, device, zeros)
 
     def _start(self, rank: int, number: int, tensor: str, dtype: tf.DType) -> str:
         """Let a message start after the one before it on this rank."""
@@ -293,7 +217,7 @@ class Synchronization:
     def _flat(self, part: TensorSlice, rank: int, dtype: tf.DType) -> str:
         tensor = self.dense(self.training.gradient_of[part.variable], rank, dtype)
         if part.axis is not None:
-            extent = self._shape(part)
+            extent = self._slices.shape(part)
             start = [0] * len(extent)
             start[part.axis] = part.start
             tensor = self.writer.cut(tensor, start, extent, dtype)
@@ -306,98 +230,9 @@ class Synchronization:
             return values
         indices = self.local(str(gradient.indices), rank)
         rows = self.training.by_name[gradient.variable].shape[0]
-        return add_rows(self.writer, values, indices, rows, dtype, self.index_dtype(gradient))
-
-    def index_dtype(self, gradient: Gradient) -> tf.DType:
-        assert gradient.indices is not None
-        return tf.as_dtype(self.training.view.nodes[gradient.indices.node].attr["T"].type)
-
-    def _write_rows(self, number: int, message: Message) -> None:
-        """Send rows as values and indices: to every rank, or by way of the owner.
-
-        Ranks may send different numbers of rows, so a rank reads those of the others one by one.
-        """
-        (part,) = message.slices
-        gradient = self.training.gradient_of[part.variable]
-        dtype, index_dtype = tf.as_dtype(message.dtype), self.index_dtype(gradient)
-        wire = tf.as_dtype(message.compressor.description.wire_dtype or message.dtype)
-        scope = f"{SCOPE}/message_{number}"
-        values, indices = [], []
-        residuals = self._residuals(number, message, dtype)
-        self._keep(number, message, residuals, {})
-        for rank, device in enumerate(self.devices):
-            with self.writer.at(device, f"{scope}/rank_{rank}"):
-                rows = self.local(str(gradient.values), rank)
-                places = self.local(str(gradient.indices), rank)
-                if part.axis is not None:
-                    between = (part.start, part.stop)
-                    rows, places = select_rows(
-                        self.writer, rows, places, between, dtype, index_dtype
-                    )
-                scaled = self.writer.scale(rows, 1 / len(self.devices), dtype)
-                if rank in residuals:
-                    residual = self.writer.reshape(residuals[rank].value, self._shape(part), dtype)
-                    unsent, unsent_places = rows_with_values(
-                        self.writer, residual, part.start, self._shape(part), dtype, index_dtype
-                    )
-                    scaled = self.writer.concat([scaled, unsent], 0, dtype)
-                    places = self.writer.concat([places, unsent_places], 0, index_dtype)
-                packed = self.writer.cast(scaled, dtype, wire)
-                values.append(self._start(rank, number, packed, wire))
-                indices.append(places)
-        if message.synchronizer is Synchronizer.PARAMETER_SERVER:
-            assert message.owner is not None
-            with self.writer.at(self.devices[message.owner], f"{scope}/rank_{message.owner}"):
-                rows, places = self._merged(values, indices, wire, dtype, index_dtype)
-                packed = self.writer.cast(rows, dtype, wire)
-            if part.variable in self.served:
-                self._rows[part.variable].append([(rows, places)] * len(self.devices))
-                return
-            received = []
-            for rank, device in enumerate(self.devices):
-                with self.writer.at(device, f"{scope}/rank_{rank}"):
-                    received.append((self.writer.cast(packed, wire, dtype), places))
-        else:
-            received = []
-            for rank, device in enumerate(self.devices):
-                with self.writer.at(device, f"{scope}/rank_{rank}"):
-                    received.append(self._merged(values, indices, wire, dtype, index_dtype))
-        self._rows[part.variable].append(received)
-
-    def _merged(
-        self,
-        values: Sequence[str],
-        indices: Sequence[str],
-        wire: tf.DType,
-        dtype: tf.DType,
-        index_dtype: tf.DType,
-    ) -> tuple[str, str]:
-        """Join the rows of all ranks, those of equal index added up.
-
-        An average is one row per index. Optimizers that square rows would else depend on how
-        rows are spread over ranks.
-        """
-        rows = self.writer.cast(self.writer.concat(values, 0, wire), wire, dtype)
-        places = self.writer.concat(indices, 0, index_dtype)
-        return merge_rows(self.writer, rows, places, dtype, index_dtype)
-
-    def _joined_rows(self, variable: str) -> Averaged:
-        gradient = self.training.gradient_of[variable]
-        dtype = tf.as_dtype(self.training.by_name[variable].dtype)
-        index_dtype = self.index_dtype(gradient)
-        values, indices = [], []
-        for rank, device in enumerate(self.devices):
-            with self.writer.at(device, f"{SCOPE}/averaged/rank_{rank}"):
-                parts = [received[rank] for received in self._rows[variable]]
-                values.append(self.writer.concat([rows for rows, _ in parts], 0, dtype))
-                indices.append(self.writer.concat([places for _, places in parts], 0, index_dtype))
-        return Averaged(tuple(values), tuple(indices))
-
-    def _shape(self, part: TensorSlice) -> list[int]:
-        shape = list(self.training.by_name[part.variable].shape)
-        if part.axis is not None:
-            shape[part.axis] = part.stop - part.start
-        return shape
+        return add_rows(
+            self.writer, values, indices, rows, dtype, self.training.index_dtype(gradient)
+        )
 
     def _unpack_at_server(
         self, message: Message, scope: str, received: Sums, wire: tf.DType
@@ -408,7 +243,7 @@ class Synchronization:
         rank = message.owner
         assert rank is not None
         with self.writer.at(self.devices[rank], f"{scope}/rank_{rank}/update"):
-            parts = self._split(message, received[rank], wire)
+            parts = self._slices.split(message, received[rank], wire)
         for part, tensor in zip(message.slices, parts, strict=True):
             if part.variable in self.served:
                 self._axis[part.variable] = part.axis
@@ -421,22 +256,12 @@ class Synchronization:
         by_rank = []
         for rank, device in enumerate(self.devices):
             with self.writer.at(device, f"{scope}/rank_{rank}"):
-                by_rank.append(self._split(message, received[rank], wire))
+                by_rank.append(self._slices.split(message, received[rank], wire))
         for place, part in enumerate(message.slices):
             if part.variable not in self.served:
                 self._axis[part.variable] = part.axis
                 tensors = [parts[place] for parts in by_rank]
                 self._pieces[part.variable].append((part.start, tensors))
-
-    def _split(self, message: Message, tensor: str, wire: tf.DType) -> list[str]:
-        """Return the slices of a message, each in its shape."""
-        dtype = tf.as_dtype(message.dtype)
-        sizes = [part.elements for part in message.slices]
-        flat = self.writer.split(self.writer.cast(tensor, wire, dtype), sizes, 0, dtype)
-        return [
-            self.writer.reshape(one, self._shape(part), dtype)
-            for one, part in zip(flat, message.slices, strict=True)
-        ]
 
     def _on_servers(self, variable: str) -> Averaged:
         """Return the averaged gradient of a served variable.
@@ -463,7 +288,7 @@ class Synchronization:
         for rank, device in enumerate(self.devices):
             with self.writer.at(device, f"{SCOPE}/averaged/rank_{rank}"):
                 rows = self.training.by_name[variable].shape[0]
-                indices.append(every_row(self.writer, rows, self.index_dtype(gradient)))
+                indices.append(every_row(self.writer, rows, self.training.index_dtype(gradient)))
         return tuple(indices)
 
     def _joined(self, variable: str) -> Averaged:

@@ -94,6 +94,11 @@ class TrainingGraph:
     def by_name(self) -> dict[str, GraphVariable]:
         return {variable.name: variable for variable in self.variables}
 
+    def index_dtype(self, gradient: Gradient) -> tf.DType:
+        """The type of the indices of a gradient that has rows."""
+        assert gradient.indices is not None
+        return tf.as_dtype(self.view.nodes[gradient.indices.node].attr["T"].type)
+
     @cached_property
     def gradient_of(self) -> dict[str, Gradient]:
         return {gradient.variable: gradient for gradient in self.gradients}
