@@ -20,8 +20,6 @@ averages, and gradients under way answer with them (`scaled_gradients`).
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 import warnings
 from collections import Counter
@@ -30,38 +28,37 @@ from dataclasses import dataclass, field
 from functools import partial
 from threading import RLock
 from typing import Any
-from weakref import WeakSet
 
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from autotune.errors import SynchronizationError
-from runtime_rewriter.pytorch.addresses import note_addresses
 from runtime_rewriter.pytorch.aliases import COUNTS_ALIASES, NO_COUNT, aliased, state_is_held
 from runtime_rewriter.pytorch.exchange.device import Device
 from runtime_rewriter.pytorch.exchange.norms import GradientNorms, NormExchange
 from runtime_rewriter.pytorch.learned_reads import LearnedReads
 from runtime_rewriter.pytorch.optimizer_guard import guard, unguard
-from runtime_rewriter.pytorch.reads import (
-    can_watch,
-    notice_arguments,
-    outside_modes,
-    unwatch,
-    watch,
+from runtime_rewriter.pytorch.process_hooks import (
+    OWN_HOOKS,
+    flush_all_synchronizers,
+    register,
+    unregister,
 )
+from runtime_rewriter.pytorch.reads import can_watch, outside_modes, unwatch, watch
 from runtime_rewriter.pytorch.scaled_gradients import AnsweringGradients, ScaledGradient
 from runtime_rewriter.pytorch.script_reads import ScriptReads
 from runtime_rewriter.pytorch.script_steps import ScriptSteps
 from runtime_rewriter.pytorch.under_way import Arriving, MessagesUnderWay
 from runtime_rewriter.pytorch.unseen_calls import UnseenFunctions, UnseenModules
 from runtime_rewriter.pytorch.update_gate import UpdateGate
-from runtime_rewriter.pytorch.updates import DueUpdate, coupling_reason, group_numbers
+from runtime_rewriter.pytorch.updates import (
+    DueUpdate,
+    apply_in_turns,
+    coupling_reason,
+    group_numbers,
+)
 
 
 @dataclass
@@ -107,7 +104,7 @@ class CrossStepUpdates:
         self._enabled = False
         self._answering = AnsweringGradients(self._wait_for_norms)
         self._reads = LearnedReads(parameters)
-        self.script = ScriptSteps(parameters, _OWN_HOOKS)
+        self.script = ScriptSteps(parameters, OWN_HOOKS)
         self._lock = RLock()
         self.gate: UpdateGate | None = None
         """Compares updates that cross the step with updates within it, while set."""
@@ -129,7 +126,7 @@ class CrossStepUpdates:
         ours = self._position_of.keys()
         self._modules = UnseenModules(ours, lambda _: self.flush())
         self._functions = UnseenFunctions(self.flush)
-        _register(self)
+        register(self)
 
     # -- conditions
 
@@ -188,7 +185,7 @@ class CrossStepUpdates:
         return self.refusal_reason(self._answering.loaded)
 
     def close(self) -> None:
-        _PRESENT.discard(self)
+        unregister(self)
 
     # -- forward
 
@@ -358,33 +355,18 @@ class CrossStepUpdates:
             self._stop_watching_calls()
 
     def _update(self, done: Mapping[int, _Pending]) -> None:
-        """Apply the due updates in the order of the script's steps, those of one step together."""
         updated = {n: pending.due for n, pending in done.items() if pending.due}
         if not updated:
             return
         parameters = {position: self._parameters[position] for position in updated}
         if self.gate is not None:
             self.gate.before_updates(parameters, updated)
-        self._apply(updated)
+        apply_in_turns(updated, parameters)
         if self.gate is not None:
             self.gate.after_updates(parameters, updated)
         for due in updated.values():
             self._due.subtract(update.optimizer for update, _ in due)
         self._guard({update.optimizer for due in updated.values() for update, _ in due})
-
-    def _apply(self, updated: Mapping[int, Sequence[tuple[DueUpdate, int]]]) -> None:
-        due: dict[int, tuple[DueUpdate, dict[int, list[Parameter]]]] = {}
-        longest = max(len(of_variable) for of_variable in updated.values())
-        for turn in range(longest):
-            for position, of_variable in updated.items():
-                if turn < len(of_variable):
-                    update, group = of_variable[turn]
-                    due.setdefault(id(update), (update, {}))[1].setdefault(group, []).append(
-                        self._parameters[position]
-                    )
-            for update, members in due.values():
-                update.apply(members)
-            due.clear()
 
     def _guard(self, optimizers: Iterable[Optimizer]) -> None:
         """Watch the state of those optimizers that still have updates due."""
@@ -439,7 +421,7 @@ class CrossStepUpdates:
 
     def _put_off(self, optimizer: Optimizer, numbers: Mapping[int, int], closure: bool) -> None:
         updated = [n for n in self._pending if id(self._parameters[n]) in numbers]
-        if closure or coupling_reason(optimizer, _OWN_HOOKS) is not None:
+        if closure or coupling_reason(optimizer, OWN_HOOKS) is not None:
             self.flush_variables(updated)
             return
         update = DueUpdate.now(optimizer)
@@ -500,42 +482,3 @@ class CrossStepUpdates:
     def _stop_watching_calls(self) -> None:
         self._modules.stop()
         self._functions.stop()
-
-
-_PRESENT: WeakSet[CrossStepUpdates] = WeakSet()
-_OWN_HOOKS: set[int] = set()
-
-
-def _register(cross_step: CrossStepUpdates) -> None:
-    """Report every step of every optimizer to `cross_step`, by torch's process-wide hooks."""
-    _PRESENT.add(cross_step)
-    note_addresses()
-    notice_arguments()
-    if not _OWN_HOOKS:
-        # Before the interpreter stops the threads of lanes, on which other ranks wait.
-        threading._register_atexit(flush_all_synchronizers)  # type: ignore[attr-defined]
-        os.register_at_fork(before=flush_all_synchronizers, after_in_child=_forget_all)
-        _OWN_HOOKS.add(register_optimizer_step_pre_hook(_before_any_step).id)
-        _OWN_HOOKS.add(register_optimizer_step_post_hook(_after_any_step).id)
-
-
-def flush_all_synchronizers() -> None:
-    """Flush every synchronizer in this process, before a script destroys its process groups or
-    forks."""
-    for present in tuple(_PRESENT):
-        present.flush()
-
-
-def _forget_all() -> None:
-    for present in tuple(_PRESENT):
-        present.forget()
-
-
-def _before_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for present in tuple(_PRESENT):
-        present.before_step(optimizer, args, kwargs)
-
-
-def _after_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for present in tuple(_PRESENT):
-        present.after_step(optimizer)

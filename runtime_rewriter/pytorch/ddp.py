@@ -28,9 +28,9 @@ from autotune.errors import InvalidInput, InvalidStrategy
 from runtime_rewriter.pytorch.addresses import note_addresses
 from runtime_rewriter.pytorch.attached import attached_to
 from runtime_rewriter.pytorch.byte_scale import is_byte_scale, parts_of, scale_reducer
-from runtime_rewriter.pytorch.cross_step import flush_all_synchronizers
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.native_buckets import DdpBackend
+from runtime_rewriter.pytorch.process_hooks import flush_all_synchronizers
 
 
 class PlannedDataParallel(DistributedDataParallel):

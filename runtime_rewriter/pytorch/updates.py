@@ -10,7 +10,7 @@ read. Unknown optimizers, and hooks around the step, may break this: see `coupli
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -152,6 +152,26 @@ class DueUpdate:
         device, enabled, dtype = self.autocast
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, dtype, enabled):
             yield
+
+
+def apply_in_turns(
+    due_updates: Mapping[int, Sequence[tuple[DueUpdate, int]]], parameters: Mapping[int, Parameter]
+) -> None:
+    """Apply updates in the order of the script's steps, those of one step together.
+
+    `due_updates`: those of each parameter, each with the number of the parameter's group.
+    """
+    of_turn: dict[int, tuple[DueUpdate, dict[int, list[Parameter]]]] = {}
+    longest = max(len(of_variable) for of_variable in due_updates.values())
+    for turn in range(longest):
+        for position, of_variable in due_updates.items():
+            if turn < len(of_variable):
+                update, group = of_variable[turn]
+                members = of_turn.setdefault(id(update), (update, {}))[1]
+                members.setdefault(group, []).append(parameters[position])
+        for update, members in of_turn.values():
+            update.apply(members)
+        of_turn.clear()
 
 
 def _stand_in(parameter: Parameter) -> Tensor:

@@ -80,7 +80,7 @@ def changed(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, own)
 
 
-_APPLY, _NOW, _UPDATE = DueUpdate.apply, DueUpdate.now, CrossStepUpdates._apply
+_APPLY = DueUpdate.apply
 
 
 def twice(self: DueUpdate, members: Any) -> None:

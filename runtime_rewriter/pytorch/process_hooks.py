@@ -1,0 +1,77 @@
+"""Hooks of this process: around every optimizer's step, before forks, and at its end."""
+
+# mypy: untyped-calls-exclude=torch
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any, Protocol
+from weakref import WeakSet
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from runtime_rewriter.pytorch.addresses import note_addresses
+from runtime_rewriter.pytorch.reads import notice_arguments
+
+
+class Deferring(Protocol):
+    """Defers updates of a script's optimizers."""
+
+    def before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None: ...
+    def after_step(self, optimizer: Optimizer) -> None: ...
+    def flush(self) -> None:
+        """Apply all updates that are due."""
+
+    def forget(self) -> None:
+        """Drop them, in a forked process."""
+
+
+_PRESENT: WeakSet[Deferring] = WeakSet()
+OWN_HOOKS: set[int] = set()
+"""Ids of our step hooks."""
+
+
+def register(cross_step: Deferring) -> None:
+    """Report every step of every optimizer to `cross_step`, by torch's process-wide hooks."""
+    _PRESENT.add(cross_step)
+    note_addresses()
+    notice_arguments()
+    if not OWN_HOOKS:
+        # Before the interpreter stops the threads of lanes, on which other ranks wait.
+        threading._register_atexit(flush_all_synchronizers)  # type: ignore[attr-defined]
+        os.register_at_fork(before=flush_all_synchronizers, after_in_child=_forget_all)
+        OWN_HOOKS.add(register_optimizer_step_pre_hook(_before_any_step).id)
+        OWN_HOOKS.add(register_optimizer_step_post_hook(_after_any_step).id)
+
+
+def unregister(cross_step: Deferring) -> None:
+    _PRESENT.discard(cross_step)
+
+
+def flush_all_synchronizers() -> None:
+    """Flush every synchronizer in this process, before a script destroys its process groups or
+    forks."""
+    for present in tuple(_PRESENT):
+        present.flush()
+
+
+def _forget_all() -> None:
+    for present in tuple(_PRESENT):
+        present.forget()
+
+
+def _before_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for present in tuple(_PRESENT):
+        present.before_step(optimizer, args, kwargs)
+
+
+def _after_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for present in tuple(_PRESENT):
+        present.after_step(optimizer)
