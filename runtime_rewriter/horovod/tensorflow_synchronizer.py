@@ -9,7 +9,7 @@ gradient that is None on this rank and not on all counts as zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -143,14 +143,18 @@ class TensorflowSynchronizer(GradientSynchronizer):
     def _hook(self) -> None:
         """The tape calls `ready`: there are no hooks."""
 
-    def _write_anew(self, write: Callable[[list[int]], None], positions: Iterable[int]) -> None:
+    def _write_anew(
+        self,
+        write: Callable[[Mapping[int, Tensor | None]], None],
+        gradients: Mapping[int, Tensor | None],
+    ) -> None:
         """Write averages to new memory: the gradients' own belongs to TensorFlow."""
-        written = list(positions)
-        for position in written:
-            parameter = self.parameters[position]
-            if parameter.grad is not None and not parameter.grad.is_sparse:
-                parameter.grad = None
-        write(written)
+        write(
+            {
+                position: gradient if gradient is not None and gradient.is_sparse else None
+                for position, gradient in gradients.items()
+            }
+        )
 
     # -- a step
 

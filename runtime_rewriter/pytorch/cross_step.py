@@ -54,6 +54,7 @@ from runtime_rewriter.pytorch.under_way import Arriving, MessagesUnderWay
 from runtime_rewriter.pytorch.unseen_calls import UnseenFunctions, UnseenModules
 from runtime_rewriter.pytorch.update_gate import UpdateGate
 from runtime_rewriter.pytorch.updates import (
+    Averaged,
     DueUpdate,
     apply_in_turns,
     coupling_reason,
@@ -77,17 +78,17 @@ class _Pending:
 class CrossStepUpdates:
     """Pending averages and updates of one synchronizer's variables.
 
-    `write(positions)` copies arrived averages into `.grad`. It lives as long as its synchronizer,
-    since it examines the script's optimizers from their first step on. A forward pass under each
-    plan finds the variables whose reads cannot be detected. Their messages do not cross the step:
-    the backward pass waits for them.
+    `write(gradients)` copies arrived averages into the gradients of positions; None: into a new
+    `.grad`. An object lives as long as its synchronizer, since it examines the script's optimizers
+    from their first step on. A forward pass under each plan finds the variables whose reads cannot
+    be detected. Their messages do not cross the step: the backward pass waits for them.
     """
 
     def __init__(
         self,
         parameters: Sequence[Parameter],
         device: Device,
-        write: Callable[[Iterable[int]], None],
+        write: Callable[[Mapping[int, Tensor | None]], None],
     ) -> None:
         self._parameters, self._device, self._write = parameters, device, write
         self._stream = device.stream()
@@ -95,7 +96,8 @@ class CrossStepUpdates:
             id(parameter): position for position, parameter in enumerate(parameters)
         }
         self._pending: dict[int, _Pending] = {}
-        self._stashed: set[int] = set()  # gradients that a running step() must not see
+        # Gradients that a running step() must not see: their updates were put off.
+        self._stashed: dict[int, Tensor] = {}
         # Gradients withheld from a running step(), since an accelerator emulates its update.
         self._withheld: dict[int, Tensor] = {}
         self.updates_played = False
@@ -293,8 +295,9 @@ class CrossStepUpdates:
 
     def flush(self) -> None:
         """Wait for all messages and apply all pending averages and updates."""
-        if self._under_way or self._pending:
-            self.flush_variables(tuple(self._pending), rest=True)
+        with self._lock:  # a flush of another thread ends first
+            if self._under_way or self._pending:
+                self.flush_variables(tuple(self._pending), rest=True)
 
     def flush_arrived(self) -> None:
         """Apply what has arrived, without waiting."""
@@ -331,14 +334,9 @@ class CrossStepUpdates:
     def _finish(self, positions: list[int]) -> None:
         """Average and update `positions`, all of whose messages have arrived."""
         done = {position: self._pending.pop(position) for position in positions}
-        dropped = []
-        for position, pending in done.items():
-            parameter = self._parameters[position]
-            if pending.gradient is not None and parameter.grad is None:
-                if position not in self._stashed:
-                    dropped.append(parameter)
-                parameter.grad = pending.gradient
-        self._write(positions)
+        # Not by way of `.grad`, which the script may have dropped, and a running step() must not
+        # see.
+        self._write({position: pending.gradient for position, pending in done.items()})
         for pending in done.values():
             if pending.scaled is not None:
                 pending.scaled.arrive()
@@ -349,8 +347,6 @@ class CrossStepUpdates:
             if pending.gradient is not None:
                 unwatch(pending.gradient)
                 self._answering.arrived(position)
-        for parameter in dropped:
-            parameter.grad = None
         if not self._pending:
             self._stop_watching_calls()
 
@@ -358,12 +354,16 @@ class CrossStepUpdates:
         updated = {n: pending.due for n, pending in done.items() if pending.due}
         if not updated:
             return
-        parameters = {position: self._parameters[position] for position in updated}
+        averaged = {}
+        for position in updated:
+            gradient = done[position].gradient
+            assert gradient is not None, "only a variable with a gradient is put off"
+            averaged[position] = Averaged(self._parameters[position], gradient)
         if self.gate is not None:
-            self.gate.before_updates(parameters, updated)
-        apply_in_turns(updated, parameters)
+            self.gate.before_updates(averaged, updated)
+        apply_in_turns(updated, averaged)
         if self.gate is not None:
-            self.gate.after_updates(parameters, updated)
+            self.gate.after_updates(averaged, updated)
         for due in updated.values():
             self._due.subtract(update.optimizer for update, _ in due)
         self._guard({update.optimizer for due in updated.values() for update, _ in due})
@@ -398,9 +398,11 @@ class CrossStepUpdates:
         )
         if self.script_reads is not None:
             self.script_reads.step_begins(optimizer, numbers)
-        if self._pending:
-            self._put_off(optimizer, numbers, closure)
-        elif self.script.looking:
+        with self._lock:  # another thread's read, which may have begun, ends first
+            crossing = bool(self._pending)
+            if crossing:
+                self._put_off(optimizer, numbers, closure)
+        if not crossing and self.script.looking:
             norms = self._answering.loaded
             reason = self.script.look_at(optimizer, numbers, closure, norms)
             if reason is not None and self._enabled:
@@ -434,8 +436,8 @@ class CrossStepUpdates:
                 if position not in self._pending or parameter.grad is None:
                     continue  # without a gradient, the script has dropped it: its step skips it
                 self._pending[position].due.append((update, numbers[id(parameter)]))
+                self._stashed[position] = parameter.grad
                 parameter.grad = None
-                self._stashed.add(position)
                 deferred.append(position)
         self._due[optimizer] += len(deferred)
         if self.gate is not None and deferred:
@@ -447,15 +449,13 @@ class CrossStepUpdates:
                 self._inside_outer = False
             return
         self._stepping = None
-        with DisableTorchFunctionSubclass():
-            for position in self._stashed & self._pending.keys():
-                self._parameters[position].grad = self._pending[position].gradient
-            for position, gradient in self._withheld.items():
+        with self._lock, DisableTorchFunctionSubclass():
+            for position, gradient in (self._stashed | self._withheld).items():
                 self._parameters[position].grad = gradient
-        self._stashed.clear()
-        self._withheld.clear()
-        if optimizer in self._due:
-            self._guard((optimizer,))
+            self._stashed.clear()
+            self._withheld.clear()
+            if optimizer in self._due:
+                self._guard((optimizer,))
         if self.script_reads is not None:
             self.script_reads.step_ended(optimizer)
 

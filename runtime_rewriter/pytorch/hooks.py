@@ -17,7 +17,7 @@ Gradients count as in torch's DDP. Under accumulation only the last backward pas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from threading import Lock
@@ -263,10 +263,10 @@ class GradientSynchronizer:
             )
         check_fit(plan, self.module, self.ranks.size)
 
-    def _write(self, positions: Iterable[int]) -> None:
-        """Write averages that arrived after the step into `.grad`."""
+    def _write(self, gradients: Mapping[int, Tensor | None]) -> None:
+        """Write averages that arrived after the step."""
         assert self._packing is not None
-        self._packing.write(positions)
+        self._packing.write(gradients)
 
     def _install(self, buckets: Buckets, named: Mapping[str, nn.Parameter]) -> BucketReducer:
         assert self._backend is not None

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ def build_transfers(
 
 
 class Packing:
-    """Packs local gradients, divided by `divisor`, and writes the sums back into `.grad`.
+    """Packs local gradients, divided by `divisor`, and writes the sums back.
 
     `divisor`: w for averages. `sparse`: positions of the parameters whose gradients are sparse by
     DDP's rule. `messages_of`: the messages of each parameter, once per slice.
@@ -130,18 +130,19 @@ class Packing:
         gradients."""
         self._present_rows.ask(group)
 
-    def write(self, positions: Iterable[int]) -> None:
-        """Copy the averages of arrived messages into `.grad`; the gradient objects stay the
-        same."""
+    def write(self, gradients: Mapping[int, Tensor | None]) -> None:
+        """Copy the averages of arrived messages into these gradients, by position.
+
+        None: the parameter gets a new `.grad`.
+        """
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         sparse: list[tuple[int, Tensor, Tensor]] = []
-        for position in positions:
+        for position, gradient in gradients.items():
             parameter = self._parameters[position]
             if self._rows[position]:
-                write_average(parameter, self._rows[position])
+                write_average(parameter, gradient, self._rows[position])
                 continue
-            gradient = parameter.grad
             if gradient is None:
                 gradient = parameter.grad = torch.empty_like(parameter)
             dense = torch.empty_like(parameter) if gradient.is_sparse else gradient

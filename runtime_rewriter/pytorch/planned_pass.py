@@ -202,7 +202,7 @@ class PlannedPass:
             return missing
         for transfer in self._transfers:
             transfer.wait()
-        self._packing.write(averaged)
+        self._packing.write({position: self._parameters[position].grad for position in averaged})
         for observer in tuple(self._observers):
             observer.on_synchronized(unused)
         return missing

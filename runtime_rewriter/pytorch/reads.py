@@ -17,11 +17,12 @@ TorchScript, function transforms, compiled graphs (unseen_calls.py).
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
-from threading import RLock
+from threading import Lock, RLock
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ OnRead = Callable[[Tensor], None]
 _CALLBACK = "_autotune_on_read"
 _OPERATIONS = "_autotune_operations"
 _READING = RLock()
+_CHANGING = Lock()
+"""Guards what makes a tensor watched; nothing waits while it is held."""
 _GETTERS = (
     "shape",
     "dtype",
@@ -141,19 +144,21 @@ def watch(tensor: Tensor, on_read: OnRead, operations: GradientOperations | None
 
     `operations`: carry out norms and scaling without a read.
     """
-    setattr(tensor, _CALLBACK, on_read)
-    setattr(tensor, _OPERATIONS, operations)
-    if not is_watched(tensor):
-        tensor.__class__ = _WATCHED_AS[type(tensor)]
+    with _CHANGING:
+        setattr(tensor, _CALLBACK, on_read)
+        setattr(tensor, _OPERATIONS, operations)
+        if not is_watched(tensor):
+            tensor.__class__ = _WATCHED_AS[type(tensor)]
 
 
-def unwatch(tensor: Tensor) -> None:
-    """Drop the callback, if the tensor is watched."""
-    plain = _PLAIN.get(type(tensor))
-    if plain is not None:
-        tensor.__class__ = plain
-        delattr(tensor, _CALLBACK)
-        delattr(tensor, _OPERATIONS)
+def unwatch(tensor: Tensor, on_read: OnRead | None = None) -> None:
+    """Drop the callback, if the tensor is watched; with `on_read`, only this one."""
+    with _CHANGING:
+        plain = _PLAIN.get(type(tensor))
+        if plain is not None and on_read in (None, getattr(tensor, _CALLBACK)):
+            tensor.__class__ = plain
+            delattr(tensor, _CALLBACK)
+            delattr(tensor, _OPERATIONS)
 
 
 def stop_operations(tensor: Tensor) -> None:
@@ -168,13 +173,13 @@ def is_watched(tensor: Tensor) -> bool:
 
 def _read(tensor: Tensor) -> None:
     with _READING:  # a read on another thread waits until the value is there
-        if not is_watched(tensor):
-            return  # another thread's read came first
-        on_read: OnRead = getattr(tensor, _CALLBACK)
+        on_read: OnRead | None = getattr(tensor, _CALLBACK, None)
+        if on_read is None:
+            return  # the value is there: another thread's read or flush came first
         try:
             on_read(tensor)
         finally:
-            unwatch(tensor)
+            unwatch(tensor, on_read)  # another thread may watch it again by now
 
 
 def _operations_of(tensor: Tensor) -> GradientOperations | None:
@@ -212,6 +217,7 @@ def notice_arguments() -> None:
     """Let functions that ask no classes look for watched arguments, until the process ends."""
     if getattr(Parameter.__new__, _CALLBACK, False):
         return
+    os.register_at_fork(after_in_child=_renew_lock)
     places: list[tuple[Any, str]] = [(Parameter, "__new__"), (Tensor, "_make_subclass")]
     places += [(dist.ProcessGroup, name) for name in _OF_GROUPS]
     for kind, name in places:
@@ -219,6 +225,12 @@ def notice_arguments() -> None:
         if own is not None:
             noticing = _noticing(own)
             setattr(kind, name, noticing if kind is dist.ProcessGroup else staticmethod(noticing))
+
+
+def _renew_lock() -> None:
+    """Forget, in a forked process, that another thread may have held the lock."""
+    global _CHANGING
+    _CHANGING = Lock()
 
 
 def _noticing(own: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from runtime_rewriter.pytorch.optimizer_guard import attributes_of
-from runtime_rewriter.pytorch.updates import DueUpdate, unhooked_step, updating_class
+from runtime_rewriter.pytorch.updates import Averaged, DueUpdate, unhooked_step, updating_class
 
 
 class UpdateGate:
@@ -40,7 +40,7 @@ class UpdateGate:
         # By identity of the update: the hyperparameters of each parameter group at `step()`.
         self._hyperparameters: dict[int, tuple[dict[str, Any], ...]] = {}
         self._due: Counter[int] = Counter()
-        self._before: dict[int, tuple[Tensor, Tensor | None, dict[int, Any]]] = {}
+        self._before: dict[int, tuple[Tensor, Tensor, dict[int, Any]]] = {}
         self._buffers_before: list[Tensor] = []
         self.checked = 0
         """Updates of single variables that were compared."""
@@ -61,32 +61,28 @@ class UpdateGate:
             )
 
     def before_updates(
-        self,
-        parameters: Mapping[int, Parameter],
-        due: Mapping[int, Sequence[tuple[DueUpdate, int]]],
+        self, averaged: Mapping[int, Averaged], due: Mapping[int, Sequence[tuple[DueUpdate, int]]]
     ) -> None:
-        """Copy all that the updates `due` of these variables read; `.grad` holds the average."""
+        """Copy all that the updates `due` of these variables read."""
         if not self.active:
             return
         self._buffers_before = [buffer.clone() for buffer in self._buffers()]
         self._before = {}
-        for position, parameter in parameters.items():
+        for position, (parameter, gradient) in averaged.items():
             optimizers = {id(update.optimizer): update.optimizer for update, _ in due[position]}
             self._before[position] = (
                 parameter.detach().clone(),
-                None if parameter.grad is None else parameter.grad.detach().clone(),
+                gradient.detach().clone(),
                 {key: _state(optimizer, parameter) for key, optimizer in optimizers.items()},
             )
 
     def after_updates(
-        self,
-        parameters: Mapping[int, Parameter],
-        due: Mapping[int, Sequence[tuple[DueUpdate, int]]],
+        self, averaged: Mapping[int, Averaged], due: Mapping[int, Sequence[tuple[DueUpdate, int]]]
     ) -> None:
         """Compare the variables and their state with `step()` on the copies."""
         if not self.active:
             return
-        for position, parameter in parameters.items():
+        for position, (parameter, _) in averaged.items():
             value, gradient, states = self._before[position]
             reference = Parameter(value, requires_grad=parameter.requires_grad)
             reference.grad = gradient

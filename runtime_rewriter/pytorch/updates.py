@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -92,6 +92,13 @@ def _replaced_methods(optimizer: Optimizer, kind: type[Optimizer]) -> list[str]:
     return replaced
 
 
+class Averaged(NamedTuple):
+    """A parameter and its averaged gradient, which its `.grad` need not be."""
+
+    parameter: Parameter
+    gradient: Tensor
+
+
 @dataclass(frozen=True)
 class DueUpdate:
     """A `step()` to apply later, with the hyperparameters of each parameter group at its call.
@@ -118,7 +125,7 @@ class DueUpdate:
             (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
         )
 
-    def apply(self, members: Mapping[int, list[Parameter]]) -> None:
+    def apply(self, members: Mapping[int, list[Averaged]]) -> None:
         """Update only `members`, by the number of their parameter group.
 
         torch's own step runs on stand-ins: tensors on the same memory, in an optimizer with the
@@ -127,13 +134,16 @@ class DueUpdate:
         """
         attributes = attributes_of(self.optimizer)
         states = attributes["state"]
-        stand_ins = {p: _stand_in(p) for chosen in members.values() for p in chosen}
+        stand_ins = {one.parameter: _stand_in(one) for chosen in members.values() for one in chosen}
         kind = updating_class(self.optimizer)
         stepping: Any = kind.__new__(kind)
         stepping.__dict__ = {
             **attributes,
             "param_groups": [
-                {**self.hyperparameters[number], "params": [stand_ins[p] for p in chosen]}
+                {
+                    **self.hyperparameters[number],
+                    "params": [stand_ins[one.parameter] for one in chosen],
+                }
                 for number, chosen in sorted(members.items())
             ],
             "state": defaultdict(
@@ -155,29 +165,29 @@ class DueUpdate:
 
 
 def apply_in_turns(
-    due_updates: Mapping[int, Sequence[tuple[DueUpdate, int]]], parameters: Mapping[int, Parameter]
+    due_updates: Mapping[int, Sequence[tuple[DueUpdate, int]]], averaged: Mapping[int, Averaged]
 ) -> None:
     """Apply updates in the order of the script's steps, those of one step together.
 
     `due_updates`: those of each parameter, each with the number of the parameter's group.
     """
-    of_turn: dict[int, tuple[DueUpdate, dict[int, list[Parameter]]]] = {}
+    of_turn: dict[int, tuple[DueUpdate, dict[int, list[Averaged]]]] = {}
     longest = max(len(of_variable) for of_variable in due_updates.values())
     for turn in range(longest):
         for position, of_variable in due_updates.items():
             if turn < len(of_variable):
                 update, group = of_variable[turn]
                 members = of_turn.setdefault(id(update), (update, {}))[1]
-                members.setdefault(group, []).append(parameters[position])
+                members.setdefault(group, []).append(averaged[position])
         for update, members in of_turn.values():
             update.apply(members)
         of_turn.clear()
 
 
-def _stand_in(parameter: Parameter) -> Tensor:
-    """A tensor on the memory of the parameter, with its gradient."""
-    stand_in = parameter.detach()
-    stand_in.grad = None if parameter.grad is None else parameter.grad.detach()
+def _stand_in(averaged: Averaged) -> Tensor:
+    """A tensor on the memory of the parameter, with the averaged gradient."""
+    stand_in = averaged.parameter.detach()
+    stand_in.grad = averaged.gradient.detach()
     return stand_in
 
 

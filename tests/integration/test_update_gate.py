@@ -96,7 +96,7 @@ def with_later_rate(self: DueUpdate, members: Any) -> None:
 def with_own_state(self: DueUpdate, members: Any) -> None:
     _APPLY(self, members)
     for chosen in members.values():
-        for parameter in chosen:
+        for parameter, _ in chosen:
             states = attributes_of(self.optimizer)["state"]
             states[parameter]["momentum_buffer"].mul_(1.5)
 

@@ -154,15 +154,16 @@ def waiting_rows(parameter: Tensor, scale: float, residual: Tensor | None) -> Gr
     return replace(rows, form=Form.COO) if gradient.is_sparse else rows
 
 
-def write_average(parameter: Tensor, transfers: Sequence[RowTransfer]) -> None:
-    """Write the sums of a variable's messages into its `.grad`: dense if it was dense, else COO.
+def write_average(
+    parameter: Tensor, gradient: Tensor | None, transfers: Sequence[RowTransfer]
+) -> None:
+    """Write the sums of a variable's messages into its gradient: dense if it was dense, else COO.
 
-    Without a gradient on this rank it gets the form of another rank's.
+    None: the parameter gets a new `.grad`, in the form of another rank's.
     """
     ordered = sorted(transfers, key=lambda transfer: transfer.part.start)
     totals = [transfer.total for transfer in ordered]
     rows = totals[0] if len(totals) == 1 else joined_rows(totals)
-    gradient = parameter.grad
     if gradient is None:
         if rows.form is Form.COO:
             parameter.grad = gradient_of(rows, parameter)
