@@ -160,7 +160,7 @@ class TensorflowSynchronizer(GradientSynchronizer):
 
     def step_starts(self) -> None:
         """Call before the forward pass. Between two instructions of the driver it waits here."""
-        with self._connection.world.as_default() if self._boundary_due else nullcontext():
+        with self._connection.world.as_default() if self.boundaries.due else nullcontext():
             self.before_forward(synchronize=True)
         self.forward_starts()
 

@@ -160,7 +160,7 @@ class HorovodSynchronizer(HookedSynchronizer):
         if not torch.is_grad_enabled():
             self.before_evaluation()
             return
-        with self._connection.world.as_default() if self._boundary_due else nullcontext():
+        with self._connection.world.as_default() if self.boundaries.due else nullcontext():
             self.before_forward(self._last_pass)
         self.forward_starts()
 

@@ -19,15 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from threading import Lock
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C import DisableTorchFunctionSubclass
-from torch.utils.hooks import RemovableHandle
 
 from autotune.errors import AutotuneError, InvalidStrategy, SynchronizationError
 from autotune.strategy_space.enactable import scaled_refusal_reason
@@ -51,11 +48,13 @@ from runtime_rewriter.pytorch.exchange.residuals import Residuals
 from runtime_rewriter.pytorch.exchange.row_transfer import RowTransfer
 from runtime_rewriter.pytorch.exchange.transfer import Transfer
 from runtime_rewriter.pytorch.garbage import freeze_garbage, thaw_garbage
+from runtime_rewriter.pytorch.gradient_hooks import GradientHooks
 from runtime_rewriter.pytorch.native_buckets import Backend, BucketReducer, Buckets
 from runtime_rewriter.pytorch.native_observation import ObservedPass
 from runtime_rewriter.pytorch.observers import Accelerator, BackwardObserver, StepListener
 from runtime_rewriter.pytorch.packing import Packing, build_transfers
 from runtime_rewriter.pytorch.planned_pass import PlannedPass
+from runtime_rewriter.pytorch.step_boundaries import StepBoundaries
 
 _NO_GRAD_ALREADY = nullcontext()
 
@@ -105,6 +104,7 @@ class GradientSynchronizer:
         self.world: Callable[[], AbstractContextManager[object]] = nullcontext
         """Inside it, torch's functions find the ranks of the job."""
         self.listeners: list[StepListener] = []
+        self.boundaries = StepBoundaries(self.listeners)
         self.observers: list[BackwardObserver] = []
         self.library = Library.DDP
         self.records_graph = False
@@ -127,14 +127,13 @@ class GradientSynchronizer:
         self._observed = ObservedPass(
             self.names, self.parameters, self.observers, self._on_native_gradient
         )
-        self._handles: list[RemovableHandle] = []
+        self._hooks = GradientHooks(self.parameters, self._on_gradient)
         self._lock = Lock()
         self._broken: str | None = None
         self._synchronizing = True
         self._reachable: set[int] = set()
         self._versions: list[int | None] = []
-        self._armed = self._begun = self._boundary_due = False
-        self._saw_training = self._saw_eval = self._unclean = False
+        self._armed = self._begun = False
         self._packing: Packing | None = None
         self.cross_step = CrossStepUpdates(self.parameters, self.device, self._write)
         self._pass = PlannedPass(
@@ -205,16 +204,7 @@ class GradientSynchronizer:
         self._check_usable()
         self.cross_step.flush()
         named = dict(zip(self.names, self.parameters, strict=True))
-        error: AutotuneError | None = None
-        buckets = None
-        try:
-            if plan is not None:
-                self._check_plan(plan)
-                # Residuals can only travel in our own messages.
-                if self._backend is not None and not deferred and not self.residuals.in_use:
-                    buckets = self._backend.buckets_of(plan)
-        except AutotuneError as problem:
-            error = problem
+        buckets, error = self._checked(plan, deferred)
         agree(self.ranks, plan, error, self.byte_scale)
         transfers: list[Transfer | RowTransfer] = []
         if plan is not None and buckets is None:
@@ -249,6 +239,22 @@ class GradientSynchronizer:
             freeze_garbage()
         else:
             thaw_garbage()
+
+    def _checked(
+        self, plan: Plan | None, deferred: bool
+    ) -> tuple[Buckets | None, AutotuneError | None]:
+        """The buckets by which a reducer of torch enacts the plan (None: our hooks do), or why
+        none can."""
+        if plan is None:
+            return None, None
+        try:
+            self._check_plan(plan)
+            # Residuals can only travel in our own messages.
+            if self._backend is not None and not deferred and not self.residuals.in_use:
+                return self._backend.buckets_of(plan), None
+        except AutotuneError as error:
+            return None, error
+        return None, None
 
     def _check_plan(self, plan: Plan) -> None:
         reason = self.refusal_reason() or scaled_refusal_reason(plan, self.byte_scale)
@@ -320,15 +326,10 @@ class GradientSynchronizer:
 
     def _hook(self) -> None:
         """Follow the gradients of backward passes under the plan, until `_unhook`."""
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, position))
-            for position, parameter in enumerate(self.parameters)
-        ]
+        self._hooks.register()
 
     def _unhook(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._hooks.remove()
         self.lanes.stop()
         self._observed.close()
         self.native = None
@@ -360,19 +361,8 @@ class GradientSynchronizer:
         not."""
         self._check_usable()
         self._end_last_pass()
-        if self._boundary_due:
-            self._boundary_due = False
-            if self.accelerator is not None:
-                self.accelerator.before_boundary()
-            clean = not (self._unclean or (self._saw_eval and self._saw_training))
-            self._saw_training = self._saw_eval = self._unclean = False
-            if self.listeners:
-                now_s = self.device.now_s()
-                for listener in tuple(self.listeners):
-                    listener.on_boundary(now_s, clean)
-        self._saw_training |= self.module.training
-        self._saw_eval |= not self.module.training
-        self._come_last()
+        self.boundaries.forward_begins(self.module.training, self.accelerator, self.device.now_s)
+        self._hooks.come_last()
         self.cross_step.forward_begins(observable=self.accelerator is None)
         self._armed = synchronize
 
@@ -433,7 +423,7 @@ class GradientSynchronizer:
     def mark_unclean(self) -> None:
         """Note that this step is not pure training: it has a forward pass without gradients,
         say."""
-        self._unclean = True
+        self.boundaries.mark_unclean()
 
     # -- backward
 
@@ -450,7 +440,7 @@ class GradientSynchronizer:
 
     def _begin(self) -> None:
         self._begun = True
-        self._come_last()
+        self._hooks.come_last()
         engine = torch.autograd.Variable._execution_engine
         if self._plan is None or self.native is not None:
             self._versions = self._gradient_versions() if self._ends_matter else []
@@ -461,15 +451,6 @@ class GradientSynchronizer:
             return
         engine.queue_callback(self._finish)
         self._pass.begin(self._reachable)
-
-    def _come_last(self) -> None:
-        """Move our hooks behind those that the script has registered since, which may change
-        gradients: DDP, too, takes a gradient after them."""
-        with DisableTorchFunctionSubclass():  # it reads no value that is under way
-            for parameter, handle in zip(self.parameters, self._handles, strict=False):
-                hooks: Any = parameter._post_accumulate_grad_hooks
-                if len(hooks) > 1 and next(reversed(hooks)) != handle.id:
-                    hooks[handle.id] = hooks.pop(handle.id)  # autograd follows their insertion
 
     @property
     def _ends_matter(self) -> bool:
@@ -507,10 +488,9 @@ class GradientSynchronizer:
         self._end_backward()
 
     def _end_backward(self, gradients_final: bool = True) -> None:
-        self._boundary_due = True
+        self.boundaries.due = True
         self.cross_step.backward_ended(gradients_final)
-        for listener in tuple(self.listeners):
-            listener.on_backward_end()
+        self.boundaries.backward_ended()
 
     def _on_gradient(self, position: int, parameter: Tensor) -> None:
         self._pass.note_use(position)

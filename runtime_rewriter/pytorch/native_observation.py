@@ -9,11 +9,10 @@ and before the reducer's own hooks, so observers see the local gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
+from runtime_rewriter.pytorch.gradient_hooks import GradientHooks
 from runtime_rewriter.pytorch.native_buckets import BucketReducer
 from runtime_rewriter.pytorch.observers import BackwardObserver
 
@@ -32,24 +31,20 @@ class ObservedPass:
         self._names = names
         self._parameters = parameters
         self._observers = observers
-        self._on_gradient = on_gradient
-        self._handles: list[RemovableHandle] = []
+        self._hooks = GradientHooks(parameters, on_gradient)
         self._reported: set[int] = set()  # positions that observers have seen in this pass
         self._began = self._accumulated = False
 
     def prepare(self) -> None:
         """Call after a forward pass whose backward pass will be synchronized."""
-        if self._observers and not self._handles:
-            self._handles = [
-                parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, position))
-                for position, parameter in enumerate(self._parameters)
-            ]
+        if self._observers and not self._hooks:
+            self._hooks.register()
         elif not self._observers:
             self.close()
 
     def begin(self, unreachable: Sequence[int]) -> None:
         """`unreachable`: positions known to get no gradient. The reducer takes them first."""
-        self._began = bool(self._handles)
+        self._began = bool(self._hooks)
         self._accumulated = False
         self._reported = set()
         if not self._began:
@@ -84,9 +79,7 @@ class ObservedPass:
         self._began = False
 
     def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._hooks.remove()
 
     def _report(self, position: int) -> None:
         self._reported.add(position)

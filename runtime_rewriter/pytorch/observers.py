@@ -59,4 +59,4 @@ class BackwardObserver:
         """All local gradients are final; messages may still be under way."""
 
     def on_synchronized(self, unused: frozenset[int]) -> None:
-        """Every `.grad` holds the average, except the variables in `kept`, which no rank used."""
+        """Every `.grad` holds the average, except the variables in `unused`, which no rank used."""

@@ -1,0 +1,47 @@
+"""Hooks on parameters, which run after a gradient was accumulated."""
+
+# mypy: untyped-calls-exclude=torch
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
+from torch.utils.hooks import RemovableHandle
+
+
+class GradientHooks:
+    """Calls `on_gradient(position, parameter)` between `register` and `remove`."""
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], on_gradient: Callable[[int, Tensor], None]
+    ) -> None:
+        self._parameters, self._on_gradient = parameters, on_gradient
+        self._handles: list[RemovableHandle] = []
+
+    def __bool__(self) -> bool:
+        """Whether the hooks are registered."""
+        return bool(self._handles)
+
+    def register(self) -> None:
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, position))
+            for position, parameter in enumerate(self._parameters)
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def come_last(self) -> None:
+        """Move our hooks behind those that the script has registered since, which may change
+        gradients: DDP, too, takes a gradient after them."""
+        with DisableTorchFunctionSubclass():  # it reads no value that is under way
+            for parameter, handle in zip(self._parameters, self._handles, strict=False):
+                hooks: Any = parameter._post_accumulate_grad_hooks
+                if len(hooks) > 1 and next(reversed(hooks)) != handle.id:
+                    hooks[handle.id] = hooks.pop(handle.id)  # autograd follows their insertion
