@@ -39,6 +39,13 @@ KINETO_LOG_LEVEL, QUIET = "KINETO_LOG_LEVEL", "99"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_inputs(parser)
+    _add_outputs(parser)
+    _add_check(parser)
+
+
+def _add_inputs(parser: argparse.ArgumentParser) -> None:
+    """What is predicted, and from which files and measurements."""
     parser.add_argument(
         "traces",
         nargs="+",
@@ -96,6 +103,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how long a step takes without a profiler, such as 50ms; the cost of recording is "
         "removed accordingly (default: removed where it is known)",
     )
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="write a timeline for each what-if"
     )
@@ -106,6 +116,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"default auto: perfetto above {JSON_OPS} ops (extra perfetto), else json",
     )
     parser.add_argument("--report", type=Path, metavar="FILE", help="write an HTML report")
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    """How a prediction is compared with the script."""
     measured = parser.add_argument_group(
         "measure it", "autotune what-if TRACE --check amp -- torchrun ... train.py"
     )

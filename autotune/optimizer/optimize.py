@@ -126,16 +126,6 @@ def optimize(
         starts = first_starts(problem, (name, first.strategy))
         result = search.run(starts, partial(later_starts, problem))
     best = result.best or first
-    assumed = list(best.assumed)
-    if best.fusion != OpFusion() and fused_s is None:
-        assumed.append(ASSUMED)
-    if assumed_times:
-        assumed.append(ASSUMED_TIMES)
-    if cluster.source == "assumed":
-        assumed.append(ASSUMED_LINKS)
-    packing = costs_of(workload.device, workload.device_name).pack_s_per_byte
-    if packing.is_assumed:
-        assumed.append(f"packing and issuing messages ({packing.source})")
     enacted = replace(best, fusion=OpFusion(), compute_factor=1.0)
     return Optimized(
         strategy=best.strategy,
@@ -154,8 +144,28 @@ def optimize(
         cut_short=result.cut_short,
         seconds=clock() - began_s,
         timeline=replays.timeline(best),
-        assumed=tuple(assumed),
+        assumed=_assumed_figures(problem, best, assumed_times, assumed_kernels=fused_s is None),
     )
+
+
+def _assumed_figures(
+    problem: Problem, best: State, assumed_times: bool, assumed_kernels: bool
+) -> tuple[str, ...]:
+    """The figures behind a result that nobody measured.
+
+    `assumed_times`: those of the workload before recomputation. `assumed_kernels`: fused ones.
+    """
+    assumed = list(best.assumed)
+    if best.fusion != OpFusion() and assumed_kernels:
+        assumed.append(ASSUMED)
+    if assumed_times:
+        assumed.append(ASSUMED_TIMES)
+    if problem.cluster.source == "assumed":
+        assumed.append(ASSUMED_LINKS)
+    packing = costs_of(problem.workload.device, problem.workload.device_name).pack_s_per_byte
+    if packing.is_assumed:
+        assumed.append(f"packing and issuing messages ({packing.source})")
+    return tuple(assumed)
 
 
 def full_overlap_s(problem: Problem, state: State) -> float:

@@ -156,6 +156,24 @@ def with_horovod(setup: Setup, folder: Path, settings: OutcomeSettings, quick: b
 
 def parsed(words: Sequence[str] | None) -> argparse.Namespace:
     parser = option_parser(__doc__)
+    _add_domains(parser)
+    _add_budgets(parser)
+    _add_parts(parser)
+    options = parser.parse_args(words)
+    # A quick run probes too little to judge a whole one.
+    options.folder = options.folder or Path(
+        "quick-outcome-trials" if options.quick else "outcome-trials"
+    )
+    try:
+        options.settings = read_settings(options)
+        options.domain = chosen_domains(options)
+    except InvalidInput as error:
+        parser.error(str(error))
+    return options
+
+
+def _add_domains(parser: argparse.ArgumentParser) -> None:
+    """Which domains are measured, and where their files lie."""
     parser.add_argument(
         "--folder",
         type=Path,
@@ -173,6 +191,10 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         help="only domains with these ratios of computation to communication (default all)",
     )
+
+
+def _add_budgets(parser: argparse.ArgumentParser) -> None:
+    """How long the searches and the closing comparisons are."""
     parser.add_argument(
         "--marks",
         default=",".join(map(str, MARKS)),
@@ -198,6 +220,10 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=int, help=f"of the closing comparison (default {OutcomeSettings.rounds})"
     )
+
+
+def _add_parts(parser: argparse.ArgumentParser) -> None:
+    """Which searches and rivals take part."""
     parser.add_argument(
         "--lossless-only", action="store_true", help="no search with lossy compressors"
     )
@@ -223,17 +249,6 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only-evaluate", action="store_true", help="of what lies in the folder")
-    options = parser.parse_args(words)
-    # A quick run probes too little to judge a whole one.
-    options.folder = options.folder or Path(
-        "quick-outcome-trials" if options.quick else "outcome-trials"
-    )
-    try:
-        options.settings = read_settings(options)
-        options.domain = chosen_domains(options)
-    except InvalidInput as error:
-        parser.error(str(error))
-    return options
 
 
 def chosen_domains(options: argparse.Namespace) -> list[str]:

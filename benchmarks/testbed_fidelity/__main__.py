@@ -14,6 +14,7 @@ The last line is one JSON object; every error is relative.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -169,7 +170,7 @@ def _trial(world: World, number: int, wanted: Plan | None) -> float:
     return outcome.median_s
 
 
-def main() -> int:
+def parsed() -> argparse.Namespace:
     parser = option_parser(__doc__)
     parser.add_argument(
         "--only", choices=["goodput", "allreduce", "spread"], help="one part, for a first look"
@@ -188,7 +189,11 @@ def main() -> int:
         default=15,
         help="all-reduces per size, and trials per strategy (default 15)",
     )
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parsed()
     if not can_emulate():
         return 2
     goodput: dict[str, tuple[float, float]] = {}
