@@ -9,10 +9,10 @@ Each round is kept when it ends, so a run that was cut off resumes.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -27,11 +27,11 @@ from autotune.records import Measured
 from autotune.rng import generator
 from autotune.strategy_space.strategy import Strategy
 from autotune.tuning.statistics import CONFIDENCE, compare, fewest_values
-from autotune.units import format_seconds
 from benchmarks.outcome.figures import geomean
 from benchmarks.outcome.horovod_through import block_of
 from benchmarks.outcome.kept import BESIDE_HOOKS, Frozen, compressors_are_shown, read_frozen
 from benchmarks.outcome.measure import LENGTHS
+from benchmarks.outcome.rounds import measure_rounds
 from benchmarks.outcome.searches import OURS, OURS_LOSSY
 
 FILE = "hooks.json"
@@ -104,15 +104,14 @@ def measure_hooks(setup: Setup, folder: Path, rounds: int, say: Say) -> None:
             reason = next(iter(rivals.failed.values()))
             raise InvalidInput(f"a hook of torch must run in {setup.name}, but none does: {reason}")
         rivals = replace(rivals, sides=(*hooks, *map(HookSide, OURS_SIDES)))
-    began_s, done = time.monotonic(), rivals.rounds
-    while rivals.rounds < rounds:
-        rivals = _with_round(rivals, ranks)
-        _write(folder, rivals)
-        left_s = (time.monotonic() - began_s) / (rivals.rounds - done) * (rounds - rivals.rounds)
-        say(
-            f"{setup.name}: hooks, round {rivals.rounds} of {rounds}, "
-            f"about {format_seconds(left_s)} left"
-        )
+    measure_rounds(
+        rivals,
+        rounds,
+        measure=lambda rivals: _with_round(rivals, ranks),
+        keep=partial(_write, folder),
+        say=say,
+        name=f"{setup.name}: hooks",
+    )
 
 
 def _best_hooks(sweep_s: Mapping[str, float]) -> list[HookSide]:

@@ -17,9 +17,9 @@ sample had it off, which favors Horovod. Sparse gradients are sent by Horovod's 
 from __future__ import annotations
 
 import csv
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -53,6 +53,7 @@ from benchmarks.outcome.horovod_sides import (
 from benchmarks.outcome.horovod_through import STEPS, ThroughHorovod, block_of, through_horovod
 from benchmarks.outcome.kept import Frozen, read_frozen
 from benchmarks.outcome.measure import LENGTHS
+from benchmarks.outcome.rounds import measure_rounds
 from benchmarks.outcome.searches import OURS
 
 LOG = "autotune.csv"
@@ -94,16 +95,14 @@ def measure_horovod(setup: Setup, folder: Path, rounds: int, say: Say, quick: bo
         with through_horovod(setup, folder, frozen.settings, quick) as through:
             rivals = _with_search(rivals, through)
         write_rivals(folder, rivals)
-    began_s, done = time.monotonic(), rivals.rounds
-    while rivals.rounds < rounds:
-        rivals = _with_round(rivals, ranks, blocks)
-        write_rivals(folder, rivals)
-        round_s = (time.monotonic() - began_s) / (rivals.rounds - done)
-        left_s = round_s * (rounds - rivals.rounds)
-        say(
-            f"{setup.name}: Horovod, round {rivals.rounds} of {rounds}, "
-            f"about {format_seconds(left_s)} left"
-        )
+    measure_rounds(
+        rivals,
+        rounds,
+        measure=lambda rivals: _with_round(rivals, ranks, blocks),
+        keep=partial(write_rivals, folder),
+        say=say,
+        name=f"{setup.name}: Horovod",
+    )
 
 
 @dataclass(frozen=True)

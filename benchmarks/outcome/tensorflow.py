@@ -11,9 +11,9 @@ Models with sparse gradients are left out: TensorFlow sends their rows by two ga
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -27,12 +27,12 @@ from autotune.parsing import parse, read_json
 from autotune.records import Measured
 from autotune.rng import generator
 from autotune.tuning.statistics import CONFIDENCE, compare, fewest_values
-from autotune.units import format_seconds
 from benchmarks.outcome.figures import geomean
 from benchmarks.outcome.horovod import ours_of
 from benchmarks.outcome.horovod_through import block_of
 from benchmarks.outcome.kept import Frozen, read_frozen
 from benchmarks.outcome.measure import LENGTHS
+from benchmarks.outcome.rounds import measure_rounds
 
 FILE = "tensorflow.json"
 MIB = 2**20
@@ -111,15 +111,14 @@ def measure_tensorflow(setup: Setup, folder: Path, rounds: int, say: Say) -> Non
         )
         rivals = MirroredRivals(setup.name, sides, named)
         _write(folder, rivals)
-    began_s, done = time.monotonic(), rivals.rounds
-    while rivals.rounds < rounds:
-        rivals = _with_round(rivals, workers, frozen, say)
-        _write(folder, rivals)
-        left_s = (time.monotonic() - began_s) / (rivals.rounds - done) * (rounds - rivals.rounds)
-        say(
-            f"{setup.name}: TensorFlow, round {rivals.rounds} of {rounds}, "
-            f"about {format_seconds(left_s)} left"
-        )
+    measure_rounds(
+        rivals,
+        rounds,
+        measure=lambda rivals: _with_round(rivals, workers, frozen, say),
+        keep=partial(_write, folder),
+        say=say,
+        name=f"{setup.name}: TensorFlow",
+    )
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from autotune.errors import InvalidInput
 from runtime_rewriter.horovod.connection import ELASTIC_REFUSAL
 from runtime_rewriter.horovod.importing import replace_attribute
+from runtime_rewriter.horovod.process_sets import check_all_ranks
 
 if TYPE_CHECKING:
     from runtime_rewriter.horovod.tensorflow_synchronizer import TapeSettings
@@ -67,12 +68,7 @@ def check_tape(horovod: Any, settings: TapeSettings) -> None:
             "hvd.DistributedGradientTape(op=hvd.Adasum) combines gradients as no plan describes; "
             "use op=hvd.Average"
         )
-    members = settings.process_set.ranks
-    if members is not None and len(members) != horovod.size():
-        raise InvalidInput(
-            "the tape must synchronize all ranks, but its process set has ranks "
-            f"{', '.join(map(str, members))} of {horovod.size()}; tune with only these ranks"
-        )
+    check_all_ranks(horovod, "tape", settings.process_set)
 
 
 def check_threads() -> None:

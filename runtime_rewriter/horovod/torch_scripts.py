@@ -20,6 +20,7 @@ from runtime_rewriter.horovod.importing import (
     replace_function,
 )
 from runtime_rewriter.horovod.modules import module_of
+from runtime_rewriter.horovod.process_sets import check_all_ranks
 from runtime_rewriter.horovod.torch_synchronizer import HorovodSynchronizer
 from runtime_rewriter.horovod.versions import check_horovod
 from runtime_rewriter.pytorch.ddp import ModelObserver
@@ -117,12 +118,7 @@ def check_optimizer(horovod: Any, optimizer: Any) -> None:
             "hvd.DistributedOptimizer(op=hvd.Adasum) sends updates, whose combination no plan "
             "describes; use op=hvd.Average"
         )
-    members = optimizer.process_set.ranks
-    if members is not None and len(members) != horovod.size():
-        raise InvalidInput(
-            "the optimizer must synchronize all ranks, but its process set has ranks "
-            f"{', '.join(map(str, members))} of {horovod.size()}; tune with only these ranks"
-        )
+    check_all_ranks(horovod, "optimizer", optimizer.process_set)
 
 
 def _add(

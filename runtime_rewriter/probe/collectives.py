@@ -36,7 +36,7 @@ from runtime_rewriter.probe.operations import (
 )
 from runtime_rewriter.probe.pairs import PairProbe, Report
 from runtime_rewriter.probe.peers import PeerProbe
-from runtime_rewriter.probe.rounds import STEADY, larger_are_known, spread_of, suspects
+from runtime_rewriter.probe.rounds import STEADY, larger_are_known, spread_of, suspect_sizes
 from runtime_rewriter.pytorch.exchange.device import Device
 from runtime_rewriter.pytorch.exchange.ranks import SynchronizerGroups
 
@@ -239,7 +239,7 @@ class _Prober:
         """Repeat disturbed points and keep the quicker result: disturbances only slow down."""
         for _ in range(REPAIR_ROUNDS):
             alone = [one for one in self._points if not one.loaded]
-            todo = [(one, size) for one in alone for size in self._suspects(one)]
+            todo = [(one, size) for one in alone for size in suspect_sizes(self._points[one])]
             for number, (one, size) in enumerate(todo):
                 before = self._points[one][size]
                 share_s = self.grant(FEWEST_REPEATS * before.seconds, len(todo) - number, end)
@@ -259,13 +259,6 @@ class _Prober:
             )
             for one, points in self._points.items()
         )
-
-    def _suspects(self, one: _Series) -> list[int]:
-        sizes = sorted(self._points[one])
-        points = [self._points[one][size] for size in sizes]
-        seconds = [point.seconds for point in points]
-        spreads = [point.spread for point in points]
-        return [sizes[index] for index in suspects(sizes, seconds, spreads)]
 
     def _fits_memory(self, one: _Series, size: int) -> bool:
         collected_bytes = size / self._byte_scale * one.group.size

@@ -22,7 +22,7 @@ from runtime_rewriter.probe.collectives import (
     WARM_S,
     sizes_up_to,
 )
-from runtime_rewriter.probe.rounds import STEADY, larger_are_known, spread_of, suspects
+from runtime_rewriter.probe.rounds import STEADY, larger_are_known, spread_of, suspect_sizes
 
 PREPARATION_S = 0.1
 """A new exchange takes this long until it is measured."""
@@ -107,7 +107,9 @@ class RepeatedPoints(Generic[Exchange]):
     def repair(self, end: float) -> None:
         """Repeat disturbed points and keep the quicker result: disturbances only slow down."""
         for _ in range(REPAIR_ROUNDS):
-            todo = [(one, size) for one in self._points for size in self._suspects(one)]
+            todo = [
+                (one, size) for one in self._points for size in suspect_sizes(self._points[one])
+            ]
             for number, (one, size) in enumerate(todo):
                 before = self._points[one][size]
                 share_s = self._share_s(before.seconds, len(todo) - number, end)
@@ -155,13 +157,6 @@ class RepeatedPoints(Generic[Exchange]):
         measured_s = cpu_s / len(repeats) - self._meeting_cpu_s[one.groups]
         mean_cpu_s = max(measured_s, 0.0) * exchanges.mean_cpu(one.primitive, one.members)
         return ProbePoint(size, median(repeats), spread_of(repeats), len(repeats), mean_cpu_s)
-
-    def _suspects(self, one: MeasuredSeries) -> list[int]:
-        sizes = sorted(self._points[one])
-        points = [self._points[one][size] for size in sizes]
-        seconds = [point.seconds for point in points]
-        spreads = [point.spread for point in points]
-        return [sizes[index] for index in suspects(sizes, seconds, spreads)]
 
     def _larger_are_known(self, one: MeasuredSeries) -> bool:
         points = self._points.get(one, {})

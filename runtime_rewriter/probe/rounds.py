@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from autotune.recordings.probe import HostPair, LinkCost
+from autotune.recordings.probe import HostPair, LinkCost, ProbePoint
 
 LARGE_BYTES = 2**19
 """Many times what a shaper or a socket buffer holds."""
@@ -61,6 +61,14 @@ def suspects(
     least_of_larger = np.array([t[s > size].min(initial=np.inf) for size in s])
     badness = np.maximum(too_wide, FALLING * t / least_of_larger)
     return tuple(int(index) for index in np.argsort(-badness, kind="stable") if badness[index] > 1)
+
+
+def suspect_sizes(points: Mapping[int, ProbePoint]) -> list[int]:
+    """The sizes of the points of one primitive, by size, that `suspects` finds."""
+    sizes = sorted(points)
+    in_order = [points[size] for size in sizes]
+    seconds, spreads = [one.seconds for one in in_order], [one.spread for one in in_order]
+    return [sizes[index] for index in suspects(sizes, seconds, spreads)]
 
 
 def larger_are_known(

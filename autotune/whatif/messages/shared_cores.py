@@ -15,9 +15,9 @@ import numpy as np
 
 from autotune.arrays import BoolArray, FloatArray, IntArray
 from autotune.dfg.graph import COMPUTATION, NONE, Kind
-from autotune.dfg.utilisation import covered_within_s
 from autotune.lowering.traffic import Collective
 from autotune.whatif.base import Base, steady
+from autotune.whatif.messages.accompanied import accompanied_share
 from autotune.whatif.messages.cluster_size import training_cluster
 from autotune.whatif.messages.collective_times import collective_of
 from autotune.whatif.primitives import select
@@ -55,26 +55,12 @@ def on_shared_cores(base: Base, question: Question) -> Base:
     lost = (loaded.cpu_alpha_s + loaded.cpu_beta_s_per_byte * sizes_bytes) / loaded_s
     computes = np.isin(base.kind, list(COMPUTATION)) & (base.queue != NONE)
     durations_s = base.duration_s.copy()
-    durations_s[ops] *= 1.0 + (longer - 1.0) * _accompanied(base, ops, computes)
+    durations_s[ops] *= 1.0 + (longer - 1.0) * accompanied_share(
+        base, ops, computes, with_gaps=True
+    )
     return _without_lost_time(
         replace(base, duration_s=durations_s), ops, np.minimum(lost, 1.0), computes
     )
-
-
-def _accompanied(base: Base, messages: IntArray, computes: BoolArray) -> FloatArray:
-    """The share of each message's time beside computation, in the steady step."""
-    replayed = steady(base)
-    timeline, copies = replayed.timeline, replayed.copies
-    inside = np.concatenate([np.flatnonzero(computes) + copy * base.ops for copy in range(copies)])
-    shown = messages + (copies - 2) * base.ops  # the last step lacks what follows it
-    begin_s, end_s = timeline.start_s[shown], timeline.end_s[shown]
-    busy_until_s = timeline.end_s[inside] + np.tile(base.gap_s[computes], copies)
-    within_s = covered_within_s(timeline.start_s[inside], busy_until_s, begin_s, end_s)
-    lengths_s = end_s - begin_s
-    share: FloatArray = np.divide(
-        within_s, lengths_s, out=np.zeros(len(messages)), where=lengths_s > 0
-    )
-    return np.clip(share, 0.0, 1.0)
 
 
 def _without_lost_time(

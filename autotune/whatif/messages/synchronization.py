@@ -18,9 +18,9 @@ import numpy as np
 
 from autotune.arrays import BoolArray, FloatArray, IntArray
 from autotune.dfg.graph import NONE, Kind
-from autotune.dfg.utilisation import covered_within_s
 from autotune.lowering.costs import RuntimeCosts
-from autotune.whatif.base import Base, steady
+from autotune.whatif.base import Base
+from autotune.whatif.messages.accompanied import accompanied_share
 from autotune.whatif.messages.bucket_messages import BucketMessages
 from autotune.whatif.messages.ddp_buckets import Bucket, RecordedReducer, recorded_reducer
 from autotune.whatif.primitives import add, connect, insert, insert_calls, usual_launch
@@ -215,12 +215,4 @@ def _overlap(base: Base, ops: IntArray) -> FloatArray:
     computes = base.on_device & (base.kind != Kind.COLLECTIVE) & (base.queue != NONE)
     if not computes.any() or not len(ops):
         return np.zeros(len(ops))
-    replayed = steady(base)
-    timeline, copies = replayed.timeline, replayed.copies
-    inside = np.concatenate([np.flatnonzero(computes) + copy * base.ops for copy in range(copies)])
-    shown = ops + (copies - 2) * base.ops  # the last step lacks what follows it
-    begin_s, end_s = timeline.start_s[shown], timeline.end_s[shown]
-    lengths_s = end_s - begin_s
-    within_s = covered_within_s(timeline.start_s[inside], timeline.end_s[inside], begin_s, end_s)
-    share: FloatArray = np.divide(within_s, lengths_s, out=np.zeros(len(ops)), where=lengths_s > 0)
-    return np.clip(share, 0.0, 1.0)
+    return accompanied_share(base, ops, computes, with_gaps=False)
