@@ -340,8 +340,7 @@ class CrossStepUpdates:
         for pending in done.values():
             if pending.scaled is not None:
                 pending.scaled.arrive()
-        if not self.updates_played:
-            self._update(done)
+        self._update(done)
         for position, pending in done.items():  # last: other threads wait for a watched tensor
             unwatch(self._parameters[position])
             if pending.gradient is not None:
@@ -354,6 +353,15 @@ class CrossStepUpdates:
         updated = {n: pending.due for n, pending in done.items() if pending.due}
         if not updated:
             return
+        if not self.updates_played:
+            self._apply(updated, done)
+        for due in updated.values():
+            self._due.subtract(update.optimizer for update, _ in due)
+        self._guard({update.optimizer for due in updated.values() for update, _ in due})
+
+    def _apply(
+        self, updated: Mapping[int, list[tuple[DueUpdate, int]]], done: Mapping[int, _Pending]
+    ) -> None:
         averaged = {}
         for position in updated:
             gradient = done[position].gradient
@@ -364,9 +372,6 @@ class CrossStepUpdates:
         apply_in_turns(updated, averaged)
         if self.gate is not None:
             self.gate.after_updates(averaged, updated)
-        for due in updated.values():
-            self._due.subtract(update.optimizer for update, _ in due)
-        self._guard({update.optimizer for due in updated.values() for update, _ in due})
 
     def _guard(self, optimizers: Iterable[Optimizer]) -> None:
         """Watch the state of those optimizers that still have updates due."""

@@ -1,10 +1,10 @@
-"""Other threads of a script may read variables at any time: they get the value or wait for it."""
+"""Deferred updates while other threads read variables, and when an accelerator plays them."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 import torch
@@ -47,22 +47,33 @@ def read_meanwhile(tensors: list[Parameter] | list[Tensor], errors: list[Excepti
         errors.append(error)
 
 
-def test_a_step_keeps_every_update_while_another_thread_reads() -> None:
-    parameters = [Parameter(torch.zeros(1)) for _ in range(VARIABLES)]
-    optimizer = torch.optim.SGD(parameters, lr=1.0)
+def crossing(parameters: Sequence[Parameter]) -> CrossStepUpdates:
+    """Averages of ones, a message for each variable."""
 
     def write(gradients: Mapping[int, Tensor | None]) -> None:
         for gradient in gradients.values():
             gradient.fill_(1.0)
 
     cross_step = CrossStepUpdates(parameters, Device(torch.device("cpu")), write)
-    messages = [Message(number) for number in range(VARIABLES)]
-    cross_step.enable([[message] for message in messages])
+    cross_step.enable([[Message(number)] for number in range(len(parameters))])
+    return cross_step
+
+
+def end_backward_pass(cross_step: CrossStepUpdates, parameters: Sequence[Parameter]) -> None:
+    """Leave all messages under way."""
+    for parameter in parameters:
+        parameter.grad = torch.zeros(1)
+    count = len(parameters)
+    cross_step.defer([Message(number) for number in range(count)], range(count))
+
+
+def test_a_step_keeps_every_update_while_another_thread_reads() -> None:
+    parameters = [Parameter(torch.zeros(1)) for _ in range(VARIABLES)]
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    cross_step = crossing(parameters)
     errors: list[Exception] = []
     for step in range(STEPS):
-        for parameter in parameters:
-            parameter.grad = torch.zeros(1)
-        cross_step.defer(messages, range(VARIABLES))
+        end_backward_pass(cross_step, parameters)
         reader = threading.Thread(target=read_meanwhile, args=(parameters[::-1], errors))
         reader.start()
         optimizer.step()
@@ -84,3 +95,17 @@ def test_a_value_may_arrive_while_another_thread_begins_to_read_it() -> None:
         unwatch(tensor)
     reader.join()
     assert errors == []
+
+
+def test_an_update_that_an_emulated_accelerator_plays_leaves_no_guard_behind() -> None:
+    parameters = [Parameter(torch.zeros(1))]
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    cross_step = crossing(parameters)
+    cross_step.updates_played = True
+    end_backward_pass(cross_step, parameters)
+    optimizer.step()
+    assert type(optimizer) is not torch.optim.SGD, "the update is due"
+    cross_step.flush()
+    assert type(optimizer) is torch.optim.SGD
+    assert parameters[0].item() == 0.0
+    cross_step.close()
