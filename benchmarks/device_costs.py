@@ -52,8 +52,8 @@ def events_of(trace: RankTrace, name: str) -> list[int]:
     if name not in trace.names:
         return []
     number = trace.names.index(name)
-    found: list[int] = np.flatnonzero(trace.name == number).tolist()
-    return found
+    events: list[int] = np.flatnonzero(trace.name == number).tolist()
+    return events
 
 
 def kernels_within(trace: RankTrace, event: int) -> Iterator[int]:

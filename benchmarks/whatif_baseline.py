@@ -62,8 +62,8 @@ def recordings() -> list[Path]:
     if reference is None:
         print("without the reference traces: set AUTOTUNE_REFERENCE_DATA", file=sys.stderr)
         return traces
-    found = sorted((reference / "traces").rglob("*"))
-    return [*traces, *(path for path in found if path.name.endswith((".json.gz", "kineto.tar.gz")))]
+    paths = sorted((reference / "traces").rglob("*"))
+    return [*traces, *(path for path in paths if path.name.endswith((".json.gz", "kineto.tar.gz")))]
 
 
 def rows_of(path: Path) -> Iterator[Row]:

@@ -129,8 +129,8 @@ class TensorflowScript:
                 )
                 _, trace = _traced(run)
         events = all_events(step_events(trace))
-        found = [event for event in events if event.name.startswith(f"probe_{size_bytes}_")]
-        return sorted(found, key=lambda event: event.end_ns)
+        probes = [event for event in events if event.name.startswith(f"probe_{size_bytes}_")]
+        return sorted(probes, key=lambda event: event.end_ns)
 
     def largest(self, values: Sequence[float]) -> list[float]:
         whole = tf.constant(values, tf.float64)

@@ -118,12 +118,12 @@ def by_kernels(base: Base) -> float | None:
     kind = np.where(kernels, Kind.OTHER, base.kind).astype(np.int32)
     names = replace(base.names, layers=())
     hidden = replace(base, operator=nothing, layer=nothing, kind=kind, names=names)
-    found = with_kernel_layers(hidden)
-    if found is hidden:
+    named = with_kernel_layers(hidden)
+    if named is hidden:
         return None
     shared_s: defaultdict[tuple[str, str], float] = defaultdict(float)
     for op in np.flatnonzero(kernels & (base.layer != NONE) & (base.queue != NONE)).tolist():
-        instance = "" if found.layer[op] == NONE else found.names.layers[found.layer[op]]
+        instance = "" if named.layer[op] == NONE else named.names.layers[named.layer[op]]
         pair = base.names.layers[base.layer[op]], instance
         shared_s[pair] += float(base.duration_s[op])
     return _agreement(shared_s)

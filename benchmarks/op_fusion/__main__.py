@@ -212,17 +212,17 @@ def main() -> int:
     figures = []
     for name in cases():
         for elements in QUICK if options.quick else SIZES:
-            found = measure(name, elements, config, options.repeats)
-            if found is None:
+            figure = measure(name, elements, config, options.repeats)
+            if figure is None:
                 print(f"{name}, {elements} elements: XLA cannot compile it", file=sys.stderr)
                 continue
-            figures.append(found)
-            low, middle, high = found.ratios
+            figures.append(figure)
+            low, middle, high = figure.ratios
             print(
-                f"{name:18s} {elements * 4 / 2**10:7.0f} KiB  {found.ops:3d} ops in {found.sets} "
-                f"sets  apart {found.apart_us:9.0f} us  fused {found.fused_us:9.0f} us  ratio "
-                f"{middle:5.2f} ({low:.2f} to {high:.2f})  {found.chosen} sets pay: "
-                f"{found.chosen_ratio:.2f}{'' if found.exact else '  OTHER CLUSTERS'}",
+                f"{name:18s} {elements * 4 / 2**10:7.0f} KiB  {figure.ops:3d} ops in {figure.sets} "
+                f"sets  apart {figure.apart_us:9.0f} us  fused {figure.fused_us:9.0f} us  ratio "
+                f"{middle:5.2f} ({low:.2f} to {high:.2f})  {figure.chosen} sets pay: "
+                f"{figure.chosen_ratio:.2f}{'' if figure.exact else '  OTHER CLUSTERS'}",
                 flush=True,
             )
     print(

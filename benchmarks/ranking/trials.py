@@ -105,9 +105,9 @@ class ReplayedTimes:
         def described(features: StrategyFeatures, wanted: Plan) -> StrategyFeatures:
             key = _digest([given, wanted.id])
             if key not in self._known:
-                found = extractor.described(features, wanted)
-                assert found.timeline is not None and found.replayed_step_s is not None
-                row = (found.replayed_step_s, *found.timeline.row.tolist())
+                replayed = extractor.described(features, wanted)
+                assert replayed.timeline is not None and replayed.replayed_step_s is not None
+                row = (replayed.replayed_step_s, *replayed.timeline.row.tolist())
                 self._known[key] = row
                 with self._path.open("a", encoding="utf-8") as lines:
                     lines.write(json.dumps([key, row]) + "\n")

@@ -315,5 +315,5 @@ def memory_errors(folder: Path, say: Say, only_evaluate: bool) -> dict[str, floa
         subprocess.run([sys.executable, "-m", module, str(results)], check=True, stdout=sys.stderr)
     if not results.exists():
         return {}
-    found = json.loads(results.read_text())
-    return {name: value for name, value in found.items() if name != "cases"}
+    figures = json.loads(results.read_text())
+    return {name: value for name, value in figures.items() if name != "cases"}

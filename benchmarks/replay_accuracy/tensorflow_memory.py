@@ -250,19 +250,19 @@ def summary(found: Sequence[MemoryCase]) -> dict[str, float]:
 
 
 def main() -> int:
-    found = []
+    measured_cases = []
     for model in PROGRAMS:
         for case in cases(model):
-            found.append(case)
+            measured_cases.append(case)
             print(
                 f"{case.model:12} {case.setting:24} measured {case.measured_bytes / 2**20:6.2f} "
                 f"MiB, predicted {case.predicted_bytes / 2**20:6.2f} MiB, error {case.error:+.1%}",
                 flush=True,
             )
-    result = summary(found) | {"cases": [asdict(case) for case in found]}
+    result = summary(measured_cases) | {"cases": [asdict(case) for case in measured_cases]}
     if len(sys.argv) > 1:
         Path(sys.argv[1]).write_text(json.dumps(result))
-    print(json.dumps(summary(found)))
+    print(json.dumps(summary(measured_cases)))
     return 0
 
 

@@ -41,9 +41,9 @@ def assert_each_gradient_is_synchronized_once(
         for rank in ranks:
             local = f"replica_{rank}/{gradient.values.node}"
             reached = _reached(view, local, set(started))
-            found = Counter(started[node] for node in reached if node in started)
+            sums = Counter(started[node] for node in reached if node in started)
             own = of_variable[gradient.variable]
-            assert found == Counter((number, rank) for number in own), (local, found)
+            assert sums == Counter((number, rank) for number in own), (local, sums)
             written = [node for node in reached if view.nodes[node].op.startswith(WRITES)]
             assert not written, (local, written)
     for placed in graph.variables:
@@ -73,10 +73,10 @@ def _assert_updated(
 ) -> None:
     """Collectives join ranks outside of the graph; a server reads what each rank sends."""
     sent = _sent_to(view, placed.handle, started)
-    found = {number for number, _ in sent}
-    assert found and found <= numbers, (placed.handle, found, numbers)
-    assert found == numbers or placed.axis is not None, (placed.handle, found, numbers)
-    for number in found:
+    received = {number for number, _ in sent}
+    assert received and received <= numbers, (placed.handle, received, numbers)
+    assert received == numbers or placed.axis is not None, (placed.handle, received, numbers)
+    for number in received:
         served = graph.plan.messages[number].synchronizer is Synchronizer.PARAMETER_SERVER
         expected = range(graph.plan.world_size) if served else [placed.rank]
         assert set(expected) <= {rank for one, rank in sent if one == number}, placed.handle

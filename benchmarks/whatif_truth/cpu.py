@@ -99,7 +99,7 @@ def rows(run: Run, progress: Progress = lambda item: None) -> list[CpuRow]:
     os.environ["OMP_NUM_THREADS"] = "1"  # a rank has a core, alone and on the emulated cluster
     run.folder.mkdir(parents=True, exist_ok=True)
     kept = KeptRows(run.folder / "rows.jsonl")
-    found: list[CpuRow] = []
+    measured: list[CpuRow] = []
     for example, change in run.items:
         progress(f"{example} {change}")
         wanted = OF_PART.get(change, (change,))
@@ -107,8 +107,8 @@ def rows(run: Run, progress: Progress = lambda item: None) -> list[CpuRow]:
             for row in _measured(run, example, change):
                 kept.add(row)
         known = [kept.of(example, one) for one in wanted]
-        found += [one for one in known if one is not None]
-    return found
+        measured += [one for one in known if one is not None]
+    return measured
 
 
 def _measured(run: Run, example: str, change: str) -> list[CpuRow]:
@@ -135,11 +135,11 @@ def _local_row(run: Run, example: str, change: str) -> CpuRow:
     command = read_command(["python", *_script(example)])
     step_s = recorded_base(_recorded(run.folder, example), 0).measured_s
     plan = replace(run.plan, steps=max(run.plan.steps, math.ceil(TURN_S / step_s)))
-    found = check(command, Answer(Asked(change, change), (), Question()), plan)
-    predicted_s = found.baseline_s / speedup
+    checked = check(command, Answer(Asked(change, change), (), Question()), plan)
+    predicted_s = checked.baseline_s / speedup
     # the pairs' ratio, since the two medians met different machines
-    measured_s = found.baseline_s / found.measured
-    return CpuRow(example, change, found.baseline_s, predicted_s, measured_s, load=load)
+    measured_s = checked.baseline_s / checked.measured
+    return CpuRow(example, change, checked.baseline_s, predicted_s, measured_s, load=load)
 
 
 def _predicted_speedup(run: Run, example: str, change: str) -> float:
@@ -154,10 +154,10 @@ def _predicted_speedup(run: Run, example: str, change: str) -> float:
     if not path.exists():
         measure(path, base)
     (asked,) = read_asked(f"{change}_cpu")
-    found = answer(base, replace(asked, files={f"{change}_cpu": str(path)}), Question())
-    if found.prediction is None:
-        raise InvalidInput(found.reason)
-    return found.prediction.speedup
+    predicted = answer(base, replace(asked, files={f"{change}_cpu": str(path)}), Question())
+    if predicted.prediction is None:
+        raise InvalidInput(predicted.reason)
+    return predicted.prediction.speedup
 
 
 def _write_fused_times(path: Path, base: Base) -> None:
@@ -193,8 +193,8 @@ def _recorded(folder: Path, example: str) -> TraceJob:
 def cpu_result(run: Run) -> tuple[str, dict[str, Any]]:
     """(table, keys for the benchmark's last line)."""
     with CountedProgress(Terminal(), "row", len(run.items)) as progress:
-        found = rows(run, progress.begin)
-    return table(found), keys(found)
+        measured = rows(run, progress.begin)
+    return table(measured), keys(measured)
 
 
 def _command() -> None:

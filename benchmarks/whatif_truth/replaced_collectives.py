@@ -74,15 +74,15 @@ def replaced_result() -> tuple[str, dict[str, object]] | None:
     folder = reference_data()
     if folder is None:
         return None
-    found = replaced_collectives(folder)
+    row = replaced_collectives(folder)
     text = (
-        f"ddp_a100: {1e3 * found.measured_s:.2f} ms recorded, {1e3 * found.without_s:.2f} without "
-        f"its {found.collectives} collectives, {1e3 * found.predicted_s:.2f} "
-        f"({1e3 * found.low_s:.2f} to {1e3 * found.high_s:.2f}) with those of the table: error "
-        f"{found.error:.2%}; the collectives take {1e3 * found.recorded_s:.2f} ms recorded and "
-        f"{1e3 * found.table_s:.2f} by the table, contention included"
+        f"ddp_a100: {1e3 * row.measured_s:.2f} ms recorded, {1e3 * row.without_s:.2f} without "
+        f"its {row.collectives} collectives, {1e3 * row.predicted_s:.2f} "
+        f"({1e3 * row.low_s:.2f} to {1e3 * row.high_s:.2f}) with those of the table: error "
+        f"{row.error:.2%}; the collectives take {1e3 * row.recorded_s:.2f} ms recorded and "
+        f"{1e3 * row.table_s:.2f} by the table, contention included"
     )
-    return text, {"error_replaced_collectives": found.error}
+    return text, {"error_replaced_collectives": row.error}
 
 
 if __name__ == "__main__":

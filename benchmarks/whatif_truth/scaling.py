@@ -143,8 +143,8 @@ class Calibrated:
             links = float(np.exp(logs[0])), float(np.exp(logs[1]))
             return sum((self.step_s(row, *links) / row.step_s - 1) ** 2 for row in given)
 
-        found = minimize(misfit, start, method="Nelder-Mead", options={"maxfev": 80})
-        self.bytes_per_s, self.latency_s = np.exp(found.x).tolist()
+        minimum = minimize(misfit, start, method="Nelder-Mead", options={"maxfev": 80})
+        self.bytes_per_s, self.latency_s = np.exp(minimum.x).tolist()
 
     def step_s(self, row: Row, bytes_per_s: float, latency_s: float) -> float:
         workload = scaled(self.workload, self.compute_s[row.batch])

@@ -47,11 +47,11 @@ class MirroredAccelerator:
                 f"accelerators are emulated for at most {MOST_RECORDED_STEPS} kinds of batches, "
                 "but the step's arguments have more shapes or values; pad batches to few shapes"
             )
-        timed, found = {name for name, _ in self._timetable.ready}, set(recorded.gradients)
-        if timed != found:
+        timed, computed = {name for name, _ in self._timetable.ready}, set(recorded.gradients)
+        if timed != computed:
             raise InvalidInput(
                 "a profile must be of the running model, but they differ in "
-                f"{', '.join(sorted(timed ^ found)[:3])}; leave --profile out to measure it"
+                f"{', '.join(sorted(timed ^ computed)[:3])}; leave --profile out to measure it"
             )
         self._recorded[kind] = recorded
 

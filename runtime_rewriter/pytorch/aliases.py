@@ -77,9 +77,9 @@ def _is_known_elsewhere(tensor: Tensor) -> bool:
 def aliased(tensors: Sequence[Tensor]) -> set[int]:
     """The positions of tensors with an alias, other than neighbours among `tensors` that share a
     storage without overlapping, as the weights of a recurrent layer on a GPU do."""
-    found = {position for position, tensor in enumerate(tensors) if has_alias(tensor)}
+    with_alias = {position for position, tensor in enumerate(tensors) if has_alias(tensor)}
     sharing: dict[int, list[int]] = {}
-    for position in found:
+    for position in with_alias:
         if tensors[position].layout is torch.strided:
             storage = tensors[position].untyped_storage()._cdata
             sharing.setdefault(storage, []).append(position)
@@ -92,8 +92,8 @@ def aliased(tensors: Sequence[Tensor]) -> set[int]:
             and not _is_known_elsewhere(first)
             and not _overlap([tensors[position] for position in positions])
         ):
-            found.difference_update(positions)
-    return found
+            with_alias.difference_update(positions)
+    return with_alias
 
 
 def _overlap(tensors: Sequence[Tensor]) -> bool:

@@ -251,19 +251,19 @@ class CrossStepUpdates:
 
     def _unwatchable(self) -> set[int]:
         """Pending variables whose reads, or those of their gradients, cannot be detected."""
-        found = set(self.unseen & self._pending.keys())
+        unwatchable = set(self.unseen & self._pending.keys())
         watchable = []
         for position, pending in self._pending.items():
             parameter, gradient = self._parameters[position], pending.gradient
             # Without a gradient, step() would take the variable for unused.
             if gradient is None or not (can_watch(parameter) and can_watch(gradient)):
-                found.add(position)
-            elif position not in found:
+                unwatchable.add(position)
+            elif position not in unwatchable:
                 watchable.append((position, parameter, gradient))
         for number in (1, 2):
             tensors = [entry[number] for entry in watchable]
-            found |= {watchable[place][0] for place in aliased(tensors)}  # type: ignore[arg-type]
-        return found
+            unwatchable |= {watchable[place][0] for place in aliased(tensors)}  # type: ignore[arg-type]
+        return unwatchable
 
     def _on_read(self, position: int, _: Tensor) -> None:
         self.flush_variables((position,))

@@ -97,11 +97,11 @@ def _from_concrete(concrete: Any, marks: Marks) -> CapturedStep:
                 "another resource (a table, an iterator or a generator); pass its values as "
                 "arguments of the step"
             )
-        found = _graph_variable(variable, names.unique(variable.name.partition(":")[0]))
-        variables[id(variable)] = found
-        initial[found.name] = variable.numpy()
-        renamed[node.name] = found.name
-        node.CopyFrom(variable_node(found))
+        captured_variable = _graph_variable(variable, names.unique(variable.name.partition(":")[0]))
+        variables[id(variable)] = captured_variable
+        initial[captured_variable.name] = variable.numpy()
+        renamed[node.name] = captured_variable.name
+        node.CopyFrom(variable_node(captured_variable))
     _rename_inputs(graph_def, renamed)
     feeds = [_feed(tensor) for tensor in graph.inputs if tensor.op.name not in captured]
     targets = [op.name for op in graph.control_outputs]

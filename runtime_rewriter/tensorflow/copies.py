@@ -228,12 +228,12 @@ class Copies:
     def _remote_reads(self) -> dict[str, Served]:
         """Return the replicas' nodes that run at the server of the variable that they read."""
         view = self.training.view
-        found: dict[str, Served] = {}
+        read_at: dict[str, Served] = {}
         for served in self.served.values():
             if served.local_copy:
                 continue
             for read in self.updates.users[served.variable] - served.update.nodes:
-                found[read] = served
+                read_at[read] = served
                 takers = view.consumers.get(read, ())
-                found.update({one: served for one in takers if is_gather(view, one, read)})
-        return found
+                read_at.update({one: served for one in takers if is_gather(view, one, read)})
+        return read_at

@@ -106,9 +106,9 @@ def measured_times(
             by_kind[kind] = paired_times(
                 view, types, scopes, config, known=known, repeats=repeats, clock=clock
             )
-        found = by_kind[kind]
-        if found is not None:
-            times[one] = found
+        of_kind = by_kind[kind]
+        if of_kind is not None:
+            times[one] = of_kind
     return times
 
 
@@ -185,15 +185,15 @@ def outer_inputs(view: GraphView, ops: Collection[str]) -> list[TensorName]:
 
 def shape_inputs(view: GraphView, types: Types, sets: Sequence[FusibleSet]) -> list[TensorName]:
     """The integers that sets before the update read, such as shapes and axes of sums."""
-    found: dict[TensorName, None] = {}
+    integers: dict[TensorName, None] = {}
     for one in sets:
         if one.phase is Phase.UPDATE:  # to compute them may update variables
             continue
         for tensor in outer_inputs(view, one.ops):
             dtype = tf.as_dtype(types.dtypes[tensor])
             if dtype.is_integer and view.nodes[tensor.node].op != "Const":
-                found[tensor] = None
-    return list(found)
+                integers[tensor] = None
+    return list(integers)
 
 
 def _read_outside(view: GraphView, ops: Collection[str]) -> list[str]:

@@ -113,14 +113,14 @@ def fed_from(training: TrainingGraph, phases: Mapping[str, Phase]) -> dict[str, 
     while changed:  # a second time for control edges against the order of the data
         changed = False
         for name in view.topological:
-            found = fed[name]
+            reached = fed[name]
             for tensor in view.inputs[name]:
                 reads_average = phases.get(name) is Phase.UPDATE and tensor in averaged
-                found |= averaged[tensor] if reads_average else fed[tensor.node]
+                reached |= averaged[tensor] if reads_average else fed[tensor.node]
             for source in control_inputs(view.nodes[name]):
-                found |= fed[source]
-            changed |= found != fed[name]
-            fed[name] = found
+                reached |= fed[source]
+            changed |= reached != fed[name]
+            fed[name] = reached
     return fed
 
 
@@ -133,8 +133,8 @@ def fusible_sets(training: TrainingGraph, types: Types, device: str) -> tuple[Fu
     kept = {str(one) for one in training.fetches.values()}
     phases = phase_of_ops(training)
     fed = fed_from(training, phases)
-    found = sets_of_graph(training.view, types, phases, kept, device, fed)
-    return tuple(one for one in found if one.inner_bytes >= LEAST_INNER_BYTES)[:MOST_SETS]
+    sets = sets_of_graph(training.view, types, phases, kept, device, fed)
+    return tuple(one for one in sets if one.inner_bytes >= LEAST_INNER_BYTES)[:MOST_SETS]
 
 
 def sets_of_graph(
@@ -150,12 +150,12 @@ def sets_of_graph(
     `kept`: tensors that are results of the graph. `fed`: see `fed_from`.
     """
     compilable = compilable_ops(device)
-    found = {
+    distinct = {
         one: None
         for kinds in (_ELEMENTWISE | _AROUND, _ELEMENTWISE)
         for one in _Growing(view, types, phases, kept, compilable & kinds, fed).sets()
     }
-    return sorted(found, key=lambda one: (-one.inner_bytes, one.ops))
+    return sorted(distinct, key=lambda one: (-one.inner_bytes, one.ops))
 
 
 class _Growing:
@@ -184,8 +184,8 @@ class _Growing:
             if first != second and self._can_merge(first, second):
                 self._members[first] |= self._members.pop(second)
                 self._place.update(dict.fromkeys(self._members[first], first))
-        found = [self._described(members) for members in self._members.values()]
-        return [one for one in found if len(one.ops) > 1]
+        described = [self._described(members) for members in self._members.values()]
+        return [one for one in described if len(one.ops) > 1]
 
     def _sources(self, name: str, control: Iterable[str] = ()) -> set[str]:
         return {tensor.node for tensor in self._view.inputs[name]} | set(control)

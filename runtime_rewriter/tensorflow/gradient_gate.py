@@ -232,12 +232,12 @@ class GateWriter:
         self, names: Sequence[str], rank: int, sizes: Sequence[int], dtype: tf.DType, after: bool
     ) -> str | None:
         """The residuals of a rank, one variable behind the other; None if it has none."""
-        found = {name: self.synchronization.residual_of(name, rank, after) for name in names}
-        if all(one is None for one in found.values()):
+        residuals = {name: self.synchronization.residual_of(name, rank, after) for name in names}
+        if all(one is None for one in residuals.values()):
             return None
         parts = [
             self.writer.zeros([size], dtype)
-            if (whole := found[name]) is None
+            if (whole := residuals[name]) is None
             else self.writer.reshape(whole, [-1], dtype)
             for name, size in zip(names, sizes, strict=True)
         ]

@@ -151,18 +151,18 @@ def _gradients(
 ) -> tuple[Gradient, ...]:
     known = {variable.name for variable in variables}
     if marked is None:
-        found = _applied(graph_def, known)
+        gradients = _applied(graph_def, known)
     else:
         _refuse_hidden(graph_def, marked)
-        found = _marked(graph_def, marked)
-    if not found:
+        gradients = _marked(graph_def, marked)
+    if not gradients:
         raise InvalidInput(
             "a training step must compute gradients of variables with tf.GradientTape or "
             "tf.gradients, but none was found"
         )
-    _refuse_chained(graph_def, found)
+    _refuse_chained(graph_def, gradients)
     order = _positions(graph_def)
-    return tuple(sorted(found, key=lambda one: order[one.values.node]))
+    return tuple(sorted(gradients, key=lambda one: order[one.values.node]))
 
 
 def _refuse_chained(graph_def: GraphDef, gradients: Sequence[Gradient]) -> None:
@@ -247,7 +247,7 @@ def _functions_of(node: NodeDef) -> set[str]:
 
 def _applied(graph_def: GraphDef, known: set[str]) -> list[Gradient]:
     """Find gradients as the inputs of TensorFlow's own update operations."""
-    found = []
+    gradients = []
     for node in graph_def.node:
         if not node.op.startswith(("ResourceApply", "ResourceSparseApply")):
             continue
@@ -255,8 +255,8 @@ def _applied(graph_def: GraphDef, known: set[str]) -> list[Gradient]:
         variable = inputs["var"].node
         if variable in known:
             values = inputs["delta" if "delta" in inputs else "grad"]  # of plain gradient descent
-            found.append(Gradient(variable, values, inputs.get("indices")))
-    return found
+            gradients.append(Gradient(variable, values, inputs.get("indices")))
+    return gradients
 
 
 def _input_names(op: str) -> list[str]:

@@ -71,9 +71,9 @@ class ProgramVariables:
         own_call = ConcreteFunction._call_flat
 
         def handle(variable: Any) -> Any:
-            found = _handle(variable)
-            self.used([id(found)])
-            return found
+            resource = _handle(variable)
+            self.used([id(resource)])
+            return resource
 
         def set_handle(variable: Any, value: Any) -> None:
             vars(variable)[HANDLE] = value

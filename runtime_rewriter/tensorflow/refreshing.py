@@ -56,7 +56,7 @@ class Refreshes:
                 for part in slices
             ]
             sent = self.writer.identity(self.writer.concat(flat, 0, dtype), dtype, "pulled")
-        found = []
+        pulled = []
         for rank, device in enumerate(devices):
             wanting = [part for part in slices if rank in self._ranks(self.copied[part.variable])]
             if not wanting:
@@ -69,8 +69,8 @@ class Refreshes:
                     if part.axis is not None:
                         shape[part.axis] = part.stop - part.start
                     shaped = self.writer.reshape(tensor, shape, dtype)
-                    found.append(((part.variable, rank), part.start, shaped))
-        return found
+                    pulled.append(((part.variable, rank), part.start, shaped))
+        return pulled
 
     def _updated(self, variable: str, start: int) -> str:
         served = self.copied[variable]

@@ -190,8 +190,8 @@ def _first(facts: list[Facts]) -> Facts:
 
 def versions(tensorflow: str = tf.__version__) -> Facts:
     """Versions that all ranks must share. Raises `LaunchError` for an untested TensorFlow."""
-    found = tuple(int(part) for part in tensorflow.split(".")[:2])
-    if not OLDEST <= found < FIRST_UNTESTED:
+    version = tuple(int(part) for part in tensorflow.split(".")[:2])
+    if not OLDEST <= version < FIRST_UNTESTED:
         raise LaunchError(
             f"TensorFlow must be at least {'.'.join(map(str, OLDEST))} and below "
             f"{'.'.join(map(str, FIRST_UNTESTED))}, but is {tensorflow}; "

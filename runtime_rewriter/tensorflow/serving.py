@@ -73,12 +73,12 @@ def served_variables(
         kinds = {message.synchronizer for _, message in of_variable}
         if kinds != {Synchronizer.PARAMETER_SERVER}:
             continue
-        found = _served(training, plan, updates, name, of_variable)
-        if isinstance(found, Served):
-            served[name] = found
+        outcome = _served(training, plan, updates, name, of_variable)
+        if isinstance(outcome, Served):
+            served[name] = outcome
         else:
             notes.append(
-                f"the servers of {name!r} sum its gradient and every replica updates it: {found}"
+                f"the servers of {name!r} sum its gradient and every replica updates it: {outcome}"
             )
     return served, notes
 

@@ -66,14 +66,14 @@ class Updates:
     def slots(self) -> dict[str, tuple[str, ...]]:
         """The slots of each variable with a gradient."""
         trained = self.training.gradient_of
-        found: dict[str, list[str]] = defaultdict(list)
+        slots_of: dict[str, list[str]] = defaultdict(list)
         for name, writers in self.writers.items():
             if name in trained or not writers:
                 continue
             sources = frozenset[str]().union(*(self._sources[writer] for writer in writers))
             if len(sources) == 1:
-                found[next(iter(sources))].append(name)
-        return {name: tuple(found[name]) for name in trained}
+                slots_of[next(iter(sources))].append(name)
+        return {name: tuple(slots_of[name]) for name in trained}
 
     def update_of(self, variable: str) -> Update | str:
         """Return the update of a variable, or the reason why it has none of its own."""

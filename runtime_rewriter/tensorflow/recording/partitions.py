@@ -206,17 +206,17 @@ def phases(partitions: Partitions, gradients: Iterable[int], forward: Collection
     marked = set(gradients)
     behind = _reached(marked, partitions.consumers) - marked
     before = _reached(marked, partitions.sources)
-    found = []
+    phases = []
     for node in partitions.nodes:
         if node.number in behind:
-            found.append("update")
+            phases.append("update")
         elif node.number not in before:
-            found.append("other")
+            phases.append("other")
         elif is_forward(node.name, forward):
-            found.append("forward")
+            phases.append("forward")
         else:
-            found.append("backward")
-    return found
+            phases.append("backward")
+    return phases
 
 
 def is_forward(node: str, forward: Collection[str]) -> bool:

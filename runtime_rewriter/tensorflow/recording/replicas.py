@@ -42,10 +42,10 @@ def forward_nodes(training: TrainingGraph) -> frozenset[str]:
     Empty if they only pass on variables and constants: then the step does not return its loss.
     """
     gradients = {one.values.node for one in training.gradients}
-    found: set[str] = set()
+    forward: set[str] = set()
     for fetch in training.fetches.values():
         before = training.view.upstream([fetch.node], control=False)
         if not before & gradients:
-            found |= before
-    computes = any(training.view.nodes[name].op not in _PASSED_ON for name in found)
-    return frozenset(found if computes else ())
+            forward |= before
+    computes = any(training.view.nodes[name].op not in _PASSED_ON for name in forward)
+    return frozenset(forward if computes else ())
