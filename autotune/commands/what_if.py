@@ -161,19 +161,19 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
             )
         notes, wanted = (note,), replace(wanted, asked=(*wanted.asked, *read_asked(asked)))
     with CountedProgress(Terminal(), "part", items(job, wanted)) as progress:
-        found = answered(job, wanted, progress.begin)
-    found = replace(found, notes=(*found.notes, *notes))
+        answers = answered(job, wanted, progress.begin)
+    answers = replace(answers, notes=(*answers.notes, *notes))
     if command is not None:
-        found = _checked(found, command, options)
+        answers = _checked(answers, command, options)
     written = []
     if options.out is not None:
-        written = write_timelines(found, options.out, options.timeline_format)
+        written = write_timelines(answers, options.out, options.timeline_format)
     if options.report is not None:
-        write_whatif_report(options.report, found)
+        write_whatif_report(options.report, answers)
         written.append(options.report)
     tail = "".join(f"\nwritten: {path}" for path in written)
-    data = answered_data(found) | {"files": [str(path) for path in written]}
-    return data, answered_text(found) + tail
+    data = answered_data(answers) | {"files": [str(path) for path in written]}
+    return data, answered_text(answers) + tail
 
 
 def _command(options: argparse.Namespace) -> ScriptCommand | None:

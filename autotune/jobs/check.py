@@ -119,17 +119,17 @@ def _measured(
     answer: Answer, steps_s: Sequence[Sequence[float]], plan: CheckPlan, notes: tuple[str, ...]
 ) -> MeasuredChange:
     before_s, after_s = (np.array(side) for side in steps_s)
-    found = compare_pairs(np.log(before_s / after_s), CONFIDENCE)
-    bounded = math.isfinite(found.high)
+    comparison = compare_pairs(np.log(before_s / after_s), CONFIDENCE)
+    bounded = math.isfinite(comparison.high)
     prediction = answer.prediction
     return MeasuredChange(
         name=answer.asked.text,
         predicted=None if prediction is None else prediction.speedup,
         predicted_low=None if prediction is None else prediction.speedup_low,
         predicted_high=None if prediction is None else prediction.speedup_high,
-        measured=found.ratio,
-        measured_low=found.low if bounded else None,
-        measured_high=found.high if bounded else None,
+        measured=comparison.ratio,
+        measured_low=comparison.low if bounded else None,
+        measured_high=comparison.high if bounded else None,
         baseline_s=float(np.median(before_s)),
         changed_s=float(np.median(after_s)),
         pairs=len(steps_s[0]),

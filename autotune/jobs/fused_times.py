@@ -46,15 +46,15 @@ def fused_times(base: Base, budget_s: float) -> list[FusedTime]:
     for one in base.names.operators:
         if one.optimizer in FUSABLE and not one.around:
             calls.setdefault(one.optimizer, []).append(one)
-    found = []
+    times = []
     for name, operators in sorted(calls.items()):
         shapes = updated_shapes(operators)
         if not shapes or is_fused(base, name):
             continue
         updated = Updated(name, shapes, recorded_options(name, operators))
         unfused_s, fused_s = step_times_s(updated, BUDGET_SHARE * budget_s)
-        found.append(FusedTime(name, unfused_s, fused_s, len(shapes)))
-    return found
+        times.append(FusedTime(name, unfused_s, fused_s, len(shapes)))
+    return times
 
 
 def updated_shapes(operators: Sequence[Operator]) -> tuple[tuple[int, ...], ...]:

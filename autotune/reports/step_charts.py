@@ -117,9 +117,9 @@ def _message_rows(steps: SteadySteps, plan: Plan, window: Window) -> list[Row]:
 def _by_time(steps: SteadySteps) -> list[tuple[int, int]]:
     """Step and number of the messages that are under way in the window, in order of time."""
     shown = (steps.arrived_s > steps.begin_s) & (steps.began_s < steps.end_s)
-    found = np.argwhere(shown)
+    places = np.argwhere(shown)
     order = np.argsort(steps.began_s[shown], kind="stable")
-    return [(int(step), int(number)) for step, number in found[order]]
+    return [(int(step), int(number)) for step, number in places[order]]
 
 
 def _add(bars: list[Bar], bar: Bar) -> None:

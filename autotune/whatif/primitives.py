@@ -34,8 +34,8 @@ def select(
     if name:
         mask &= _matches(base.names.ops, name)
     if layer:
-        found = _matches(base.names.layers, layer)
-        mask &= np.append(found, False)[base.layer]  # NONE is the last one
+        matching = _matches(base.names.layers, layer)
+        mask &= np.append(matching, False)[base.layer]  # NONE is the last one
     if kinds:
         mask &= np.isin(base.kind, [int(kind) for kind in kinds])
     if on_device is not None:

@@ -155,11 +155,11 @@ def _set_layers(
     first = {one.event: one.scope for of_lane in segments.values() for one in of_lane if one.first}
     stated = {event: scope.layer for event, scope in first.items() if scope.layer}
     updates = {event for event, scope in first.items() if scope.kind == Kind.UPDATE}
-    found = host_units(trace, events)
-    phases = find_layers(found.units, trace.steps, stated, updates)
+    units = host_units(trace, events)
+    phases = find_layers(units.units, trace.steps, stated, updates)
     for of_lane in segments.values():
         for segment in of_lane:
-            scope, unit = segment.scope, found.of_event.get(segment.event)
+            scope, unit = segment.scope, units.of_event.get(segment.event)
             layer = unit.layer if unit is not None and unit.layer else scope.layer
             layer = "" if layer in phases else layer
             if layer != scope.layer:

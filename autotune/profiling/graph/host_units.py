@@ -73,7 +73,7 @@ def host_units(trace: RankTrace, events: Iterable[int]) -> HostUnits:
     work = (Category.HOST_OP, Category.RUNTIME)
     open_of: dict[int, list[tuple[float, Unit]]] = {}
     plain: dict[int, tuple[str, Role | None]] = {}
-    found = HostUnits()
+    units = HostUnits()
     for event in events:
         if trace.category[event] not in work:
             continue
@@ -90,7 +90,7 @@ def host_units(trace: RankTrace, events: Iterable[int]) -> HostUnits:
         is_op = bool(trace.category[event] == Category.HOST_OP)
         if unit is None or (is_op and _begins(unit, own, role, sequence)):
             unit = Unit(event, lane, role or Role.FORWARD, own, start_s, unit)
-            found.units.append(unit)
+            units.units.append(unit)
         if unit.role is Role.FORWARD:
             if sequence >= 0:
                 unit.sequences.append((sequence, event))
@@ -100,10 +100,10 @@ def host_units(trace: RankTrace, events: Iterable[int]) -> HostUnits:
             unit.sequence = sequence
         if unit.role is Role.ACCUMULATE and unit.inputs == MISSING:
             unit.inputs = int(trace.inputs[event])
-        found.of_event[event] = unit
+        units.of_event[event] = unit
         stack.append((start_s + float(trace.duration_s[event]), unit))
-    found.units.sort(key=lambda one: (one.start_s, one.event))
-    return found
+    units.units.sort(key=lambda one: (one.start_s, one.event))
+    return units
 
 
 def _role(name: str) -> tuple[str, Role | None]:

@@ -164,7 +164,7 @@ def _repetitions(names: Sequence[str], times: int) -> list[tuple[int, int]]:
     """(begin, length) of stretches of `names` that consist of a sequence `times` times."""
     if times < 2:
         return []
-    found: list[tuple[int, int]] = []
+    stretches: list[tuple[int, int]] = []
     for length in range(1, MOST_UPDATES + 1):
         alike = 0
         for place in range(length, len(names) + 1):
@@ -173,7 +173,7 @@ def _repetitions(names: Sequence[str], times: int) -> list[tuple[int, int]]:
                 continue
             if alike == length * (times - 1):
                 begin = place - length * times
-                if all(begin + length * times <= b or b + n * times <= begin for b, n in found):
-                    found.append((begin, length))
+                if all(begin + length * times <= b or b + n * times <= begin for b, n in stretches):
+                    stretches.append((begin, length))
             alike = 0
-    return found
+    return stretches

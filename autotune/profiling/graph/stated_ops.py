@@ -76,7 +76,7 @@ def _kind(node: GraphNode, collective: str) -> Kind:
 
 def _parents(node: int, op_of: Mapping[int, int], by_id: Mapping[int, GraphNode]) -> list[int]:
     """Ops of the nearest nodes that ran, upstream: a step may skip nodes, such as dead branches."""
-    found: list[int] = []
+    parents: list[int] = []
     seen: set[int] = set()
     waiting = list(by_id[node].inputs)
     while waiting:
@@ -85,10 +85,10 @@ def _parents(node: int, op_of: Mapping[int, int], by_id: Mapping[int, GraphNode]
             continue
         seen.add(source)
         if source in op_of:
-            found.append(op_of[source])
+            parents.append(op_of[source])
         else:
             waiting.extend(by_id[source].inputs)
-    return sorted(found)
+    return sorted(parents)
 
 
 def _explain(out: RankOps, parents: Mapping[int, Sequence[int]]) -> None:

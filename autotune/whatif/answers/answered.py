@@ -66,8 +66,8 @@ class Answered:
     @property
     def predicted(self) -> tuple[Answer, ...]:
         """The answers with a prediction, the fastest step first."""
-        found = [one for one in self.answers if one.prediction is not None]
-        return tuple(sorted(found, key=_after_s))
+        predicted = [one for one in self.answers if one.prediction is not None]
+        return tuple(sorted(predicted, key=_after_s))
 
     @property
     def refused(self) -> tuple[Answer, ...]:

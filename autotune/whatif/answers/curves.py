@@ -55,11 +55,11 @@ def bandwidth_curves(
 
 def _one_each(answers: Sequence[Answer]) -> list[Answer]:
     """Of each combination that depends on the workers, the answer with the fewest of them."""
-    found: dict[str, Answer] = {}
+    fewest: dict[str, Answer] = {}
     for one in answers:
         if one.prediction is not None and one.workers is not None:
-            found.setdefault(one.asked.text, one)
-    return list(found.values())
+            fewest.setdefault(one.asked.text, one)
+    return list(fewest.values())
 
 
 def _curve(base: Base, answer: Answer, questions: Sequence[tuple[float, Question]]) -> Curve:

@@ -69,14 +69,14 @@ def unrecorded(
     """
     recorded_s = steady(base).step_s
     if step_s is not None:
-        found, operator_s = _calibrated(base, by_recorder, step_s, recorded_s)
+        start, operator_s = _calibrated(base, by_recorder, step_s, recorded_s)
         how = f"{format_seconds(operator_s)} per operator, from the stated unrecorded step"
-        return Start(found, (), _removed_note(how, recorded_s, found))
+        return Start(start, (), _removed_note(how, recorded_s, start))
     if ordinary is not None:
         return _between_ordinary_steps(base, ordinary, recorded_s)
     if by_recorder and base.device == H100.device:
         cost = H100.recording
-        found, *others = (
+        start, *others = (
             without_recording(base, cost, reading)
             for reading in (Reading.EXPECTED, Reading.OPTIMISTIC, Reading.PESSIMISTIC)
         )
@@ -85,7 +85,7 @@ def unrecorded(
             f"{format_seconds(cost.call_s.expected)} per call, measured on {base.device}, and the "
             "recorder's wait at the end of each step"
         )
-        return Start(found, tuple(others), _removed_note(how, recorded_s, found))
+        return Start(start, tuple(others), _removed_note(how, recorded_s, start))
     unknown = (
         "speed-ups are those of the recorded training: what the profiler takes on this machine is "
         "unknown; state an unrecorded step with --unrecorded-step"
@@ -106,15 +106,15 @@ def _between_ordinary_steps(base: Base, ordinary: OrdinaryShare, recorded_s: flo
         return Start(base, (), f"{stays}its steps took no longer than {between}, within the noise")
     shares = (ordinary.expected, ordinary.low, ordinary.high)
     try:
-        (found, operator_s), *others = (
+        (start, operator_s), *others = (
             _calibrated(base, True, share * recorded_s, recorded_s) for share in shares
         )
     except InvalidInput:
         shorter = f"{1 - ordinary.expected:.1%} shorter, more than the recorded operators explain"
         return Start(base, (), f"{stays}{between} were {shorter}")
     how = f"{format_seconds(operator_s)} per operator, from {between}"
-    note = _removed_note(how, recorded_s, found)
-    return Start(found, tuple(other for other, _ in others), note)
+    note = _removed_note(how, recorded_s, start)
+    return Start(start, tuple(other for other, _ in others), note)
 
 
 def _removed_note(what: str, recorded_s: float, unrecorded: Base) -> str:
@@ -148,9 +148,9 @@ def _bisected(
 ) -> tuple[Base, float]:
     """The base and the cost at which the step takes `step_s`; more cost leaves a shorter step."""
     low_s, high_s = 0.0, MOST_OPERATOR_S
-    found = without(low_s)
-    if steady(found).step_s <= step_s:
-        return found, low_s
+    unrecorded = without(low_s)
+    if steady(unrecorded).step_s <= step_s:
+        return unrecorded, low_s
     least_s = steady(without(high_s)).step_s
     if least_s > step_s * (1 + SAME_STEP):
         raise InvalidInput(
@@ -160,12 +160,12 @@ def _bisected(
         )
     for _ in range(MOST_HALVINGS):
         middle_s = (low_s + high_s) / 2
-        found = without(middle_s)
-        error = steady(found).step_s / step_s - 1
+        unrecorded = without(middle_s)
+        error = steady(unrecorded).step_s / step_s - 1
         if abs(error) <= SAME_STEP:
             break
         low_s, high_s = (middle_s, high_s) if error > 0 else (low_s, middle_s)
-    return found, middle_s
+    return unrecorded, middle_s
 
 
 def _sure(seconds: float) -> Factor:

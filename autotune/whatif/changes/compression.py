@@ -91,11 +91,11 @@ def _found_before(base: Base, messages: IntArray, find_s: FloatArray) -> Base:
     after = np.array(sorted(total), dtype=np.int64)
     seconds = np.array([total[op] for op in after.tolist()])
     names = [f"find the largest of {base.names.ops[op]}" for op in after.tolist()]
-    found = base.ops + np.arange(len(after))
+    added = base.ops + np.arange(len(after))
     if has_device:
         base = insert(base, after, seconds, names, Kind.PACK)
     else:
-        base, found = insert_calls(base, after, seconds, names, Kind.PACK)
-    for op, at in zip(found.tolist(), after.tolist(), strict=True):
+        base, added = insert_calls(base, after, seconds, names, Kind.PACK)
+    for op, at in zip(added.tolist(), after.tolist(), strict=True):
         base = connect(base, op, behind[at])
     return base

@@ -138,19 +138,19 @@ def _encodings(base: Base) -> list[_Encoding]:
     if not relus:
         raise InvalidInput("the trace has no ReLU, whose outputs Gist encodes")
     back_of = dict(zip(relus, reversed(relus_back), strict=False))
-    found = []
+    encodings = []
     for place, op in enumerate(forward[:-1]):
         behind = forward[place + 1]
         if role[op] != Role.RELU or op not in back_of:
             continue
         if role[behind] == Role.POOL:
-            found.append(_Encoding(op, behind, back_of[op], binary=True))
+            encodings.append(_Encoding(op, behind, back_of[op], binary=True))
             behind = forward[min(place + 2, len(forward) - 1)]
         if behind in layer_of:
-            found.append(_sparse(base, op, layers[layer_of[behind]], layer_of[behind]))
-    if not found:
+            encodings.append(_sparse(base, op, layers[layer_of[behind]], layer_of[behind]))
+    if not encodings:
         raise InvalidInput(
             "Gist encodes ReLUs' outputs in front of convolutions or poolings, but no convolution "
             "or pooling of the trace follows a ReLU"
         )
-    return found
+    return encodings

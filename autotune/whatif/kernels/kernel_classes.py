@@ -87,7 +87,7 @@ def kernel_classes(base: Base) -> NDArray[np.object_]:
     for op in np.flatnonzero(base.on_device).tolist():
         call = int(base.operator[op])
         operator = "" if call == NONE else base.names.operators[call].name
-        found = class_of(base.names.ops[op], operator)
-        updates = base.kind[op] == Kind.UPDATE and found is not KernelClass.COMMUNICATION
-        classes[op] = KernelClass.OPTIMIZER if updates else found
+        kernel_class = class_of(base.names.ops[op], operator)
+        updates = base.kind[op] == Kind.UPDATE and kernel_class is not KernelClass.COMMUNICATION
+        classes[op] = KernelClass.OPTIMIZER if updates else kernel_class
     return classes

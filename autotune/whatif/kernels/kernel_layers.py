@@ -75,18 +75,18 @@ def with_kernel_layers(base: Base) -> Base:
         return base
     chosen = base.on_device & (base.queue != NONE) & (base.kind != Kind.COLLECTIVE)
     order = execution_order(base, chosen)
-    found = named_kernels([base.names.ops[op] for op in order.tolist()])
-    if found is None:
+    named = named_kernels([base.names.ops[op] for op in order.tolist()])
+    if named is None:
         return base
     bare = base.operator[order] == NONE
     ops = order[bare]
     kind, layer = base.kind.copy(), base.layer.copy()
-    stated = found.kind[bare] != Kind.OTHER
-    kind[ops[stated]] = found.kind[bare][stated]
+    stated = named.kind[bare] != Kind.OTHER
+    kind[ops[stated]] = named.kind[bare][stated]
     first = len(base.names.layers)
-    inside = (found.layer[bare] != NONE) & (layer[ops] == NONE)
-    layer[ops[inside]] = first + found.layer[bare][inside]
-    layers = (*base.names.layers, *found.names)
+    inside = (named.layer[bare] != NONE) & (layer[ops] == NONE)
+    layer[ops[inside]] = first + named.layer[bare][inside]
+    layers = (*base.names.layers, *named.names)
     note = "layers and passes: from the sequence of kernels' names; their operators are unknown"
     return replace(
         base,

@@ -85,7 +85,7 @@ def _tensor(
     None if an earlier layer stashes it. Which of several tensors of one size it is does not change
     the bytes alive.
     """
-    found: tuple[tuple[bool, int], int] | None = None
+    best: tuple[tuple[bool, int], int] | None = None
     for number, one in enumerate(lifetimes[: len(whole_bytes)]):
         born, dies, whole = one.born, one.dies, whole_bytes[number]
         if one.kind is not TensorRole.ACTIVATION or whole < size:
@@ -93,11 +93,11 @@ def _tensor(
         if born is None or dies is None or not born < forward < backward <= dies:
             continue
         key = whole - size <= SAME_SIZE * size + ALLOCATED_BYTES, born
-        if found is None or key > found[0]:
-            found = key, number
-    if found is None or lifetimes[found[1]].bytes < size:
+        if best is None or key > best[0]:
+            best = key, number
+    if best is None or lifetimes[best[1]].bytes < size:
         return None
-    return found[1]
+    return best[1]
 
 
 def _passes(profile: MemoryProfile, layers: Sequence[Layer]) -> list[tuple[int, int]]:

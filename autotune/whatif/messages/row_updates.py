@@ -43,9 +43,9 @@ def _row_ops(base: Base, table: Shape, others: Collection[Shape]) -> BoolArray:
     on_rows = np.array(
         [_works_on_rows(one, table, others) for one in base.names.operators], dtype=np.bool_
     )
-    found: BoolArray = np.append(on_rows, False)[base.operator]  # NONE is the last one
-    found &= base.queue != NONE
-    return found & base.on_device if base.on_device.any() else found
+    of_op: BoolArray = np.append(on_rows, False)[base.operator]  # NONE is the last one
+    of_op &= base.queue != NONE
+    return of_op & base.on_device if base.on_device.any() else of_op
 
 
 def _works_on_rows(operator: Operator, table: Shape, others: Collection[Shape]) -> bool:

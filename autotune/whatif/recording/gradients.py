@@ -43,34 +43,34 @@ def gradients_of(
     gradients of the trace.
     """
     trace = job.ranks[place]
-    found = _found(trace, base)
-    if not found:
+    gradients = _accumulated(trace, base)
+    if not gradients:
         if parameters is None:
             return None
         raise InvalidInput(
             "gradients are found by their accumulation, but the trace has no "
             f"{ACCUMULATE}; record the operators of the host as well"
         )
-    variables = _variables(job, found)
-    named = _named(found, variables, parameters)
+    variables = _variables(job, gradients)
+    named = _named(gradients, variables, parameters)
     if named is None:
         return None
     if variables is not None:
         rows = [counted_rows(one) for one in variables]
         shapes = [one.shape for one in variables]
     else:
-        rows = [looked_up_rows(one.shape, one.looked_up) for one in found]
-        shapes = [() if one.shape is None else one.shape.dims for one in found]
+        rows = [looked_up_rows(one.shape, one.looked_up) for one in gradients]
+        shapes = [() if one.shape is None else one.shape.dims for one in gradients]
     return tuple(
         Gradient(
             name, size, one.layer, one.ready, one.update, one.read, shape=shape, touched=touched
         )
-        for one, (name, size), shape, touched in zip(found, named, shapes, rows, strict=True)
+        for one, (name, size), shape, touched in zip(gradients, named, shapes, rows, strict=True)
     )
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Accumulated:
     """A gradient in the trace; ops are numbers of the base.
 
     `shape` is None if not recorded. `looked_up`: rows of a sparse one, 0 of a dense one.
@@ -84,33 +84,33 @@ class _Found:
     read: int
 
 
-def _variables(job: TraceJob, found: Sequence[_Found]) -> Sequence[Variable] | None:
-    """The variables of our recording in the order of `found`; None if they do not fit it."""
+def _variables(job: TraceJob, gradients: Sequence[_Accumulated]) -> Sequence[Variable] | None:
+    """The variables of our recording in the order of `gradients`; None if they do not fit it."""
     variables = recorded_variables(job.details)
-    shapes = [one.shape for one in found if one.shape is not None]
-    if variables is None or len(shapes) == len(found):
+    shapes = [one.shape for one in gradients if one.shape is not None]
+    if variables is None or len(shapes) == len(gradients):
         return None if variables is None else matched_by_shape(variables, shapes)
-    return variables if len(variables) == len(found) else None
+    return variables if len(variables) == len(gradients) else None
 
 
 def _named(
-    found: Sequence[_Found], variables: Sequence[Variable] | None, parameters: Path | None
+    gradients: Sequence[_Accumulated], variables: Sequence[Variable] | None, parameters: Path | None
 ) -> list[tuple[str, float]] | None:
-    """Names and sizes in bytes, in the order of `found`; `variables` in the same order."""
-    shapes = [one.shape for one in found if one.shape is not None]
+    """Names and sizes in bytes, in the order of `gradients`; `variables` in the same order."""
+    shapes = [one.shape for one in gradients if one.shape is not None]
     sizes = [shape.size_bytes for shape in shapes]
     known = [float(size) for size in sizes if size is not None]
     if parameters is not None:
         named = list(reversed(read_parameters(parameters).items()))
-        _refuse_unfit(parameters, named, len(found), known)
+        _refuse_unfit(parameters, named, len(gradients), known)
         return named
-    if len(known) < len(found):
+    if len(known) < len(gradients):
         if variables is None:
             return None
         known = [float(one.grad_bytes) for one in variables]
     if variables is not None:
         return [(one.name, size) for one, size in zip(variables, known, strict=True)]
-    return list(zip(_numbered([one.layer or "gradient" for one in found]), known, strict=True))
+    return list(zip(_numbered([one.layer or "gradient" for one in gradients]), known, strict=True))
 
 
 def _refuse_unfit(
@@ -141,7 +141,7 @@ def _numbered(layers: Iterable[str]) -> list[str]:
     return names
 
 
-def _found(trace: RankTrace, base: Base) -> list[_Found]:
+def _accumulated(trace: RankTrace, base: Base) -> list[_Accumulated]:
     """All gradients of the base in the order of the backward pass."""
     host = (base.event != NONE) & ~base.on_device
     units = host_units(trace, np.unique(base.event[host]).tolist())
@@ -157,7 +157,7 @@ def _found(trace: RankTrace, base: Base) -> list[_Found]:
     repeats = len(counts) == 1  # micro-batches accumulate the same gradients
     ops = _UnitOps(base, units)
     rows = LookedUpRows(trace)
-    found = []
+    gradients = []
     for one in passes[-1:] if repeats else passes:
         batches = passes if repeats else [one]
         readers = (passes[0] if repeats else one).gradients
@@ -166,8 +166,8 @@ def _found(trace: RankTrace, base: Base) -> list[_Found]:
             updated.setdefault(gradient, unit)
         for place, (unit, reader) in enumerate(zip(one.gradients, readers, strict=True)):
             same = [batch.gradients[place] for batch in batches]
-            found.append(
-                _Found(
+            gradients.append(
+                _Accumulated(
                     None
                     if unit.inputs == MISSING
                     else TensorShape.of(trace.op_inputs[unit.inputs]),
@@ -178,7 +178,7 @@ def _found(trace: RankTrace, base: Base) -> list[_Found]:
                     ops.first_read(origins.get(reader)),
                 )
             )
-    return found
+    return gradients
 
 
 def _updates(base: Base, units: HostUnits) -> set[int]:

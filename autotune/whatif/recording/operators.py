@@ -32,16 +32,16 @@ def operators_of(
     by_external.pop(MISSING, None)
     by_correlation = {int(trace.correlation[event]): call for event, call in innermost.items()}
     numbers: dict[int, int] = {}
-    found = np.full(len(events), NONE, dtype=np.int32)
+    operator_of = np.full(len(events), NONE, dtype=np.int32)
     for place, event in enumerate(events):
         call = innermost.get(event, MISSING)
         if event != MISSING and trace.category[event] in DEVICE_WORK:
             launcher = by_correlation.get(int(trace.correlation[event]), MISSING)
             call = by_external.get(int(trace.external[event]), launcher)
         if call != MISSING:
-            found[place] = numbers.setdefault(call, len(numbers))
+            operator_of[place] = numbers.setdefault(call, len(numbers))
     marks = _optimizer_marks(trace)
-    return found, tuple(_operator(trace, call, around, marks) for call in numbers)
+    return operator_of, tuple(_operator(trace, call, around, marks) for call in numbers)
 
 
 def _operator(

@@ -242,6 +242,6 @@ def _same_event(trace: RankTrace, event: int, step: TracedStep) -> int:
     starts_s = trace.start_s[same]
     own = next(one for one in reversed(trace.steps) if one.start_s <= trace.start_s[event])
     place = int(np.searchsorted(same, event)) - int(np.searchsorted(starts_s, own.start_s))
-    found = int(np.searchsorted(starts_s, step.start_s)) + place
-    inside = found < len(same) and starts_s[found] < step.end_s
-    return int(same[found]) if inside else MISSING
+    place_in_step = int(np.searchsorted(starts_s, step.start_s)) + place
+    inside = place_in_step < len(same) and starts_s[place_in_step] < step.end_s
+    return int(same[place_in_step]) if inside else MISSING
