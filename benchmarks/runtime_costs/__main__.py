@@ -11,7 +11,7 @@ import json
 import sys
 
 from autotune.jobs.campaign.cost_processes import measured_costs
-from autotune.jobs.campaign.runtime_costs import PAUSE_S
+from autotune.jobs.campaign.step_costs import PAUSE_S
 from benchmarks.repository import option_parser
 
 

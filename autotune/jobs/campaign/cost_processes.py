@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from autotune.errors import LaunchError
-from autotune.jobs.campaign.runtime_costs import PAUSE_S, CostConditions, one_process
+from autotune.jobs.campaign.runtime_costs import one_process
+from autotune.jobs.campaign.step_costs import PAUSE_S, CostConditions
 from runtime_rewriter.scheduling import take_round_robin
 
 LONGEST_S = 300.0
