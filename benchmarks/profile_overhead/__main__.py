@@ -13,6 +13,7 @@ ordinary steps take turns as the recorder chooses (`runtime_rewriter.recording.t
 | between | ordinary steps between two recorded ones, as chosen |
 | recorded | a recorded step / a step without a recording - 1 |
 | ordinary | the same for the ordinary steps in between |
+| beside | a recorded step / the ordinary steps in between - 1, which are nearest in time |
 | stretch | the same for both together, as often as in a recording of the default length |
 | wall | of each: steps of the slower rank |
 | cpu | of each: CPU time of both ranks' processes, all threads |
@@ -88,15 +89,16 @@ def figures(findings: dict[str, Any]) -> dict[str, Any]:
     stretch = [(PROFILE_STEPS, recorded_s)]
     if between:
         stretch.append((between * (PROFILE_STEPS - 1), ordinary_s))
-    kinds = {"recorded": [(1, recorded_s)], "stretch": stretch}
+    kinds = {"recorded": (plain_s, [(1, recorded_s)]), "stretch": (plain_s, stretch)}
     if between:
-        kinds["ordinary"] = [(1, ordinary_s)]
+        kinds["ordinary"] = plain_s, [(1, ordinary_s)]
+        kinds["beside"] = ordinary_s, [(1, recorded_s)]
     compared_kinds = {
         kind: {
-            clock: compared(plain_s[:, at], [(weight, one[:, at]) for weight, one in parts])
+            clock: compared(than_s[:, at], [(weight, one[:, at]) for weight, one in parts])
             for at, clock in enumerate(CLOCKS)
         }
-        for kind, parts in kinds.items()
+        for kind, (than_s, parts) in kinds.items()
     }
     cpu_s = float(np.median(plain_s[:, 1])) / 2
     return {
@@ -174,7 +176,7 @@ def main() -> None:
             f" {one['between']} ordinary steps between two recorded ones",
             flush=True,
         )
-        for kind in ("recorded", "ordinary", "stretch"):
+        for kind in ("recorded", "ordinary", "beside", "stretch"):
             if kind in one:
                 wall, cpu = (_shown(one[kind][clock]) for clock in CLOCKS)
                 print(f"  {kind}: {wall}, of CPU {cpu}", flush=True)

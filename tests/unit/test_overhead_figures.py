@@ -44,6 +44,7 @@ def test_a_stretch_is_the_weighted_mean_of_recorded_and_ordinary_steps() -> None
         }
     )
     assert found["recorded"]["cpu"]["median"] == pytest.approx(0.11)
+    assert found["beside"]["wall"]["median"] == pytest.approx(0.111 / 0.1005 - 1)
     assert found["ordinary"]["wall"]["median"] == pytest.approx(0.005)
     assert found["stretch"]["wall"]["median"] == pytest.approx((10 * 0.11 + 27 * 0.005) / 37)
     assert found["stretch"]["wall"]["quiet"] == pytest.approx((10 * 0.11 + 27 * 0.005) / 37)
