@@ -16,7 +16,7 @@ from autotune.canonical import canonical_json
 from autotune.cli import main
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
-from autotune.lowering.costs import RuntimeCosts
+from autotune.lowering.costs import Constant, RuntimeCosts
 from autotune.lowering.replayed import LoweredSteps
 from autotune.optimizer.budget import Budget
 from autotune.optimizer.optimize import Optimized, optimize
@@ -211,8 +211,9 @@ def test_compressors_are_used_only_where_the_space_has_them() -> None:
 
 def test_other_climbs_end_apart_near_the_best_and_outside_avoided_plans() -> None:
     workload, space = chain().workload(), SearchSpace.default()
-    # Packing costs enough on a CPU for plans to differ by more than `APART`.
-    steps = LoweredSteps(workload, NETWORK, costs=RuntimeCosts())
+    # Flushing costs enough for climbs to end in plans that differ by more than `APART`.
+    costly = replace(RuntimeCosts(), settle_s=Constant(0.002, "test"))
+    steps = LoweredSteps(workload, NETWORK, costs=costly)
     budget = Budget(replays=600)
     first = suggestions(steps, space, budget=budget)
     families = {"within the step", "across steps", "across steps, 2 in flight"}
