@@ -114,7 +114,7 @@ class PoolBuilder:
             sampling = deadline.share(0.5)
             if self._spec.search is not Search.RANDOM:
                 seeds = seed_strategies(workload, cluster, space)
-                self._add(pool, seeds, history, sampling.share(1 / 3))
+                self._add(pool, seeds, history, sampling.share(1 / 3), built=True)
             if mutants:
                 mutated = islice(self._mutated(parents, history, space, round_), mutants)
                 self._add(pool, mutated, history, sampling.share(1 / 2))
@@ -192,6 +192,7 @@ class PoolBuilder:
         history: History,
         deadline: Deadline,
         optimized: bool = False,
+        built: bool = False,
     ) -> None:
         """Add the new strategies that can be enacted until the deadline, or `most_slices`.
 
@@ -204,7 +205,7 @@ class PoolBuilder:
                 pool.known.add(planned.plan.id)
                 refusal = self._allowed.refusal_reason(planned.plan)
                 if refusal is None:
-                    pool.candidates.append(Candidate(planned, origin, optimized))
+                    pool.candidates.append(Candidate(planned, origin, optimized, built))
                     pool.slices += planned.plan.slice_count
                 else:
                     pool.refusals.append(refusal)

@@ -60,6 +60,9 @@ the replay's error: with half of them omitted, the best lossless one was never t
 """
 PASSED_OVER = 12
 """Most of the optimizer's strategies that a round keeps for later ones."""
+BUILT_NEAR = 0.1
+"""The first round tries the fastest hand-made strategy up to this predicted distance from the best,
+about twice the error of the replay."""
 NEAR = 0.05
 """Neighbours are proposed up to this predicted distance from the incumbent, about the error of the
 replay."""
@@ -125,6 +128,8 @@ class Proposer:
         untried.cut_short |= scored < len(pool)
         most = int(LATER_LEADERS * count) if round_ else max(1, round(LEADERS * count))
         leading = [i for i in range(scored) if pool[i].optimized][:most]
+        if not round_ and len(leading) < count:
+            leading += _nearly_fastest_built(pool, scores)
         rest = [i for i in range(scored) if i not in leading]
         if rest and len(leading) < count:
             others, left = [pool[i] for i in rest], count - len(leading)
@@ -213,6 +218,19 @@ class Proposer:
             rows = choice_agreement_rows([pool[int(i)].planned.strategy for i in survivors])
             picked = select_diverse(predicted[survivors], rows, count, self._spec.diversity)
         return [int(survivors[i]) for i in picked] + explorers.tolist()
+
+
+def _nearly_fastest_built(pool: Sequence[Candidate], scores: Scores) -> list[int]:
+    """The hand-made strategy that is predicted to be fastest; none if it is far from the best.
+
+    A search by replay also finds where the replay is wrong. A strategy that no search has chosen
+    does not have that bias, and ends a job at least as fast as the strategies that all know.
+    """
+    built = [i for i in scores.ranked.tolist() if pool[i].built][:1]
+    if scores.predicted_s is None:
+        return built
+    most_s = (1 + BUILT_NEAR) * float(scores.predicted_s.min())
+    return [i for i in built if scores.predicted_s[i] <= most_s]
 
 
 def _scored(

@@ -48,11 +48,12 @@ SCORED_SHARDS = 2**15
 
 @dataclass(frozen=True)
 class Candidate:
-    """`optimized`: found by the optimizer, whose replays are cached."""
+    """`optimized`: found by the optimizer, whose replays are cached. `built`: hand-made."""
 
     planned: PlannedStrategy
     origin: str
     optimized: bool = False
+    built: bool = False
 
 
 @dataclass(frozen=True)
