@@ -101,7 +101,12 @@ class _Operation:
         try:
             packed = tf.experimental.dlpack.from_dlpack(dlpack.to_dlpack(message.values))
             if before is not None:
-                before._begun.wait(self._timeout_s)
+                if not before._begun.wait(self._timeout_s):
+                    # Sent now, it would be out of the order that the other ranks keep.
+                    raise RuntimeError(
+                        "timed out: the message before it did not begin within "
+                        f"{self._timeout_s:g} s"
+                    )
                 if not message.sent_before:
                     before.wait()
         finally:
