@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_inputs(parser: argparse.ArgumentParser) -> None:
-    """What is predicted, and from which files and measurements."""
+    """Add the what-ifs to predict, and the files and measurements that they are predicted from."""
     parser.add_argument(
         "traces",
         nargs="+",

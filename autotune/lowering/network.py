@@ -122,14 +122,14 @@ class Network:
 
     def ports(self, to: DfgBuilder) -> tuple[tuple[int, int], ...]:
         """(queue, lock or NONE) of each port in the graph, for messages to all hosts."""
-        found = []
+        ports = []
         for name, discipline in self._joined.queues:
             if name not in self._port_names:
                 continue
             shared = discipline is Discipline.SHARED
             lock = to.lock(1, to_all_hosts(name)) if shared else NONE
-            found.append((to.queue(name, discipline), lock))
-        return tuple(found)
+            ports.append((to.queue(name, discipline), lock))
+        return tuple(ports)
 
     def _amounts(self, row: IntArray, message: IntArray) -> tuple[FloatArray, FloatArray]:
         """(seconds, bytes) of every op, (N,)."""

@@ -1,4 +1,4 @@
-"""What the tuner asks of the driver."""
+"""Instructions of the tuner to the driver."""
 
 from __future__ import annotations
 

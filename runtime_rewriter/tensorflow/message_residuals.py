@@ -1,4 +1,4 @@
-"""What the messages of a plan keep from step to step: residuals, and starts of PowerSGD."""
+"""Residuals and starts of PowerSGD, which the messages of a plan keep from step to step."""
 
 from __future__ import annotations
 
@@ -75,16 +75,16 @@ class MessageResiduals:
         if not residuals:
             return
         self._tensors[number] = ResidualTensors(
-            {rank: kept.value for rank, kept in residuals.items()}, dict(unsent)
+            {rank: residual.value for rank, residual in residuals.items()}, dict(unsent)
         )
-        for rank, kept in residuals.items():
+        for rank, residual in residuals.items():
             device = self.devices[rank]
             if rank in unsent:
-                self.kept.replace(kept, device, unsent[rank])
+                self.kept.replace(residual, device, unsent[rank])
                 continue
             with self.writer.at(device, f"{self.kept.scope}/message_{number}/rank_{rank}"):
-                zeros = self.writer.zeros([message.elements], tf.as_dtype(kept.dtype))
-            self.kept.replace(kept, device, zeros)
+                zeros = self.writer.zeros([message.elements], tf.as_dtype(residual.dtype))
+            self.kept.replace(residual, device, zeros)
 
     def of_variable(self, variable: str, rank: int, after: bool) -> str | None:
         """A rank's residual of a whole variable before or after the step; None if it has none."""
@@ -112,8 +112,8 @@ class MessageResiduals:
     def start(self, rank: int, part: TensorSlice) -> Start:
         device, k = self.devices[rank], self._rank_of[part]
         dtype = tf.as_dtype(self.training.by_name[part.variable].dtype)
-        kept = self.kept.start(rank, device, part, self.slices.shape(part), k, dtype)
-        return Start(kept.value, lambda tensor: self.kept.replace(kept, device, tensor))
+        start = self.kept.start(rank, device, part, self.slices.shape(part), k, dtype)
+        return Start(start.value, lambda tensor: self.kept.replace(start, device, tensor))
 
     @cached_property
     def _rank_of(self) -> dict[TensorSlice, int]:

@@ -53,8 +53,8 @@ class RankActor(ProcessSupervisor):
         Raises `LaunchError`.
         """
         self.end_view()
-        own = (str(Path.cwd()),) if own_directory else ()
-        self._view = held_view(protected.here(own), socket.gethostname())
+        directories = (str(Path.cwd()),) if own_directory else ()
+        self._view = held_view(protected.here(directories), socket.gethostname())
         return self._view.view
 
     def end_view(self) -> None:

@@ -23,16 +23,16 @@ def test_an_overhead_is_found_despite_drift_and_disturbed_steps():
     took_s = np.linspace(0.2, 0.3, 40)[:, None, None] * random.normal(1, 0.01, (40, 2, 4))
     took_s[:, 1] *= 1.05
     took_s[random.random(took_s.shape) < 0.05] *= 3
-    found = compared(took_s[:, 0], [(1, took_s[:, 1])])
-    low, high = found["interval"]
+    overhead = compared(took_s[:, 0], [(1, took_s[:, 1])])
+    low, high = overhead["interval"]
     assert low < 0.05 < high and high - low < 0.06
     for name in ("median", "quiet"):
-        assert found[name] == pytest.approx(0.05, abs=0.02)
+        assert overhead[name] == pytest.approx(0.05, abs=0.02)
 
 
 def test_a_stretch_is_the_weighted_mean_of_recorded_and_ordinary_steps() -> None:
     plain_s = np.full((6, 4), 0.1)
-    found = figures(
+    measured = figures(
         {
             "between": 3,
             "plain_s": np.stack([plain_s, plain_s], axis=1),
@@ -43,8 +43,8 @@ def test_a_stretch_is_the_weighted_mean_of_recorded_and_ordinary_steps() -> None
             "outside_s": {},
         }
     )
-    assert found["recorded"]["cpu"]["median"] == pytest.approx(0.11)
-    assert found["beside"]["wall"]["median"] == pytest.approx(0.111 / 0.1005 - 1)
-    assert found["ordinary"]["wall"]["median"] == pytest.approx(0.005)
-    assert found["stretch"]["wall"]["median"] == pytest.approx((10 * 0.11 + 27 * 0.005) / 37)
-    assert found["stretch"]["wall"]["quiet"] == pytest.approx((10 * 0.11 + 27 * 0.005) / 37)
+    assert measured["recorded"]["cpu"]["median"] == pytest.approx(0.11)
+    assert measured["beside"]["wall"]["median"] == pytest.approx(0.111 / 0.1005 - 1)
+    assert measured["ordinary"]["wall"]["median"] == pytest.approx(0.005)
+    assert measured["stretch"]["wall"]["median"] == pytest.approx((10 * 0.11 + 27 * 0.005) / 37)
+    assert measured["stretch"]["wall"]["quiet"] == pytest.approx((10 * 0.11 + 27 * 0.005) / 37)

@@ -138,7 +138,7 @@ def test_the_last_training_keeps_to_its_share_of_the_job() -> None:
 
 
 def test_in_a_later_round_the_optimizer_goes_on_from_what_was_measured() -> None:
-    spec = job()
+    spec = job(seed=4)  # here the ranker chooses none of the search's further results
     history = profiled(spec, model=SMALL).then(finished(0, CURRENT_SETUP, None, 0.5))
     budgets = Budget(200), Budget(800, stale=30)  # enough for four optima in the later round
     proposer = Proposer(spec, {}, budgets=budgets)
@@ -153,7 +153,7 @@ def test_in_a_later_round_the_optimizer_goes_on_from_what_was_measured() -> None
     assert (
         Proposer(spec, {}, budgets=budgets).propose(history, 1, 8).proposals == later
     )  # a resumed job
-    assert leading(later)[:4] == list(later[:4])
+    assert leading(later) == list(later[:4])
     tried = {trial.plan_id for trial in history.trials}
     assert not tried & {plan(proposal.strategy, SMALL, 4).id for proposal in later}
 

@@ -1,4 +1,4 @@
-"""What packing, compressing and summing the elements of messages cost a rank."""
+"""Time of a rank for packing, compressing and summing the elements of messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each variable and each message of a step cost a rank, from whole steps of a small model."""
+"""Time of a rank for each variable and each message, measured in whole steps of a small model."""
 
 from __future__ import annotations
 
