@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -96,13 +97,18 @@ class HeldView:
         return os.read(self._process.stdout.fileno(), 2**16)
 
     def end(self) -> None:
-        """Remove the copies. The processes inside should have ended. May be called again."""
+        """Remove the copies. The processes inside should have ended. May be called again.
+
+        A holder that does not end is killed.
+        """
         assert self._process.stdin is not None and self._process.stdout is not None
         if self._process.stdout.closed:
             return
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        self._output(END_S)
+        if not select.select([self._process.stdout], [], [], END_S)[0]:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # its copies stay where they are
         self._process.stdout.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -154,6 +155,21 @@ def test_copies_that_no_folder_can_hold_lie_in_memory(held, project, tmp_path, m
     monkeypatch.setenv("ELSEWHERE", str(tmp_path / "elsewhere"))
     done = inside(held, project, IN_MEMORY)
     assert done.returncode == 0, done.stderr
+
+
+@possible
+def test_a_holder_that_does_not_end_in_time_is_killed(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime_rewriter.world.views.END_S", 0.1)
+    held = HeldView(Protected.of([project]))
+    os.kill(held.view.holder, signal.SIGSTOP)
+    held.end()
+    status, deadline_s = Path(f"/proc/{held.view.holder}/status"), time.monotonic() + 10
+    while status.exists() and "State:\tZ" not in status.read_text():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    shutil.rmtree(held.scratch)
 
 
 @possible
