@@ -215,8 +215,12 @@ def missing_settings(
 def take_round(
     session: TrialSession, seed: int, phase: str, number: int, sides: Mapping[str, Strategy | None]
 ) -> None:
-    """Measure each side once, in an order of the round's own. None is the script's own DDP."""
+    """Measure each side once, in an order of the round's own. None is the script's own DDP.
+
+    The first round of a sweep has most of its trials, and only has to find the faster half.
+    """
     names = list(sides)
+    shortest = phase == SWEEP and number == 0
     step_s = {
         trial.strategy.id: trial.median_s
         for trial in session.writer.trials
@@ -230,7 +234,7 @@ def take_round(
             session.candidate(
                 f"{phase}:{number}:{names[index]}",
                 strategy,
-                steps_of_block(step_s.get(strategy.id)),
+                FEWEST_STEPS if shortest else steps_of_block(step_s.get(strategy.id)),
             )
 
 

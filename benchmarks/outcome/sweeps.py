@@ -1,9 +1,9 @@
 """Tune every rival with as many trials as our search: successive halving over its settings.
 
-In the first round each setting is measured once, in every later round the faster half of them, by
-the median of all trials so far, until the budget is used up. Then the best are measured once more,
-as the finalists of our search are. Everything follows from the trials on
-disk, so a sweep that was cut off resumes. Source: Jamieson and Talwalkar, AISTATS 2016.
+In the first round each setting is measured once for a few steps, in every later round the faster
+half of them, by the median of all trials so far, until the budget is used up. Then the best are
+measured once more, as the finalists of our search are. Everything follows from the trials on disk,
+so a sweep that was cut off resumes. Source: Jamieson and Talwalkar, AISTATS 2016.
 """
 
 from __future__ import annotations
