@@ -51,11 +51,16 @@ class Parts:
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """The ops of a lane's thread, and those with which its step ends, both (T, W)."""
+    """The ops of a lane's thread, all (T, W).
+
+    `ends`: with which its step ends. `holds`: after which a message within the limit behind it may
+    start, if only one of the two is of rows.
+    """
 
     parts: Parts
     threads: IntArray
     ends: IntArray
+    holds: IntArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +79,8 @@ class Connections:
 class JoinedShapes:
     """`columns` (6, T) and `slots` (2, T) as in `Shape`, `edges` (2, T), `first` (T,).
 
-    Resources are numbered by their first use: `queues`, `locks`.
+    `rows` (S,): kinds of messages of rows. Resources are numbered by their first use: `queues`,
+    `locks`.
     """
 
     shapes: tuple[Shape, ...]
@@ -86,6 +92,7 @@ class JoinedShapes:
     first_parts: Parts
     first: IntArray
     lanes: tuple[Lane, ...]
+    rows: BoolArray
     connections: tuple[Connections, ...]
     queues: tuple[Queue, ...]
     locks: tuple[Lock, ...]
@@ -118,7 +125,9 @@ class ShapeCache:
         joined = self._joined.get(key)
         if joined is None:
             scene = Scene.of(batches, around, self._ports, self._costs)
-            joined = join([self._shape(batch, scene) for batch in batches])
+            joined = join(
+                [self._shape(batch, scene) for batch in batches], [batch.rows for batch in batches]
+            )
             self._joined.put(key, joined.columns.shape[1], joined)
         return joined
 
@@ -133,7 +142,8 @@ class ShapeCache:
         return shape
 
 
-def join(shapes: Sequence[Shape]) -> JoinedShapes:
+def join(shapes: Sequence[Shape], rows: Sequence[bool]) -> JoinedShapes:
+    """Join the shapes of all kinds; `rows` (S,): those of messages of rows."""
     queues: dict[Queue, int] = {}
     locks: dict[Lock, int] = {}
     columns = np.concatenate([shape.columns for shape in shapes], axis=1)
@@ -152,7 +162,11 @@ def join(shapes: Sequence[Shape]) -> JoinedShapes:
         edges=np.concatenate([shape.edges for shape in shapes], axis=1),
         first_parts=Parts.of([len(shape.first) for shape in shapes]),
         first=np.concatenate([shape.first for shape in shapes]),
-        lanes=tuple(_lane([_of_lane(shape, lane) for shape in shapes]) for lane in range(lanes)),
+        lanes=tuple(
+            _lane([_of_lane(*kind, lane) for kind in zip(shapes, rows, strict=True)])
+            for lane in range(lanes)
+        ),
+        rows=np.array(rows, dtype=np.bool_),
         connections=_connections(shapes),
         queues=tuple(queues),
         locks=tuple(locks),
@@ -165,21 +179,27 @@ def _renumber(columns: IntArray, queues: IntArray, locks: IntArray) -> None:
         columns[column] = numbers[columns[column]]
 
 
-def _of_lane(shape: Shape, lane: int) -> tuple[IntArray, IntArray] | None:
-    """(threads, ends) of a lane; None without threads."""
+_LaneOps = tuple[IntArray, IntArray, IntArray]
+
+
+def _of_lane(shape: Shape, rows: bool, lane: int) -> _LaneOps | None:
+    """(threads, ends, holds) of a lane; None without threads.
+
+    Rows hold the first lane until they have arrived, behind which they are only added.
+    """
     if lane < len(shape.threads) and len(shape.threads[lane]):
-        return shape.threads[lane], shape.ends[lane]
+        ends = shape.ends[lane]
+        return shape.threads[lane], ends, shape.ends[-2] if rows and lane == 0 else ends
     return None
 
 
-def _lane(of_shapes: Sequence[tuple[IntArray, IntArray] | None]) -> Lane:
+def _lane(of_shapes: Sequence[_LaneOps | None]) -> Lane:
     parts = Parts.of([0 if each is None else len(each[0]) for each in of_shapes])
     tables = [each for each in of_shapes if each is not None]
     if not tables:
         none = np.zeros((0, 1), dtype=np.int64)
-        return Lane(parts, none, none)
-    threads, ends = (np.concatenate([table[side] for table in tables]) for side in (0, 1))
-    return Lane(parts, threads, ends)
+        return Lane(parts, none, none, none)
+    return Lane(parts, *(np.concatenate([table[side] for table in tables]) for side in range(3)))
 
 
 def _connections(shapes: Sequence[Shape]) -> tuple[Connections, ...]:

@@ -60,6 +60,7 @@ class Batch:
 
     Each of the `pieces` of a direct exchange takes all steps by itself. `kind`: equal for batches
     of one lowering whose messages differ only in sizes and times, so that their ops are equal.
+    `rows`: the rows of sparse gradients travel, after their counts.
     """
 
     numbers: IntArray
@@ -67,6 +68,7 @@ class Batch:
     kind: Hashable
     pieces: int = 1
     direct: bool = False
+    rows: bool = False
 
     @cached_property
     def owned(self) -> bool:
@@ -184,6 +186,7 @@ class MessageTimer:
             kind=(message_kind, ring_order, flags),
             pieces=pieces_of(first),
             direct=first.synchronizer is Synchronizer.DIRECT_EXCHANGE,
+            rows=first.sparse is not SparseHandling.DENSE,
         )
 
     def _timed_steps(

@@ -162,7 +162,8 @@ class Network:
         """Each lane's thread takes the pieces of all messages in plan order.
 
         It takes one when that `limit` places before it has ended on the lane. Direct exchanges have
-        a limit of their own.
+        a limit of their own. Behind a message of rows, one of another kind waits until the rows
+        have arrived: the first lane carries only their counts.
         """
         around = self._around
         limits = [around.in_flight if batch.direct else around.limit for batch in self._batches]
@@ -173,13 +174,16 @@ class Network:
                 continue
             start = base[message][:, None]
             first, last = start + lane.threads[row], start + lane.ends[row]
+            held, of_rows = start + lane.holds[row], self._joined.rows[self._kind[message]]
             most = limit[self._kind[message]]
             if (most != 1).any():
                 to.edges(first[:-1], first[1:])
             limited = np.flatnonzero(most < UNLIMITED)
             behind = np.arange(len(limited)) - most[limited]
             waits = behind >= 0
-            to.edges(last[limited[behind[waits]]], first[limited[waits]])
+            ahead, waiting = limited[behind[waits]], limited[waits]
+            other = (of_rows[ahead] & ~of_rows[waiting])[:, None]
+            to.edges(np.where(other, held[ahead], last[ahead]), first[waiting])
 
     def _connect(self, to: DfgBuilder, base: IntArray) -> None:
         """Each connection carries the tensors of all messages in plan order."""

@@ -6,9 +6,10 @@ import gc
 import itertools
 import os
 import threading
+import time
 import weakref
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import pytest
@@ -284,6 +285,36 @@ def test_a_lane_keeps_at_most_the_limit_of_messages_in_flight(limit: int, direct
     waiting, late = run_world(check_limit, 2, limit, direct)
     assert waiting[:limit] == list(range(limit))
     assert max(waiting) == limit - 1 and max(late) <= limit - 1
+
+
+@on_ranks(2)
+def test_behind_rows_messages_of_another_kind_wait_until_the_rows_have_arrived(rank: int) -> None:
+    """Others of rows wait for the first lane only, which carries the counts."""
+    lanes, rank_groups = open_lanes(1)
+    groups = [lanes.group(lane, rank_groups) for lane in range(2)]
+    begun: list[str] = []
+    late = threading.Event()
+
+    def steps(name: str) -> list[tuple[int, Step]]:
+        def start(lane: int) -> dist.Work | None:
+            if rank == 1 and (name, lane) == ("rows", 1):
+                assert late.wait(20)
+            begun.append(f"{name} {lane}")
+            return dist.all_reduce(torch.ones(100), group=groups[lane], async_op=True)
+
+        def added() -> dist.Work | None:
+            return None
+
+        return [(0, partial(start, 0)), (1, partial(start, 1)), (2, added)]
+
+    flights = [lanes.run(steps(name), rows=True) for name in ("rows", "more rows")]
+    dense = lanes.run(steps("dense")[:1])
+    time.sleep(0.3)  # in which it would start
+    late.set()
+    for flight in (*flights, dense):
+        flight.wait()
+    assert begun.index("dense 0") > begun.index("more rows 1")
+    lanes.close()
 
 
 @on_ranks(3)

@@ -22,7 +22,7 @@ from autotune.records import Accelerators
 from autotune.strategy_space.builders.collectives import per_variable, single_bucket
 from autotune.strategy_space.builders.servers import parameter_server
 from autotune.strategy_space.plan import Message, Plan, TensorSlice, plan
-from autotune.strategy_space.strategy import Compressor, Synchronizer
+from autotune.strategy_space.strategy import Compressor, SparseHandling, Synchronizer
 from autotune.workload import Variable, Workload
 
 
@@ -146,6 +146,27 @@ def test_two_messages_in_flight_overlap_their_waits() -> None:
     one_s, two_s = (sync_s(lowering, *sent, limit=limit) for limit in (1, 2))
     assert one_s == pytest.approx(sum(2e-3 + 1.2e-8 * size for size in sizes))
     assert 1.2e-8 * sum(sizes) < two_s < one_s - 2 * 2e-3
+
+
+def test_behind_rows_messages_of_another_kind_wait_until_the_rows_have_arrived() -> None:
+    """Others of rows wait for the first lane only, which carries the counts."""
+    table = Variable("v0", (1000, 100), "float32", True, 0.01, 0.04, touched_rows=500.0)
+    sparse = replace(GPU, variables=(table, *GPU.variables[1:]))
+    how = (Synchronizer.ALL_REDUCE, Compressor.NONE, "float32")
+    rows = Message((TensorSlice("v0", 100_000),), *how, sparse=SparseHandling.ALL_GATHER)
+    dense = Message((TensorSlice("v1", 100_000),), *how)
+    lowering = Lowering(sparse, FOUR, FREE)
+
+    def starts_s(behind: Message) -> tuple[float, float]:
+        """When the message behind two of rows starts, and when the first's rows have arrived."""
+        graph = lowering.message_graph([rows, rows, behind], limit=2)
+        start_s = dict(zip(graph.names.ops, replay(graph).start_s.tolist(), strict=True))
+        return start_s["message 2 lane 0 of r0"], start_s["message 0 lane 2 of r0"]
+
+    starts, arrived = starts_s(dense)
+    assert starts == pytest.approx(arrived)
+    starts, arrived = starts_s(rows)
+    assert starts < 0.1 * arrived
 
 
 def test_a_period_begins_with_the_backward_pass_and_a_graph_with_the_forward_pass() -> None:

@@ -13,7 +13,7 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 
 import torch
@@ -49,7 +49,10 @@ connections to all its members. An NCCL group also holds memory of the device.""
 
 
 class Flight:
-    """One message under way. Its steps run by ascending lane."""
+    """One message under way. Its steps run by ascending lane.
+
+    `rows`: it has the rows of a sparse gradient, after their counts.
+    """
 
     def __init__(
         self,
@@ -57,8 +60,10 @@ class Flight:
         device: Device,
         number: int | None = 0,
         around: Around | None = None,
+        rows: bool = False,
     ) -> None:
         self._steps = dict(steps)
+        self.rows = rows
         self._device, self._number, self._around = device, number, around
         self._work: dist.Work | None = None
         # Works stay here until the end: one may own memory that another stream still reads.
@@ -94,6 +99,17 @@ class Flight:
         if work is not None:
             work.wait()
         self._device.follow(fence)
+
+    def wait_for_rows(self) -> None:
+        """Wait until all rows have arrived, behind which the last step only adds them.
+
+        Call it on another lane's thread than theirs.
+        """
+        future = self.next_lane
+        for _ in range(self.last_lane):
+            assert future is not None, "lane 0 has a thread, and rows take every lane"
+            future = _future(future.result())
+        self.follow(self.last_lane - 1)
 
     def has(self, lane: int) -> bool:
         return lane in self._steps
@@ -155,6 +171,8 @@ class Lanes:
         each starts as soon as the library takes it. Messages under way together share the links,
         so an urgent one waits for the others, and many of them make a planned order meaningless.
         With one at a time, nothing is sent while ranks and threads signal the end of a message.
+        Behind rows, a message of another kind waits until they have arrived, since lane 0 carries
+        only their counts.
         Lanes overlap anyway: a server sends one message back while the next one comes in. NCCL
         ignores the limit, since a communicator runs one collective at a time.
         """
@@ -241,15 +259,19 @@ class Lanes:
         return next(self._tags)
 
     def run(
-        self, steps: Sequence[tuple[int, Step]], number: int | None = 0, direct: bool = False
+        self,
+        steps: Sequence[tuple[int, Step]],
+        number: int | None = 0,
+        direct: bool = False,
+        rows: bool = False,
     ) -> Flight:
         """Start message `number`, or a piece of it; `steps` are (lane, step) by ascending lane.
 
-        None: no message.
+        None: no message. `rows`: as in `Flight`.
 
         Every rank calls it in plan order, on one thread.
         """
-        flight = Flight(steps, self.device, number, self.around)
+        flight = Flight(steps, self.device, number, self.around, rows)
         if self._queued:
             flight.begin()
             for lane, _ in steps:
@@ -279,14 +301,16 @@ class Lanes:
             if limit is None or not flight.has(lane):
                 flight.advance(lane)
             else:
-                under_way = self._room(lane, limit)
+                under_way = self._room(lane, limit, flight.rows)
                 flight.advance(lane)
                 under_way.append(weakref.ref(flight))
         # A lane without a step of the message passes it on, too, which keeps the plan's order.
         return self._submit(flight, lane + 1, limit) if lane < flight.last_lane else None
 
-    def _room(self, lane: int, limit: int) -> deque[weakref.ref[Flight]]:
+    def _room(self, lane: int, limit: int, rows: bool) -> deque[weakref.ref[Flight]]:
         """Wait until fewer than `limit` messages are under way on the lane, and return them.
+
+        `rows`: those of the message that is to start.
 
         A message that no longer exists has been waited for. One that failed raises in its own wait.
         """
@@ -294,8 +318,11 @@ class Lanes:
         while len(under_way) >= limit:
             first = under_way.popleft()()
             if first is not None:
-                with suppress(RuntimeError):
-                    first.follow(lane)
+                with suppress(RuntimeError, CancelledError):
+                    if lane == 0 and first.rows and not rows:
+                        first.wait_for_rows()
+                    else:
+                        first.follow(lane)
         return under_way
 
     def stop(self) -> None:

@@ -46,6 +46,8 @@ class RowTransfer(Sending):
     of k the first 1/k of each rank's rows travels, and the others are left out.
     """
 
+    rows = True
+
     def __init__(
         self,
         number: int,

@@ -23,7 +23,12 @@ def wire_dtype(message: Message) -> torch.dtype | None:
 
 
 class Sending(ABC):
-    """One message. `pending` counts the slices that this backward pass has not filled yet."""
+    """One message. `pending` counts the slices that this backward pass has not filled yet.
+
+    `rows`: as in `Flight`.
+    """
+
+    rows = False
 
     def __init__(
         self,
@@ -66,7 +71,7 @@ class Sending(ABC):
     def _run(self, pieces: Sequence[Sequence[tuple[int, Step]]]) -> None:
         try:
             for steps in pieces:
-                self._flights.append(self._lanes.run(steps, self.number, self._direct))
+                self._flights.append(self._lanes.run(steps, self.number, self._direct, self.rows))
         except RuntimeError as error:
             raise self._failed(error) from error
 
