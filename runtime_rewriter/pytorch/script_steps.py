@@ -26,7 +26,7 @@ READS_NORMS = (
 
 
 class _NotedOperations(PlainOperations):
-    """Calls `done(version of the values)` after each operation."""
+    """Calls `done` after each operation with how often it has changed the values."""
 
     def __init__(self, gradient: Tensor, done: Callable[[int], None]) -> None:
         super().__init__(gradient)
@@ -34,16 +34,18 @@ class _NotedOperations(PlainOperations):
 
     def norm(self) -> Tensor:
         norm = super().norm()
-        self._done(self.version)
+        self._done(0)
         return norm
 
     def scale(self, factor: Tensor) -> None:
+        before = self.version
         super().scale(factor)
-        self._done(self.version)
+        self._done(self.version - before)
 
     def unscale(self, found_inf: Tensor, inverse_scale: Tensor) -> None:
+        before = self.version
         super().unscale(found_inf, inverse_scale)
-        self._done(self.version)
+        self._done(self.version - before)
 
 
 class ScriptSteps:
@@ -56,6 +58,7 @@ class ScriptSteps:
         self._parameters, self._own_hooks = parameters, own_hooks
         # Identity and version of each gradient at the end of the backward pass.
         self._final: list[tuple[int, int] | None] | None = None
+        self._counted_together: dict[int, list[int]] = {}
         self._looked = False  # at a step after that backward pass
         self._watched: list[Tensor] = []
         self._was_read = False
@@ -99,6 +102,7 @@ class ScriptSteps:
         self.stop_looking()
         if self.learning:
             self._final = self._states()
+            self._counted_together = _counted_together([p.grad for p in self._parameters])
             if not script_compiles():  # a compiled step() would specialize on our classes
                 gradients = enumerate(p.grad for p in self._parameters)
                 watchable = [(n, g) for n, g in gradients if g is not None and can_watch(g)]
@@ -110,12 +114,16 @@ class ScriptSteps:
         """Operations on a final gradient that are noted; None if they are reads."""
         if self.norms_are_reads:
             return None
-        return _NotedOperations(gradient, partial(self._operated, position, id(gradient)))
+        return _NotedOperations(gradient, partial(self._operated, position))
 
-    def _operated(self, position: int, identity: int, version: int) -> None:
+    def _operated(self, position: int, changes: int) -> None:
         self.reads_norms = True
-        if self._final is not None:
-            self._final[position] = (identity, version)
+        if self._final is None:
+            return
+        for other in self._counted_together.get(position, [position]):
+            final = self._final[other]
+            if final is not None:
+                self._final[other] = (final[0], final[1] + changes)
 
     def stop_looking(self) -> None:
         """End the examination of the last backward pass."""
@@ -188,3 +196,16 @@ class ScriptSteps:
             None if gradient is None else (id(gradient), gradient._version)
             for gradient in gradients
         ]
+
+
+def _counted_together(gradients: Sequence[Tensor | None]) -> dict[int, list[int]]:
+    """Position of each view among the gradients -> the positions of all views of its base.
+
+    They have one counter of versions. With `gradient_as_bucket_view` DDP's gradients are views of
+    its buckets.
+    """
+    views_of: dict[int, list[int]] = {}
+    for position, gradient in enumerate(gradients):
+        if gradient is not None and gradient._is_view():
+            views_of.setdefault(id(gradient._base), []).append(position)
+    return {position: views for views in views_of.values() for position in views}

@@ -254,6 +254,25 @@ def test_scripts_see_the_norms_and_parameters_of_ddp_on_two_ranks(rank: int, kin
     gc.collect()  # until then threads of gloo's closed process groups wake up every 10 ms
 
 
+@on_ranks(2)
+def test_scripts_whose_gradients_are_views_of_buckets_cross_the_step(rank: int) -> None:
+    """A profile has seen their steps under torch's own buckets."""
+    for script in (clips, scales_and_clips):
+        torch.manual_seed(0)
+        theirs, mine = pair(Tied(), gradient_as_bucket_view=True)
+        runs = (Run(theirs, rank), Run(mine, rank))
+        for run in runs:
+            script(run)
+        mine.synchronizer.load(whole(mine.module, 2))
+        for run in runs:
+            with late_messages():
+                script(run)
+        torch.testing.assert_close(runs[1].seen, runs[0].seen, rtol=0, atol=0)
+        torch.testing.assert_close(mine.state_dict(), theirs.state_dict(), rtol=0, atol=0)
+        assert runs[1].crossed
+        mine.synchronizer.close()
+
+
 @on_ranks(4, each=("mixed", "direct", "hierarchical"))
 def test_all_ranks_see_the_same_norms(rank: int, kind: str) -> None:
     """Their parameters have the same bits, and those of DDP to 1e-5."""
@@ -343,10 +362,11 @@ def test_other_readers_of_gradients_are_refused_and_see_the_bits_of_ddp(
     torch.testing.assert_close(mine.seen, theirs.seen, rtol=0, atol=0)
     torch.testing.assert_close(mine.model.state_dict(), theirs.model.state_dict(), rtol=0, atol=0)
     assert not mine.crossed
-    untuned = Run(PlannedDataParallel(Tied()), rank)
-    script(untuned)
-    with pytest.raises(InvalidStrategy, match=r"between backward\(\) and step\(\)"):
-        untuned.model.synchronizer.load(whole(untuned.model.module, 2))
+    for views in (False, True):
+        untuned = Run(PlannedDataParallel(Tied(), gradient_as_bucket_view=views), rank)
+        script(untuned)
+        with pytest.raises(InvalidStrategy, match=r"between backward\(\) and step\(\)"):
+            untuned.model.synchronizer.load(whole(untuned.model.module, 2))
 
 
 def read_on_one_rank(run: Run) -> None:
@@ -428,12 +448,15 @@ def test_a_fused_optimizer_that_unscales_is_refused(rank: int) -> None:
         mine.model.synchronizer.load(whole(mine.model.module, 2))
 
 
-@on_ranks(2)
-def test_a_profile_names_scripts_that_read_norms(rank: int) -> None:
-    """Norms and scaling are not reads that would wait for variables."""
-    for script, reads_norms in ((clips, True), (scales, True), (plain, False)):
+@on_ranks(2, each=(False, True))
+def test_a_profile_names_scripts_that_read_norms(rank: int, views: bool) -> None:
+    """Norms and scaling are not reads that would wait for variables.
+
+    Views of DDP's buckets have one counter of versions.
+    """
+    for script, reads_norms in ((clips, True), (scales_and_clips, True), (plain, False)):
         torch.manual_seed(0)
-        run = Run(PlannedDataParallel(Tied()), rank)
+        run = Run(PlannedDataParallel(Tied(), gradient_as_bucket_view=views), rank)
         profiler = WorkloadProfiler(run.model.synchronizer, steps=2)
         script(run)
         workload = profiler.finish()
