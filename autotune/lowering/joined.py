@@ -53,8 +53,8 @@ class Parts:
 class Lane:
     """The ops of a lane's thread, all (T, W).
 
-    `ends`: with which its step ends. `holds`: after which a message within the limit behind it may
-    start, if only one of the two is of rows.
+    `ends`: with which its step ends. `holds`: of rows, the ops after which a message of another
+    kind may start behind them; of other messages, `ends`.
     """
 
     parts: Parts

@@ -454,7 +454,8 @@ def test_a_profile_names_scripts_that_read_norms(rank: int, views: bool) -> None
 
     Views of DDP's buckets have one counter of versions.
     """
-    for script, reads_norms in ((clips, True), (scales_and_clips, True), (plain, False)):
+    reading = {clips: True, scales: True, scales_and_clips: True, plain: False}
+    for script, reads_norms in reading.items():
         torch.manual_seed(0)
         run = Run(PlannedDataParallel(Tied(), gradient_as_bucket_view=views), rank)
         profiler = WorkloadProfiler(run.model.synchronizer, steps=2)
