@@ -96,22 +96,22 @@ class HeldView:
             return b""
         return os.read(self._process.stdout.fileno(), 2**16)
 
-    def end(self) -> None:
+    def end(self, timeout_s: float = END_S) -> None:
         """Remove the copies. The processes inside should have ended. May be called again.
 
-        A holder that does not end is killed.
+        A holder that does not end in time is killed; the next one removes its copies.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         if self._process.stdout.closed:
             return
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        if not select.select([self._process.stdout], [], [], END_S)[0]:
+        if not select.select([self._process.stdout], [], [], timeout_s)[0]:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # its copies stay where they are
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._process.stdout.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_S)
+            self._process.wait(timeout_s)
 
 
 def held_view(protected: Protected, host: str) -> HeldView:

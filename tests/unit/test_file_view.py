@@ -158,18 +158,17 @@ def test_copies_that_no_folder_can_hold_lie_in_memory(held, project, tmp_path, m
 
 
 @possible
-def test_a_holder_that_does_not_end_in_time_is_killed(
-    project: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_holder_that_does_not_end_in_time_is_killed_and_the_next_one_removes_its_copies(
+    held: HeldView, project: Path
 ) -> None:
-    monkeypatch.setattr("runtime_rewriter.world.views.END_S", 0.1)
-    held = HeldView(Protected.of([project]))
     os.kill(held.view.holder, signal.SIGSTOP)
-    held.end()
+    held.end(0.1)
     status, deadline_s = Path(f"/proc/{held.view.holder}/status"), time.monotonic() + 10
     while status.exists() and "State:\tZ" not in status.read_text():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
-    shutil.rmtree(held.scratch)
+    HeldView(Protected.of([project])).end()
+    assert not held.scratch.exists()
 
 
 @possible

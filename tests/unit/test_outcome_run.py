@@ -439,6 +439,17 @@ def test_a_side_whose_plan_has_changed_is_refused_before_any_trial(whole, tmp_pa
     assert world.trials == []
 
 
+def test_the_first_round_of_a_sweep_is_short(whole):
+    """Settings of the later rounds are measured as long as those of the closing comparison."""
+    sweep = rounds_of(whole.domain.trials, SWEEP)
+    steps = {
+        number: {len(trial.step_s) for trial in trials if trial.strategy is not None}
+        for number, trials in sweep.items()
+    }
+    assert steps[0] == {FEWEST_STEPS} and len(steps) > 1
+    assert min(min(of_round) for number, of_round in steps.items() if number) > FEWEST_STEPS
+
+
 def test_blocks_of_long_steps_have_fewer_of_them():
     timed = LENGTHS.timed_steps
     steps = {None: timed, 0.05: timed, 0.3: 4, 2.0: FEWEST_STEPS}
