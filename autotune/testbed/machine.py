@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,16 @@ class Attempt:
 
 
 def attempt(command: Sequence[str]) -> Attempt:
-    """Run the command; a failure of any kind is a reason, not an exception."""
+    """Run the command; a failure of any kind is a reason, not an exception.
+
+    An interrupt is raised when the command has ended. Python can lose a command that it is just
+    starting, which would then, for example, add a namespace after all others have been removed.
+    """
+    with ThreadPoolExecutor(1) as elsewhere:  # interrupts are raised in the main thread only
+        return elsewhere.submit(_attempt, command).result()
+
+
+def _attempt(command: Sequence[str]) -> Attempt:
     try:
         done = subprocess.run(
             list(command),

@@ -240,6 +240,25 @@ def test_an_interrupt_during_up_undoes_it(bed_directory, bed_name) -> None:
     assert_nothing_is_left(bed_directory, (bed_name,))
 
 
+def test_an_interrupted_command_has_ended_when_the_interrupt_is_raised(tmp_path) -> None:
+    begun, ended = tmp_path / "begun", tmp_path / "ended"
+
+    def interrupt_once_begun() -> None:
+        assert happens(begun.exists)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    other = threading.Thread(target=interrupt_once_begun)
+    other.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            attempt(["sh", "-c", f"touch {begun}; sleep 0.5; touch {ended}"])
+        assert ended.exists()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    other.join()
+
+
 def test_a_termination_during_up_undoes_it_with_a_short_message(
     bed_directory, bed_name, tmp_path
 ) -> None:
