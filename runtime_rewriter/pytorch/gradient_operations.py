@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
+from runtime_rewriter.pytorch.exchange.clipping_norms import norms_of
+
 
 class GradientOperations(Protocol):
     """The operations of one gradient, with the results of torch's own on its final values."""
@@ -47,9 +49,7 @@ def _norms(operations_of: OperationsOf, *args: Any) -> Any:
     norms = []
     for gradient in args[0]:
         operations = operations_of(gradient)
-        norms.append(
-            torch.linalg.vector_norm(gradient) if operations is None else operations.norm()
-        )
+        norms += norms_of([gradient]) if operations is None else [operations.norm()]
     return norms
 
 
@@ -131,8 +131,7 @@ class PlainOperations:
 
     def norm(self) -> Tensor:
         with DisableTorchFunctionSubclass():
-            norm: Tensor = torch.linalg.vector_norm(self._gradient)
-            return norm
+            return norms_of([self._gradient])[0]
 
     def scale(self, factor: Tensor) -> None:
         with DisableTorchFunctionSubclass():

@@ -172,7 +172,7 @@ class GradientSynchronizer:
     def direct_refused(self) -> str:
         """Why no plan with direct exchanges is proposed here ("" if one is)."""
         on_cpu = self.device.device.type == "cpu"
-        return "" if on_cpu else "gloo has no sends between GPUs, and those of NCCL are untested"
+        return "" if on_cpu or self.lanes.queued else "gloo has no sends between GPUs"
 
     @property
     def own_buckets(self) -> Buckets | None:
@@ -257,7 +257,11 @@ class GradientSynchronizer:
         return None, None
 
     def _check_plan(self, plan: Plan) -> None:
-        reason = self.refusal_reason() or scaled_refusal_reason(plan, self.byte_scale)
+        reason = (
+            self.refusal_reason()
+            or (self.direct_refused if plan.direct else "")
+            or scaled_refusal_reason(plan, self.byte_scale)
+        )
         if reason is not None:
             raise InvalidStrategy(f"plans cannot be enacted here: {reason}")
         norms = plan.results is not None

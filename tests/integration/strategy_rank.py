@@ -268,6 +268,8 @@ def check_case(rank: int, case: str, only: int | None = None) -> list[RankOutcom
     outcomes = []
     for number, origin, strategy, case_plan in chosen:
         reason = refusal_reason(case_plan) if case_plan is not None else None
+        if case_plan is not None and case_plan.direct:
+            reason = reason or synchronizer.direct_refused or None
         if case_plan is not None and case_plan.cross_step:
             norms = case_plan.results is not None
             reason = reason or synchronizer.cross_step.refusal_reason(norms)

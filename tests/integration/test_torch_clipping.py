@@ -22,7 +22,7 @@ from ddp_pair import gradients, pair
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch_plans import Tied, loss_of, mixed, uniform
-from torch_world import on_ranks
+from torch_world import DEVICE, on_ranks
 
 from autotune.errors import InvalidStrategy
 from autotune.strategy_space.plan import Plan
@@ -267,8 +267,10 @@ def test_scripts_whose_gradients_are_views_of_buckets_cross_the_step(rank: int) 
         for run in runs:
             with late_messages():
                 script(run)
-        torch.testing.assert_close(runs[1].seen, runs[0].seen, rtol=0, atol=0)
-        torch.testing.assert_close(mine.state_dict(), theirs.state_dict(), rtol=0, atol=0)
+        # On a GPU a norm's order of additions depends on where in its bucket a gradient begins.
+        exact = {"rtol": 0, "atol": 0} if DEVICE == "cpu" else {}
+        torch.testing.assert_close(runs[1].seen, runs[0].seen, **exact)
+        torch.testing.assert_close(mine.state_dict(), theirs.state_dict(), **exact)
         assert runs[1].crossed
         mine.synchronizer.close()
 

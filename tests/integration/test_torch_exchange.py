@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch_plans import mixed, uniform
-from torch_world import on_ranks, run_world, seeded, set_host
+from torch_world import BACKEND, on_ranks, run_world, seeded, set_host
 
 from autotune.errors import InvalidStrategy
 from autotune.strategy_space.plan import Message, Plan, TensorSlice
@@ -31,6 +31,10 @@ from runtime_rewriter.pytorch.exchange.ranks import RankGroups, SynchronizerGrou
 from runtime_rewriter.pytorch.exchange.residuals import Residuals
 from runtime_rewriter.pytorch.exchange.transfer import Transfer
 from runtime_rewriter.pytorch.numerics import GradientGate
+
+ON_GLOO = pytest.mark.skipif(
+    BACKEND == "nccl", reason="NCCL has no order of the ring, no threads of lanes and no limit"
+)
 
 RANKS = 4
 
@@ -159,6 +163,7 @@ def check_ring(rank: int, kind: Synchronizer, *orders: tuple[int, ...]) -> list[
     return sums
 
 
+@ON_GLOO
 @on_ranks(RANKS)
 def test_gloo_adds_along_the_ring_order_of_the_plan(rank: int) -> None:
     orders = [(0, 1, 2, 3), (2, 0, 3, 1), (3, 2, 1, 0)]
@@ -202,6 +207,7 @@ def open_lanes(limit: int | None) -> tuple[Lanes, RankGroups]:
     return lanes, RankGroups.world(ranks.size)
 
 
+@ON_GLOO
 @on_ranks(2, each=[None, 1, 2])
 def test_every_lane_runs_in_plan_order_even_if_a_message_skips_lanes(
     rank: int, limit: int | None
@@ -280,6 +286,7 @@ def check_limit(rank: int, limit: int, direct: bool) -> list[int]:
     return under_way
 
 
+@ON_GLOO
 @pytest.mark.parametrize(("limit", "direct"), [(1, False), (2, False), (2, True)])
 def test_a_lane_keeps_at_most_the_limit_of_messages_in_flight(limit: int, direct: bool) -> None:
     waiting, late = run_world(check_limit, 2, limit, direct)
@@ -287,6 +294,7 @@ def test_a_lane_keeps_at_most_the_limit_of_messages_in_flight(limit: int, direct
     assert max(waiting) == limit - 1 and max(late) <= limit - 1
 
 
+@ON_GLOO
 @on_ranks(2)
 def test_behind_rows_messages_of_another_kind_wait_until_the_rows_have_arrived(rank: int) -> None:
     """Others of rows wait for the first lane only, which carries the counts."""
@@ -317,6 +325,7 @@ def test_behind_rows_messages_of_another_kind_wait_until_the_rows_have_arrived(r
     lanes.close()
 
 
+@ON_GLOO
 @on_ranks(3)
 def test_process_groups_of_earlier_plans_are_destroyed(rank: int) -> None:
     lanes.KEPT_GROUPS = 4
@@ -333,6 +342,7 @@ def test_process_groups_of_earlier_plans_are_destroyed(rank: int) -> None:
     assert max(counts) == counts[-1] == counts[2] and counts[0] < counts[2]
 
 
+@ON_GLOO
 @on_ranks(2, each=[None, 1, 2])
 def test_a_deleted_message_frees_its_buffers_at_once(rank: int, limit: int | None) -> None:
     """Without the garbage collector: buffers are as large as the gradients and change often."""

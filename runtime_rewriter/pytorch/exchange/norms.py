@@ -8,8 +8,8 @@ are the sums sent.
 |---|---|
 | V | variables, in the order of the model |
 
-A variable that one rank owns whole has the bits of `torch.linalg.vector_norm` of its gradient. One
-in parts has the root of the sum of their squares, so it differs in the order of the reduction.
+A variable that one rank owns whole has the bits of torch's norm of its gradient. One in parts has
+the root of the sum of their squares, so it differs in the order of the reduction.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autotune.errors import SynchronizationError
+from runtime_rewriter.pytorch.exchange.clipping_norms import aligned, all_finite, norms_of
 from runtime_rewriter.pytorch.exchange.lanes import Flight, Lanes
 from runtime_rewriter.pytorch.exchange.transfer import Transfer
 
@@ -58,6 +59,8 @@ class NormExchange:
             3, len(parameters), dtype=torch.float64, device=lanes.device.device
         )
         self._flight: Flight | None = None
+        # By the owned parts of a transfer: positions, and whether they are whole variables.
+        self._places: dict[tuple[tuple[int, bool], ...], tuple[Tensor, Tensor]] = {}
 
     def issue(self) -> None:
         """Start behind all messages of the pass. Every rank calls it, whatever it reads."""
@@ -91,14 +94,22 @@ class NormExchange:
         owned = transfer.own_parts()
         if not owned:
             return
-        parts = [values.to(self._dtypes[part.variable]) for part, values, _ in owned]
-        norms = torch.stack([torch.linalg.vector_norm(one).double() for one in parts])
-        finite = norms.isfinite()
-        if not finite.all():  # a norm may also overflow
-            finite = torch.stack([one.isfinite().all() for one in parts])
-        at = [self._position_of[part.variable] for part, _, _ in owned]
-        whole = torch.tensor([whole for _, _, whole in owned], device=norms.device)
-        index = torch.tensor(at, device=norms.device)
+        parts = [aligned(values.to(self._dtypes[part.variable])) for part, values, _ in owned]
+        norms = torch.stack([norm.double() for norm in norms_of(parts)])
+        finite = all_finite(parts, norms)
+        index, whole = self._places_of(
+            tuple((self._position_of[part.variable], whole) for part, _, whole in owned)
+        )
         self._sent[_WHOLE].index_add_(0, index, torch.where(whole, norms, 0.0))
         self._sent[_SQUARES].index_add_(0, index, torch.where(whole, 0.0, norms.square()))
         self._sent[_NON_FINITE].index_add_(0, index, (~finite).double())
+
+    def _places_of(self, owned: tuple[tuple[int, bool], ...]) -> tuple[Tensor, Tensor]:
+        """Both columns, on the device: to copy them there, the host would wait for it."""
+        if owned not in self._places:
+            index, whole = (
+                torch.tensor(column, device=self._sent.device)
+                for column in zip(*owned, strict=True)
+            )
+            self._places[owned] = index, whole
+        return self._places[owned]

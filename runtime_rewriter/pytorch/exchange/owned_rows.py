@@ -21,14 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from runtime_rewriter.pytorch.exchange.lanes import Lanes
-from runtime_rewriter.pytorch.exchange.peer_sends import (
-    check_device,
-    grouped,
-    joined,
-    others,
-    receives,
-    sends,
-)
+from runtime_rewriter.pytorch.exchange.peer_sends import grouped, joined, others, receives, sends
 from runtime_rewriter.pytorch.exchange.ranks import RankGroups
 from runtime_rewriter.pytorch.exchange.row_sums import RowStage, Source
 from runtime_rewriter.pytorch.exchange.rows import GradientRows, RowBuffers, joined_rows, summed
@@ -49,7 +42,6 @@ class OwnedRows(RowStage):
     ) -> None:
         """Collective. `bounds`: of the owners' rows, in the order of this rank's group."""
         super().__init__(source, buffers, lanes, groups, lane)
-        check_device(lanes)
         members = groups.members_of(lanes.ranks.rank)
         self._others = others(members, lanes.ranks.rank)
         self._place = members.index(lanes.ranks.rank) if members else 0

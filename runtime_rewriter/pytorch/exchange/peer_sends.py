@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autotune.errors import InvalidStrategy
 from runtime_rewriter.pytorch.exchange.lanes import Lanes
 from runtime_rewriter.pytorch.exchange.ranks import RankGroups
 
@@ -83,7 +82,6 @@ class TwoRounds:
         to_members: Parts,
         from_owners: Parts,
     ) -> None:
-        check_device(lanes)
         self._queued = lanes.queued
         self._groups = [lanes.group(first_lane + number, groups) for number in range(2)]
         self._tags = lanes.new_tag(), lanes.new_tag()
@@ -112,15 +110,6 @@ class TwoRounds:
             return grouped(second, self._to_members, self._from_owners)
         works, self._sums = self._sums, []
         return joined(works + sends(second, self._to_members, self._tags[1]), first, second)
-
-
-def check_device(lanes: Lanes) -> None:
-    """Raise `InvalidStrategy` where the library has no sends from rank to rank."""
-    if lanes.device.device.type != "cpu" and not lanes.queued:
-        raise InvalidStrategy(
-            "a direct exchange sends tensors on a CPU over gloo, or on GPUs over NCCL, but these "
-            f"are on {lanes.device.device}; use parameter_server or reduce_scatter_all_gather"
-        )
 
 
 def sends(group: dist.ProcessGroup, parts: Parts, tag: int) -> list[dist.Work]:
