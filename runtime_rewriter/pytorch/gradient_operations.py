@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 
-from runtime_rewriter.pytorch.exchange.clipping_norms import norms_of
+from runtime_rewriter.pytorch.clipping_norms import norms_of
 
 
 class GradientOperations(Protocol):

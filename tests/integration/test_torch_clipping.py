@@ -268,7 +268,7 @@ def test_scripts_whose_gradients_are_views_of_buckets_cross_the_step(rank: int) 
             with late_messages():
                 script(run)
         # On a GPU a norm's order of additions depends on where in its bucket a gradient begins.
-        exact = {"rtol": 0, "atol": 0} if DEVICE == "cpu" else {}
+        exact: dict[str, Any] = {"rtol": 0, "atol": 0} if DEVICE == "cpu" else {}
         torch.testing.assert_close(runs[1].seen, runs[0].seen, **exact)
         torch.testing.assert_close(mine.state_dict(), theirs.state_dict(), **exact)
         assert runs[1].crossed

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autotune.errors import SynchronizationError
-from runtime_rewriter.pytorch.exchange.clipping_norms import aligned, all_finite, norms_of
+from runtime_rewriter.pytorch.clipping_norms import aligned, all_finite, norms_of
 from runtime_rewriter.pytorch.exchange.lanes import Flight, Lanes
 from runtime_rewriter.pytorch.exchange.transfer import Transfer
 
