@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from autotune.workload import Workload
@@ -15,6 +17,18 @@ from runtime_rewriter.tensorflow.normal_form import add_ends, normal_form
 from runtime_rewriter.tensorflow.training_graph import GraphVariable, TrainingGraph
 
 v1 = tf.compat.v1
+Values = Mapping[str, np.ndarray]
+"""Of variables, by name."""
+
+
+def assert_close(found: Values, expected: Values, tolerance: float) -> None:
+    """Compare each variable: at most `tolerance` of the largest value of the expected one."""
+    assert found.keys() <= expected.keys()  # a step may leave variables alone
+    for name in found:
+        value = expected[name]
+        scale = max(float(np.abs(value).max(initial=0)), 1e-3)
+        error = float(np.abs(found[name] - value).max(initial=0)) / scale
+        assert error <= tolerance, f"{name} differs by {error:.2g}"
 
 
 def graph_of(workload: Workload) -> TrainingGraph:

@@ -11,14 +11,14 @@ import os
 os.environ.update(KERAS_BACKEND="tensorflow", CUDA_VISIBLE_DEVICES="", TF_CPP_MIN_LOG_LEVEL="3")
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from isolated_servers import WAIT_S, isolated
+import torch.distributed as dist
+from isolated_servers import WAIT_S
 from keras import layers
 
 from autotune.strategy_space.plan import Plan
@@ -29,7 +29,14 @@ from runtime_rewriter.tensorflow.distribute import distribute
 from runtime_rewriter.tensorflow.distributed_graph import DistributedGraph
 from runtime_rewriter.tensorflow.gradient_marks import marked_gradients
 from runtime_rewriter.tensorflow.keras_step import LABELS, capture_keras
-from runtime_rewriter.tensorflow.servers import JOB, reserved_port, session_config
+from runtime_rewriter.tensorflow.servers import (
+    JOB,
+    LOOPBACK,
+    RankPlace,
+    reserved_port,
+    session_config,
+    start_servers,
+)
 from runtime_rewriter.tensorflow.training_graph import TrainingGraph
 
 Batch = dict[str, np.ndarray]
@@ -172,33 +179,26 @@ def two_servers() -> list[Any]:
     ]
 
 
-def train_by_two_clients(
-    distributed: DistributedGraph, batches: Sequence[Batch], values: Batch
-) -> list[Batch]:
-    """Let a thread per rank run the rank's part with its half of each batch."""
-    return isolated().submit(_train_inside, distributed, batches, values).result(WAIT_S)
+def train_as_client(
+    rank: int, port: int, distributed: DistributedGraph, batches: Sequence[Batch], values: Batch
+) -> Batch:
+    """Run this rank's part with its half of each batch, as a job's rank: on a server of its own.
 
-
-def _train_inside(
-    distributed: DistributedGraph, batches: Sequence[Batch], values: Batch
-) -> list[Batch]:
-    servers = two_servers()
-
-    def train(rank: int) -> Batch:
-        own, config = graph_of_rank(distributed, rank), session_config()
-        config.device_filters.append(distributed.devices[rank].partition("/device")[0])
-        options = tf.compat.v1.RunOptions(timeout_in_ms=60_000)
-        with tf.compat.v1.Session(
-            servers[rank].target, graph=imported(own), config=config
-        ) as running:
-            scatter(running, own, values)
-            for batch in batches:
-                half = {name: np.split(value, 2)[rank] for name, value in batch.items()}
-                running.run(list(own.targets), own.feed_dict(half), options=options)
-            return gather(running, own)
-
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(train, range(2)))
+    For `run_world` on two ranks. `port`: a free one, where rank 0 waits for the other.
+    """
+    dist.destroy_process_group()
+    servers = start_servers(RankPlace(rank, 2, True, LOOPBACK, port), WAIT_S)
+    own, config = graph_of_rank(distributed, rank), servers.config
+    config.device_filters.append(distributed.devices[rank].partition("/device")[0])
+    options = tf.compat.v1.RunOptions(timeout_in_ms=60_000)
+    with tf.compat.v1.Session(servers.target, graph=imported(own), config=config) as running:
+        scatter(running, own, values)
+        for batch in batches:
+            half = {name: np.split(value, 2)[rank] for name, value in batch.items()}
+            running.run(list(own.targets), own.feed_dict(half), options=options)
+        trained = gather(running, own)
+    servers.peers.agree({}, lambda facts: {}, WAIT_S)  # until then the other rank may need this one
+    return trained
 
 
 def small_resnet() -> Program:

@@ -1,22 +1,28 @@
-"""A TensorFlow script on `tf.distribute.Server`s: trials, refusals, and servers that end."""
+"""Ranks on `tf.distribute.Server`s: a script's trials, servers that end, and a client per rank."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-if find_spec("tensorflow") is None:  # an import takes 7 s
-    pytest.skip("the extra tensorflow is not installed", allow_module_level=True)
+pytest.importorskip("tensorflow", reason="the extra tensorflow is not installed")
 
-from tensorflow_ranks import with_tensorflow
+from keras.optimizers import Adam
+from tensorflow_checks import assert_close
+from tensorflow_programs import averaged_steps, batches_of, train_as_client, two_layers
+from tensorflow_ranks import TensorflowProcess, with_tensorflow
+from torch_world import free_port, run_world
 
 from autotune.cluster import Cluster
 from autotune.records import Failed, FailureKind, Measured, Role, TrialRequest
+from autotune.strategy_space.builders.collectives import all_reduce_chunks
 from autotune.strategy_space.builders.cross_step import cross_step_all_reduce
 from autotune.strategy_space.builders.servers import ps_load_balanced
 from autotune.strategy_space.plan import plan
+from runtime_rewriter.tensorflow.distribute import distribute
+from runtime_rewriter.tensorflow.graph_workload import workload_of
+from runtime_rewriter.tensorflow.servers import JOB
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train_tensorflow.py"
 RANKS = 2
@@ -68,3 +74,18 @@ def test_trials_change_plans_in_one_run_and_failed_servers_cost_a_restart_each(
     assert isinstance(failed, Failed) and failed.kind is FailureKind.HANG
     assert isinstance(world.run_trial(REQUEST, None), Measured)
     assert world.restarts == 2
+
+
+def test_a_client_on_each_rank_trains_as_one_client_does() -> None:
+    program = two_layers(Adam(1e-2))
+    training, start = program.capture(), {n: v.numpy() for n, v in program.variables.items()}
+    batches, workload = batches_of(program, 16, 5), workload_of(training, "model")
+    planned = plan(all_reduce_chunks(workload, 8), workload, RANKS)
+    tasks = [f"/job:{JOB}/replica:0/task:{rank}/device:CPU:0" for rank in range(RANKS)]
+    graph = distribute(training, planned, tasks)
+    found = run_world(
+        train_as_client, RANKS, free_port(), graph, batches, start, process=TensorflowProcess
+    )
+    expected = averaged_steps(program, batches, RANKS)
+    for values in found:
+        assert_close(values, expected, 1e-5)
