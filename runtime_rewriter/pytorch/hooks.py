@@ -172,7 +172,7 @@ class GradientSynchronizer:
     def direct_refused(self) -> str:
         """Why no plan with direct exchanges is proposed here ("" if one is)."""
         on_cpu = self.device.device.type == "cpu"
-        return "" if on_cpu or self.lanes.queued else "gloo has no sends between GPUs"
+        return "" if on_cpu or self.lanes.queued else "gloo cannot send between GPUs; use NCCL"
 
     @property
     def own_buckets(self) -> Buckets | None:
