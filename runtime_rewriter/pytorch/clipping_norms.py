@@ -10,8 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_ELEMENTS_AT_ONCE = 4
-"""Of torch's kernel for the norms of many tensors, which adds others in another order."""
+_ELEMENTS_PER_LOAD = 4
+"""Elements that a thread of torch's kernel for the norms of many tensors loads at once (`kILP` in
+`aten/src/ATen/native/cuda/MultiTensorApply.cuh`). It adds the values of a tensor in another order
+if the address of the first one is not a multiple of their size."""
 
 
 def norms_of(gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -39,10 +41,12 @@ def all_finite(gradients: Sequence[Tensor], norms: Tensor) -> Tensor:
 
 
 def aligned(values: Tensor) -> Tensor:
-    """The values where they are if a kernel on a GPU takes them as those of a tensor of its own,
-    or a copy."""
-    together = _ELEMENTS_AT_ONCE * values.element_size()
-    return values.clone() if values.is_cuda and values.data_ptr() % together else values
+    """Return the values, or a copy on a GPU if their norm would not be that of a whole tensor.
+
+    A part of a message may begin anywhere; a tensor of its own begins where a load does.
+    """
+    load_bytes = _ELEMENTS_PER_LOAD * values.element_size()
+    return values.clone() if values.is_cuda and values.data_ptr() % load_bytes else values
 
 
 def _at_once(gradients: Sequence[Tensor], order: float) -> list[Tensor]:
@@ -50,6 +54,6 @@ def _at_once(gradients: Sequence[Tensor], order: float) -> list[Tensor]:
     norms: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
         places = [place for place, one in enumerate(gradients) if one.dtype == dtype]
-        found = torch._foreach_norm([gradients[place] for place in places], order)
-        norms.update(zip(places, found, strict=True))
+        of_dtype = torch._foreach_norm([gradients[place] for place in places], order)
+        norms.update(zip(places, of_dtype, strict=True))
     return [norms[place] for place in range(len(gradients))]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow_programs import Batch
 
 from autotune.workload import Workload
 from benchmarks.tensorflow_pairs.synchronized_once import (
@@ -17,11 +17,9 @@ from runtime_rewriter.tensorflow.normal_form import add_ends, normal_form
 from runtime_rewriter.tensorflow.training_graph import GraphVariable, TrainingGraph
 
 v1 = tf.compat.v1
-Values = Mapping[str, np.ndarray]
-"""Of variables, by name."""
 
 
-def assert_close(found: Values, expected: Values, tolerance: float) -> None:
+def assert_close(found: Batch, expected: Batch, tolerance: float) -> None:
     """Compare each variable: at most `tolerance` of the largest value of the expected one."""
     assert found.keys() <= expected.keys()  # a step may leave variables alone
     for name in found:

@@ -26,6 +26,9 @@ from runtime_rewriter.tensorflow.servers import JOB
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train_tensorflow.py"
 RANKS = 2
+STEPS = 5
+TOLERANCE = 1e-5
+"""Of the largest value of a variable; the ranks add gradients in another order than one device."""
 REQUEST = TrialRequest(0, "strategy-under-test", Role.CANDIDATE, warmup_steps=1, timed_steps=3)
 LONG = TrialRequest(0, "s", Role.CANDIDATE, warmup_steps=1, timed_steps=5000)
 
@@ -79,13 +82,13 @@ def test_trials_change_plans_in_one_run_and_failed_servers_cost_a_restart_each(
 def test_a_client_on_each_rank_trains_as_one_client_does() -> None:
     program = two_layers(Adam(1e-2))
     training, start = program.capture(), {n: v.numpy() for n, v in program.variables.items()}
-    batches, workload = batches_of(program, 16, 5), workload_of(training, "model")
+    batches, workload = batches_of(program, 16, STEPS), workload_of(training, "model")
     planned = plan(all_reduce_chunks(workload, 8), workload, RANKS)
     tasks = [f"/job:{JOB}/replica:0/task:{rank}/device:CPU:0" for rank in range(RANKS)]
     graph = distribute(training, planned, tasks)
-    found = run_world(
+    trained = run_world(
         train_as_client, RANKS, free_port(), graph, batches, start, process=TensorflowProcess
     )
     expected = averaged_steps(program, batches, RANKS)
-    for values in found:
-        assert_close(values, expected, 1e-5)
+    for values in trained:
+        assert_close(values, expected, TOLERANCE)
