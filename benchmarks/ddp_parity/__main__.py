@@ -16,6 +16,7 @@ import socket
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.repository import ROOT, last_json, option_parser, run_benchmark
@@ -24,18 +25,20 @@ from benchmarks.testbed_fidelity.processes import WAIT_S
 MODELS = ("resnet", "small_tensors")
 
 
-def measured(model: str, ranks: int, pairs: int, steps: int) -> dict[str, Any]:
-    """Return the findings of rank 0."""
+def ranks_on_loopback(module: str, words: Sequence[str], ranks: int) -> dict[str, Any]:
+    """Run a module as every rank on this machine and return the findings of rank 0."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     shared |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-m", "benchmarks.ddp_parity.rank", model, str(pairs), str(steps)]
+    command = [sys.executable, "-m", module, *words]
     processes = []
     for rank in range(ranks):
         environment = {**os.environ, **shared, "RANK": str(rank)}
         pipe = subprocess.PIPE
-        processes.append(subprocess.Popen(words, cwd=ROOT, stdout=pipe, text=True, env=environment))
+        processes.append(
+            subprocess.Popen(command, cwd=ROOT, stdout=pipe, text=True, env=environment)
+        )
     try:
         texts = [process.communicate(timeout=2 * WAIT_S)[0] for process in processes]
     finally:
@@ -58,7 +61,8 @@ def main() -> int:
     result: dict[str, Any] = {"ratio_median": 0.0}
     copied = ("ddp_s", "variables", "bucket_bytes", "buckets_by_rule", "backend")
     for model in options.models:
-        figures = measured(model, options.ranks, options.pairs, options.steps)
+        words = [model, str(options.pairs), str(options.steps)]
+        figures = ranks_on_loopback("benchmarks.ddp_parity.rank", words, options.ranks)
         low, middle, high = statistics.quantiles(figures["ratios"], n=4)
         ratio = f"{middle:.3f} (quartiles {low:.3f} to {high:.3f})"
         ddp = f"DDP {figures['ddp_s'] * 1e3:.2f} ms per step"

@@ -23,10 +23,10 @@ from runtime_rewriter.pytorch.optimizer_guard import attributes_of
 _USE_COUNT: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
-def _references(tensor: Tensor) -> tuple[int, int]:
-    """The owners of the storage of `tensor`, and the references to its Python object."""
+def _references(storage: torch.UntypedStorage) -> tuple[int, int]:
+    """The owners of `storage`, which a local variable of the caller names, and the references to
+    its Python object."""
     assert _USE_COUNT is not None
-    storage = tensor.untyped_storage()
     return _USE_COUNT(storage._cdata), sys.getrefcount(storage)
 
 
@@ -36,11 +36,12 @@ def _calibrated() -> tuple[int, int] | None:
         return None
     try:
         tensor = torch.empty(2)
-        sole = _references(tensor)
+        storage = tensor.untyped_storage()
+        sole = _references(storage)
         alias = tensor.detach()
-        counted = _references(tensor)[0] == sole[0] + 1
+        counted = _references(storage)[0] == sole[0] + 1
         del alias
-        return sole if counted and _references(tensor) == sole else None
+        return sole if counted and _references(storage) == sole else None
     except (RuntimeError, TypeError):
         return None
 
@@ -48,11 +49,6 @@ def _calibrated() -> tuple[int, int] | None:
 _SOLE = _calibrated()
 COUNTS_ALIASES = _SOLE is not None
 """Whether this version of torch tells how many tensors share a storage."""
-
-
-def _sole() -> tuple[int, int]:
-    assert _SOLE is not None, "plans that cross the step are refused"
-    return _SOLE
 
 
 NO_COUNT = "this version of torch does not tell which tensors share the memory of a parameter"
@@ -65,13 +61,15 @@ def has_alias(tensor: Tensor) -> bool:
     """
     if tensor.layout is not torch.strided:
         return True
-    return _references(tensor) != _sole() or _is_known_elsewhere(tensor)
+    storage = tensor.untyped_storage()
+    return _references(storage) != _SOLE or _is_known_elsewhere(tensor, storage)
 
 
-def _is_known_elsewhere(tensor: Tensor) -> bool:
-    """Whether another process shares its memory, or the script has asked for its address."""
-    shared = tensor.device.type == "cpu" and tensor.is_shared()
-    return shared or address_is_known(tensor.untyped_storage())
+def _is_known_elsewhere(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether another process shares the tensor's memory, or the script has asked for its
+    address."""
+    # Not by way of the tensor, whose own `is_shared` costs more than all else here.
+    return (tensor.is_cpu and storage.is_shared()) or address_is_known(storage)
 
 
 def aliased(tensors: Sequence[Tensor]) -> set[int]:
@@ -81,15 +79,16 @@ def aliased(tensors: Sequence[Tensor]) -> set[int]:
     sharing: dict[int, list[int]] = {}
     for position in with_alias:
         if tensors[position].layout is torch.strided:
-            storage = tensors[position].untyped_storage()._cdata
-            sharing.setdefault(storage, []).append(position)
+            identity = tensors[position].untyped_storage()._cdata
+            sharing.setdefault(identity, []).append(position)
     for positions in sharing.values():
         first = tensors[positions[0]]
-        owners, references = _references(first)
-        ours = (owners - len(positions) + 1, references) == _sole()
+        storage = first.untyped_storage()
+        owners, references = _references(storage)
+        ours = (owners - len(positions) + 1, references) == _SOLE
         if (
             ours
-            and not _is_known_elsewhere(first)
+            and not _is_known_elsewhere(first, storage)
             and not _overlap([tensors[position] for position in positions])
         ):
             with_alias.difference_update(positions)
@@ -112,12 +111,12 @@ def state_is_held(optimizer: Optimizer, parameter: Tensor) -> bool:
     """Whether the script may read the state of `parameter` without `optimizer.state`: it holds a
     reference to the state, or to one of its tensors, or a tensor on the memory of one."""
     states: Any = attributes_of(optimizer)["state"]
-    if sys.getrefcount(states) > _LOCAL + 1 or parameter not in states:
-        return sys.getrefcount(states) > _LOCAL + 1
-    state = states[parameter]
-    if sys.getrefcount(state) > _LOCAL + 1:
+    if sys.getrefcount(states) > _LOCAL + 1:
         return True
-    return any(_is_held(state, name) for name in state)
+    state = states.get(parameter)
+    if state is None:
+        return False
+    return sys.getrefcount(state) > _LOCAL + 1 or any(_is_held(state, name) for name in state)
 
 
 def _is_held(state: dict[str, Any], name: str) -> bool:

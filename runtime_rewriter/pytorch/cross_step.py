@@ -23,7 +23,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from threading import RLock
@@ -62,7 +62,7 @@ from runtime_rewriter.pytorch.updates import (
 )
 
 
-@dataclass
+@dataclass(slots=True)
 class _Pending:
     """A variable whose average or update is still to come.
 
@@ -107,6 +107,7 @@ class CrossStepUpdates:
         self._answering = AnsweringGradients(self._wait_for_norms)
         self._reads = LearnedReads(parameters)
         self.script = ScriptSteps(parameters, OWN_HOOKS)
+        self._on_reads = [partial(self._on_read, position) for position in range(len(parameters))]
         self._lock = RLock()
         self.gate: UpdateGate | None = None
         """Compares updates that cross the step with updates within it, while set."""
@@ -227,27 +228,33 @@ class CrossStepUpdates:
             self._answering.end()
             self._stream = self._device.stream()
             self._under_way.begin(messages)
+            parameters, on_reads = self._parameters, self._on_reads
             self._pending = {
-                position: _Pending(self._parameters[position].grad) for position in positions
+                position: _Pending(parameters[position].grad) for position in positions
             }
             unwatchable = self._unwatchable()
             # Before anything is flushed: averages that have arrived here, and are still under way
             # on another rank, must answer with the same norms.
-            for position, pending in self._pending.items():
-                if position not in unwatchable and pending.gradient is not None:
-                    flush = partial(self.flush_variables, (position,))
-                    pending.scaled = self._answering.begin(
-                        position, pending.gradient, flush, self._lock
-                    )
+            if self._answering.loaded:
+                self._answer(p for p in self._pending if p not in unwatchable)
             self.flush_variables(unwatchable)
             for position, pending in self._pending.items():
                 assert pending.gradient is not None
-                on_read = partial(self._on_read, position)
-                watch(pending.gradient, on_read, pending.scaled)
-                watch(self._parameters[position], on_read)
+                watch(pending.gradient, on_reads[position], pending.scaled)
+                watch(parameters[position], on_reads[position])
             if self._pending:
                 self._modules.watch()
                 self._functions.watch()
+
+    def _answer(self, positions: Iterable[int]) -> None:
+        """Let pending gradients answer with norms."""
+        for position in positions:
+            pending = self._pending[position]
+            if pending.gradient is not None:
+                flush = partial(self.flush_variables, (position,))
+                pending.scaled = self._answering.begin(
+                    position, pending.gradient, flush, self._lock
+                )
 
     def _unwatchable(self) -> set[int]:
         """Pending variables whose reads, or those of their gradients, cannot be detected."""
@@ -282,7 +289,7 @@ class CrossStepUpdates:
                 self.waited_s += time.perf_counter() - began_s
 
     @property
-    def pending_positions(self) -> Collection[int]:
+    def pending_positions(self) -> Set[int]:
         """The variables that wait for their averages or updates."""
         return self._pending.keys()
 
@@ -345,6 +352,7 @@ class CrossStepUpdates:
             unwatch(self._parameters[position])
             if pending.gradient is not None:
                 unwatch(pending.gradient)
+            if pending.scaled is not None:
                 self._answering.arrived(position)
         if not self._pending:
             self._stop_watching_calls()
@@ -355,9 +363,9 @@ class CrossStepUpdates:
             return
         if not self.updates_played:
             self._apply(updated, done)
-        for due in updated.values():
-            self._due.subtract(update.optimizer for update, _ in due)
-        self._guard({update.optimizer for due in updated.values() for update, _ in due})
+        optimizers = [update.optimizer for due in updated.values() for update, _ in due]
+        self._due.subtract(optimizers)
+        self._guard(set(optimizers))
 
     def _apply(
         self, updated: Mapping[int, list[tuple[DueUpdate, int]]], done: Mapping[int, _Pending]
@@ -398,9 +406,10 @@ class CrossStepUpdates:
         closure = any(value is not None for value in given)
         self._stepping = optimizer
         unguard(optimizer)  # its own step reads its state
-        self._answering.end(
-            position for position, one in enumerate(self._parameters) if id(one) in numbers
-        )
+        if self._answering.loaded:
+            self._answering.end(
+                position for position, one in enumerate(self._parameters) if id(one) in numbers
+            )
         if self.script_reads is not None:
             self.script_reads.step_begins(optimizer, numbers)
         with self._lock:  # another thread's read, which may have begun, ends first

@@ -56,8 +56,6 @@ from runtime_rewriter.pytorch.packing import Packing, build_transfers
 from runtime_rewriter.pytorch.planned_pass import PlannedPass
 from runtime_rewriter.pytorch.step_boundaries import StepBoundaries
 
-_NO_GRAD_ALREADY = nullcontext()
-
 
 class GradientSynchronizer:
     """Synchronizes the gradients of `module` over `process_group` by the loaded plan.
@@ -500,14 +498,21 @@ class GradientSynchronizer:
         self._pass.note_use(position)
         if not self._armed:
             return
-        with self._lock, torch.no_grad() if torch.is_grad_enabled() else _NO_GRAD_ALREADY:
-            try:
-                if not self._begun:  # no tensor was found in the module's output
-                    self._begin()
-                self._pass.ready(position)
-            except SynchronizationError as error:
-                self._broken = str(error)
-                raise
+        with self._lock:
+            if torch.is_grad_enabled():  # create_graph=True
+                with torch.no_grad():
+                    self._gradient_ready(position)
+            else:
+                self._gradient_ready(position)
+
+    def _gradient_ready(self, position: int) -> None:
+        try:
+            if not self._begun:  # no tensor was found in the module's output
+                self._begin()
+            self._pass.ready(position)
+        except SynchronizationError as error:
+            self._broken = str(error)
+            raise
 
     def _finish(self) -> None:
         """Run at the end of a backward pass under our own hooks."""

@@ -63,6 +63,8 @@ class Packing:
         self._slots: list[list[tuple[TensorSlice, Tensor]]] = [[] for _ in names]
         # Slices that are packed as soon as they are ready.
         self._packed_alone: list[list[tuple[TensorSlice, Tensor]]] = [[] for _ in names]
+        # (Position, slice) of those that are packed together, in the order of `Transfer.batched`.
+        self._packed_together: dict[int, list[tuple[int, TensorSlice]]] = {}
         self._rows: list[list[RowTransfer]] = [[] for _ in names]
         self.messages_of: list[list[Transfer | RowTransfer]] = [[] for _ in names]
         for transfer in transfers:
@@ -78,11 +80,14 @@ class Packing:
             self.messages_of[position].append(transfer)
             return
         batched = frozenset(transfer.batched)
+        together = self._packed_together.setdefault(transfer.number, [])
         for number, (part, view) in enumerate(transfer.views):
             position = self._position_of[part.variable]
             self._slots[position].append((part, view))
             self.messages_of[position].append(transfer)
-            if number not in batched:
+            if number in batched:
+                together.append((position, part))
+            else:
                 self._packed_alone[position].append((part, view))
 
     def fill(self, position: int) -> bool:
@@ -113,11 +118,10 @@ class Packing:
 
     def _pack_batched(self, transfer: Transfer) -> None:
         sources: list[Tensor | None] = []
-        packed, dense = "", None
-        for number in transfer.batched:
-            part = transfer.views[number][0]
-            if part.variable != packed:  # slices of one variable are adjacent
-                packed, dense = part.variable, self._dense(self._position_of[part.variable])
+        packed, dense = -1, None
+        for position, part in self._packed_together[transfer.number]:
+            if position != packed:  # slices of one variable are adjacent
+                packed, dense = position, self._dense(position)
             sources.append(dense if dense is None or part.axis is None else slice_of(dense, part))
         transfer.pack(sources, self._scale)
 

@@ -81,6 +81,9 @@ class PlannedPass:
         self._expected = [1] * count
         if self._static and self._learned is not None:
             self._expected = list(self._learned)
+        self._learning = self._static and self._learned is None
+        # Whether messages wait for the end of the pass: when profiling, and while learning.
+        self._late = self._deferred or self._learning
         self._next = 0
         self._accumulated = False
         for transfer in self._transfers:
@@ -90,14 +93,6 @@ class PlannedPass:
     def under_way(self) -> bool:
         """Whether gradients have been accumulated and the pass has not ended."""
         return self._accumulated
-
-    @property
-    def _late(self) -> bool:
-        """Whether messages wait for the end of the pass.
-
-        They do when profiling and in the first pass of a static graph.
-        """
-        return self._deferred or (self._static and self._learned is None)
 
     def note_use(self, position: int) -> None:
         """Note that a backward pass, synchronized or not, has a gradient for this variable."""
@@ -116,14 +111,13 @@ class PlannedPass:
         if not self._accumulated:
             self._accumulated = True
             self._fill_unreachable()
-        self._fired[position] += 1
-        learning = self._static and self._learned is None
-        if self._fired[position] > self._expected[position] and not learning:
+        fired = self._fired[position] = self._fired[position] + 1
+        if fired > self._expected[position] and not self._learning:
             raise self._ready_again(position)
         if self._late:
             for observer in tuple(self._observers):
                 observer.on_ready(position, self._parameters[position].grad)
-        elif self._fired[position] == self._expected[position] and self._fill(position):
+        elif fired == self._expected[position] and self._fill(position):
             self._drain()
 
     def _fill_unreachable(self) -> None:
@@ -168,7 +162,7 @@ class PlannedPass:
             return None
         crossing = self._cross_step.defers and not self._observers and not self._late
         missing = self._complete(crossing)
-        if self._static and self._learned is None:
+        if self._learning:
             self._learned = list(self._fired)
         self._used = [False] * len(self._names)
         self._reset()

@@ -38,8 +38,10 @@ from runtime_rewriter.pytorch.gradient_operations import WITHOUT_READING, Gradie
 
 OnRead = Callable[[Tensor], None]
 
-_CALLBACK = "_autotune_on_read"
-_OPERATIONS = "_autotune_operations"
+_Watch = tuple[OnRead, GradientOperations | None]
+_WATCH = "_autotune_watch"
+"""Attribute of a watched tensor: its `_Watch`, a new one every time that it is watched."""
+_NOTICES = "_autotune_notices"
 _READING = RLock()
 _CHANGING = Lock()
 """Guards what makes a tensor watched; nothing waits while it is held."""
@@ -145,26 +147,26 @@ def watch(tensor: Tensor, on_read: OnRead, operations: GradientOperations | None
     `operations`: carry out norms and scaling without a read.
     """
     with _CHANGING:
-        setattr(tensor, _CALLBACK, on_read)
-        setattr(tensor, _OPERATIONS, operations)
-        if not is_watched(tensor):
-            tensor.__class__ = _WATCHED_AS[type(tensor)]
+        setattr(tensor, _WATCH, (on_read, operations))
+        watched = _WATCHED_AS.get(type(tensor))
+        if watched is not None:  # not watched yet
+            tensor.__class__ = watched
 
 
-def unwatch(tensor: Tensor, on_read: OnRead | None = None) -> None:
-    """Drop the callback, if the tensor is watched; with `on_read`, only this one."""
+def unwatch(tensor: Tensor, only: _Watch | None = None) -> None:
+    """Drop the callback, if the tensor is watched; with `only`, no other one."""
     with _CHANGING:
         plain = _PLAIN.get(type(tensor))
-        if plain is not None and on_read in (None, getattr(tensor, _CALLBACK)):
+        if plain is not None and (only is None or only is getattr(tensor, _WATCH)):
             tensor.__class__ = plain
-            delattr(tensor, _CALLBACK)
-            delattr(tensor, _OPERATIONS)
+            delattr(tensor, _WATCH)
 
 
 def stop_operations(tensor: Tensor) -> None:
     """Let norms and scaling of a watched tensor be reads from now on."""
-    if is_watched(tensor):
-        setattr(tensor, _OPERATIONS, None)
+    with _CHANGING:
+        if is_watched(tensor):
+            setattr(tensor, _WATCH, (getattr(tensor, _WATCH)[0], None))
 
 
 def is_watched(tensor: Tensor) -> bool:
@@ -173,18 +175,19 @@ def is_watched(tensor: Tensor) -> bool:
 
 def _read(tensor: Tensor) -> None:
     with _READING:  # a read on another thread waits until the value is there
-        on_read: OnRead | None = getattr(tensor, _CALLBACK, None)
-        if on_read is None:
+        watched: _Watch | None = getattr(tensor, _WATCH, None)
+        if watched is None:
             return  # the value is there: another thread's read or flush came first
         try:
-            on_read(tensor)
+            watched[0](tensor)
         finally:
-            unwatch(tensor, on_read)  # another thread may watch it again by now
+            unwatch(tensor, watched)  # another thread may watch it again by now
 
 
 def _operations_of(tensor: Tensor) -> GradientOperations | None:
     """The operations of a watched tensor; None if it must be read, or is not watched."""
-    return getattr(tensor, _OPERATIONS, None) if is_watched(tensor) else None
+    watched: _Watch | None = getattr(tensor, _WATCH, None)
+    return None if watched is None else watched[1]
 
 
 _OF_GROUPS = (
@@ -215,7 +218,7 @@ _OF_GROUPS = (
 
 def notice_arguments() -> None:
     """Let functions that ask no classes look for watched arguments, until the process ends."""
-    if getattr(Parameter.__new__, _CALLBACK, False):
+    if getattr(Parameter.__new__, _NOTICES, False):
         return
     os.register_at_fork(after_in_child=_renew_lock)
     places: list[tuple[Any, str]] = [(Parameter, "__new__"), (Tensor, "_make_subclass")]
@@ -239,7 +242,7 @@ def _noticing(own: Callable[..., Any]) -> Callable[..., Any]:
             _read(tensor)
         return own(*args, **kwargs)
 
-    setattr(call, _CALLBACK, True)
+    setattr(call, _NOTICES, True)
     return call
 
 
