@@ -84,7 +84,7 @@ def test_emulated_accelerators_play_the_step_with_real_messages(make_world, tmp_
         script=SCRIPT,
         step_timeout_s=120.0,
         start_timeout_s=240.0,
-        probe_s=3.0,
+        probe_s=15.0,
         supervisor=with_tensorflow,
         conditions=Conditions(Network.LOOPBACK, Accelerators.EMULATED),
     )
