@@ -29,8 +29,8 @@ def main() -> int:
     if options.blocks < 2:
         parser.error("quartiles need at least 2 blocks")
     words = [str(options.layers), str(options.blocks), str(options.steps)]
-    found = ranks_on_loopback("benchmarks.variable_cost.rank", words, RANKS)
-    taken, variables = found["taken"], found["variables"]
+    findings = ranks_on_loopback("benchmarks.variable_cost.rank", words, RANKS)
+    taken, variables = findings["taken"], findings["variables"]
     costs_us = {}
     for side in taken:
         differences_s = [own - bare for own, bare in zip(taken[side], taken[BARE], strict=True)]

@@ -47,10 +47,13 @@ def buckets(workload: Workload, crossing: bool) -> Plan:
 def planned(module: nn.Module, batch: torch.Tensor, crossing: bool) -> Callable[[], None]:
     model = PlannedDataParallel(module)
     step = stepper(model, batch)
-    for _ in range(2):  # a plan crosses the step once the script's optimizer is known
+    for _ in range(2):  # a plan may cross the step once the script's optimizer is known
         step()
     model.synchronizer.load(buckets(assumed_workload(module), crossing))
+    for _ in range(2):
+        step()
     assert model.synchronizer.native is None
+    assert model.synchronizer.cross_step.defers == crossing
     return step
 
 
