@@ -13,7 +13,7 @@ import json
 import os
 import statistics
 
-from benchmarks.ddp_parity.__main__ import ranks_on_loopback
+from benchmarks.loopback import ranks_on_loopback
 from benchmarks.repository import option_parser, run_benchmark
 from benchmarks.variable_cost.rank import ACROSS, BARE, DDP
 

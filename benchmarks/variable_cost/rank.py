@@ -23,13 +23,14 @@ from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 
 WIDTH, BATCH = 32, 4
 PER_MESSAGE = 60
+"""Seven messages for the default number of variables."""
 WARM_STEPS, SETTLE_STEPS = 20, 1
 BARE, DDP = "no synchronization", "torch's DDP"
 WITHIN, ACROSS = "our hooks, within the step", "our hooks, across the step"
 
 
 def buckets(workload: Workload, crossing: bool) -> Plan:
-    """Return a plan of messages of 60 variables, which torch's own reducer cannot execute."""
+    """Return a plan of large messages, which torch's own reducer cannot execute."""
     last = len(workload.variables) - 1
     choices = []
     for position, variable in enumerate(workload.variables):
@@ -45,6 +46,7 @@ def buckets(workload: Workload, crossing: bool) -> Plan:
 
 
 def planned(module: nn.Module, batch: torch.Tensor, crossing: bool) -> Callable[[], None]:
+    """Return a training step of the module by our own hooks."""
     model = PlannedDataParallel(module)
     step = stepper(model, batch)
     for _ in range(2):  # a plan may cross the step once the script's optimizer is known

@@ -266,7 +266,7 @@ class EmulatedAccelerator:
             self._step_start_s += before_s - self._pending_updates_s()
             self._waits["forward"].until(self._step_start_s + needed_s)
             if cross_step.pending_positions.isdisjoint(positions):
-                continue
+                continue  # a flush without anything to do costs, too
             before_s = self._pending_updates_s()
             self._step_start_s += cross_step.flush_variables(positions)
             self._step_start_s += before_s - self._pending_updates_s()

@@ -148,9 +148,9 @@ def watch(tensor: Tensor, on_read: OnRead, operations: GradientOperations | None
     """
     with _CHANGING:
         setattr(tensor, _WATCH, (on_read, operations))
-        watched = _WATCHED_AS.get(type(tensor))
-        if watched is not None:  # not watched yet
-            tensor.__class__ = watched
+        kind = _WATCHED_AS.get(type(tensor))
+        if kind is not None:  # not watched yet
+            tensor.__class__ = kind
 
 
 def unwatch(tensor: Tensor, only: _Watch | None = None) -> None:

@@ -19,13 +19,13 @@ from runtime_rewriter.tensorflow.training_graph import GraphVariable, TrainingGr
 v1 = tf.compat.v1
 
 
-def assert_close(found: Batch, expected: Batch, tolerance: float) -> None:
+def assert_close(trained: Batch, expected: Batch, tolerance: float) -> None:
     """Compare each variable: at most `tolerance` of the largest value of the expected one."""
-    assert found.keys() <= expected.keys()  # a step may leave variables alone
-    for name in found:
+    assert trained.keys() <= expected.keys()  # a step may leave variables alone
+    for name in trained:
         value = expected[name]
         scale = max(float(np.abs(value).max(initial=0)), 1e-3)
-        error = float(np.abs(found[name] - value).max(initial=0)) / scale
+        error = float(np.abs(trained[name] - value).max(initial=0)) / scale
         assert error <= tolerance, f"{name} differs by {error:.2g}"
 
 

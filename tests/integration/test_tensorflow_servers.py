@@ -28,7 +28,8 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "train_tensorflow.py"
 RANKS = 2
 STEPS = 5
 TOLERANCE = 1e-5
-"""Of the largest value of a variable; the ranks add gradients in another order than one device."""
+"""Largest error, as a share of a variable's largest value: ranks add gradients in another order
+than one device."""
 REQUEST = TrialRequest(0, "strategy-under-test", Role.CANDIDATE, warmup_steps=1, timed_steps=3)
 LONG = TrialRequest(0, "s", Role.CANDIDATE, warmup_steps=1, timed_steps=5000)
 
