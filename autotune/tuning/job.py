@@ -141,7 +141,7 @@ class JobSpec:
     descent: float = setting(
         0.3,
         "search",
-        "share of the search's trials and time that compares neighbours of the fastest strategy "
+        "share of the search's trials and time that compares neighbors of the fastest strategy "
         "with it, in pairs",
         at_least=0,
         below=1,

@@ -20,10 +20,10 @@ H100 = Path(__file__).parents[2] / "datasets" / "gpu_traces" / "h100"
 )
 def test_recorded_steps_are_replayed_within_one_percent(name: str) -> None:
     job = read_job(H100 / name)
+    steps = TracedSteps(job)
     for step in job.steps:
-        assert replay(TracedSteps(job).dfg(step)).makespan_s == pytest.approx(
-            TracedSteps(job).measured_s(step), rel=0.01
-        )
+        replayed_s = replay(steps.dfg(step)).makespan_s
+        assert replayed_s == pytest.approx(steps.measured_s(step), rel=0.01)
 
 
 def test_nccls_kernels_are_matched_across_ranks() -> None:

@@ -47,10 +47,11 @@ def test_every_traced_step_is_replayed_within_one_percent(
     jobs: dict[str, TraceJob], name: str
 ) -> None:
     job = jobs[name]
+    steps = TracedSteps(job)
     for step, expected_s in zip(job.steps, STEPS[name], strict=True):
-        measured_s = TracedSteps(job).measured_s(step)
+        measured_s = steps.measured_s(step)
         assert measured_s == pytest.approx(expected_s, rel=1e-3)
-        assert replay(TracedSteps(job).dfg(step)).makespan_s == pytest.approx(measured_s, rel=0.01)
+        assert replay(steps.dfg(step)).makespan_s == pytest.approx(measured_s, rel=0.01)
 
 
 def test_one_step_predicts_the_others_of_its_job(jobs: dict[str, TraceJob]) -> None:
