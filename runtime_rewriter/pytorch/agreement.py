@@ -134,16 +134,18 @@ def agree(
     plan: Plan | None,
     error: AutotuneError | None,
     byte_scale: float = 1.0,
+    residuals: bool = False,
 ) -> None:
     """Return on every rank, or raise on every rank. Collective.
 
-    Raises this rank's `error`, or the same class with the failing rank's message. Raises
-    `PlanMismatch` with each rank's plan if plans or byte scales differ, and `SynchronizationError`
-    if a rank is gone or does not call it within the control timeout.
+    `residuals`: whether compressed messages may have left some. Raises this rank's `error`, or the
+    same class with the failing rank's message. Raises `PlanMismatch` with each rank's plan if
+    plans, byte scales or `residuals` differ, and `SynchronizationError` if a rank is gone or does
+    not call it within the control timeout.
     """
     number = int(plan.id.rpartition("-")[2], 16) if plan is not None and error is None else 0
     local = [-1, -1] if plan is None else [number >> 32, number & _MASK]
-    local += struct.unpack("<II", struct.pack("<d", byte_scale))
+    local += [*struct.unpack("<II", struct.pack("<d", byte_scale)), int(residuals)]
     # The largest of the negated words is the smallest word: equal on all ranks if both agree.
     words = [int(error is not None), *local, *(-word for word in local)]
     largest_words = torch.tensor(words, dtype=torch.int64, device="cpu")
@@ -152,8 +154,9 @@ def agree(
         failed, *largest = largest_words.tolist()
         if not failed and largest[: len(local)] == [-word for word in largest[len(local) :]]:
             return
-        scaled = "" if byte_scale == 1 else f" with bytes divided by {byte_scale:g}"
-        shown = (plan.id if plan is not None else "no plan") + scaled
+        shown = plan.id if plan is not None else "no plan"
+        shown += "" if byte_scale == 1 else f" with bytes divided by {byte_scale:g}"
+        shown += " and residuals" if residuals else ""
         problem = ("", "") if error is None else (type(error).__name__, str(error))
         reports: list[tuple[str, str, str]] = [("", "", "")] * ranks.size
         dist.all_gather_object(reports, (shown, *problem), group=ranks.control)
@@ -172,5 +175,6 @@ def agree(
         f"rank {rank} holds {plan_id}" for rank, (plan_id, _, _) in enumerate(reports)
     )
     raise PlanMismatch(
-        f"every rank must hold the same plan, but {listed}; give all ranks the same export"
+        f"every rank must hold the same plan, but {listed}; give all ranks the same export, and "
+        "restore residuals on all ranks or on none"
     )

@@ -54,15 +54,21 @@ COUNTS_ALIASES = _SOLE is not None
 NO_COUNT = "this version of torch does not tell which tensors share the memory of a parameter"
 
 
-def has_alias(tensor: Tensor) -> bool:
+def has_alias(tensor: Tensor, borrowed: bool = False) -> bool:
     """Whether another tensor, a process or C code may read or write the memory of `tensor`.
 
-    Sparse tensors, whose parts have storages of their own, count as aliased.
+    Sparse tensors, whose parts have storages of their own, count as aliased. With `borrowed`, so
+    does memory that torch has not allocated, such as an array's (`torch.from_numpy`) or a loaded
+    file's: its storage cannot be resized.
     """
     if tensor.layout is not torch.strided:
         return True
     storage = tensor.untyped_storage()
-    return _references(storage) != _SOLE or _is_known_elsewhere(tensor, storage)
+    return (
+        _references(storage) != _SOLE
+        or (borrowed and not storage.resizable())
+        or _is_known_elsewhere(tensor, storage)
+    )
 
 
 def _is_known_elsewhere(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
@@ -73,9 +79,12 @@ def _is_known_elsewhere(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
 
 
 def aliased(tensors: Sequence[Tensor]) -> set[int]:
-    """The positions of tensors with an alias, other than neighbours among `tensors` that share a
-    storage without overlapping, as the weights of a recurrent layer on a GPU do."""
-    with_alias = {position for position, tensor in enumerate(tensors) if has_alias(tensor)}
+    """The positions of tensors with an alias or on borrowed memory, other than neighbors among
+    `tensors` that share a storage without overlapping, as the weights of a recurrent layer on a GPU
+    do."""
+    with_alias = {
+        position for position, tensor in enumerate(tensors) if has_alias(tensor, borrowed=True)
+    }
     sharing: dict[int, list[int]] = {}
     for position in with_alias:
         if tensors[position].layout is torch.strided:
@@ -88,6 +97,7 @@ def aliased(tensors: Sequence[Tensor]) -> set[int]:
         ours = (owners - len(positions) + 1, references) == _SOLE
         if (
             ours
+            and storage.resizable()
             and not _is_known_elsewhere(first, storage)
             and not _overlap([tensors[position] for position in positions])
         ):

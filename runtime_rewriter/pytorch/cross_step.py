@@ -45,6 +45,7 @@ from runtime_rewriter.pytorch.process_hooks import (
     flush_all_synchronizers,
     register,
     unregister,
+    updates_are_due,
 )
 from runtime_rewriter.pytorch.reads import can_watch, outside_modes, unwatch, watch
 from runtime_rewriter.pytorch.scaled_gradients import AnsweringGradients, ScaledGradient
@@ -232,11 +233,11 @@ class CrossStepUpdates:
             self._pending = {
                 position: _Pending(parameters[position].grad) for position in positions
             }
-            unwatchable = self._unwatchable()
+            own_unwatchable, unwatchable = self._unwatchable()
             # Before anything is flushed: averages that have arrived here, and are still under way
             # on another rank, must answer with the same norms.
             if self._answering.loaded:
-                self._answer(p for p in self._pending if p not in unwatchable)
+                self._answer(p for p in self._pending if p not in own_unwatchable)
             self.flush_variables(unwatchable)
             for position, pending in self._pending.items():
                 assert pending.gradient is not None
@@ -256,21 +257,25 @@ class CrossStepUpdates:
                     position, pending.gradient, flush, self._lock
                 )
 
-    def _unwatchable(self) -> set[int]:
-        """Pending variables whose reads, or those of their gradients, cannot be detected."""
-        unwatchable = set(self.unseen & self._pending.keys())
-        watchable = []
-        for position, pending in self._pending.items():
-            parameter, gradient = self._parameters[position], pending.gradient
+    def _unwatchable(self) -> tuple[set[int], set[int]]:
+        """Pending variables without a gradient whose reads can be detected, and those that must not
+        stay pending: these, and variables whose own reads cannot be detected."""
+        gradients = {
+            position: pending.gradient
+            for position, pending in self._pending.items()
             # Without a gradient, step() would take the variable for unused.
-            if gradient is None or not (can_watch(parameter) and can_watch(gradient)):
-                unwatchable.add(position)
-            elif position not in unwatchable:
-                watchable.append((position, parameter, gradient))
-        for number in (1, 2):
-            tensors = [entry[number] for entry in watchable]
-            unwatchable |= {watchable[place][0] for place in aliased(tensors)}  # type: ignore[arg-type]
-        return unwatchable
+            if pending.gradient is not None and can_watch(pending.gradient)
+        }
+        watchable = _without_alias(gradients)
+        unseen = self.unseen
+        parameters = {
+            position: self._parameters[position]
+            for position in self._pending
+            if position in watchable
+            and position not in unseen
+            and can_watch(self._parameters[position])
+        }
+        return self._pending.keys() - watchable, self._pending.keys() - _without_alias(parameters)
 
     def _on_read(self, position: int, _: Tensor) -> None:
         self.flush_variables((position,))
@@ -386,9 +391,14 @@ class CrossStepUpdates:
         for optimizer in optimizers:
             if self._due[optimizer] <= 0:
                 del self._due[optimizer]
-                unguard(optimizer)
+                if not updates_are_due(optimizer):  # of another model's variables
+                    unguard(optimizer)
             elif optimizer is not self._stepping:
                 guard(optimizer, flush_all_synchronizers)
+
+    def has_due(self, optimizer: Optimizer) -> bool:
+        """Whether updates of `optimizer` are due here."""
+        return self._due[optimizer] > 0
 
     # -- the script's optimizers
 
@@ -496,3 +506,9 @@ class CrossStepUpdates:
     def _stop_watching_calls(self) -> None:
         self._modules.stop()
         self._functions.stop()
+
+
+def _without_alias(tensors: Mapping[int, Tensor]) -> set[int]:
+    """The positions of the tensors that nothing else shares memory with."""
+    places = aliased(list(tensors.values()))
+    return {position for place, position in enumerate(tensors) if place not in places}

@@ -11,6 +11,7 @@ buckets (native_buckets.py).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
@@ -171,7 +172,19 @@ class PlannedDataParallel(DistributedDataParallel):
             inputs, kwargs = moved[0], moved_kwargs[0]
         output = self._run_ddp_forward(*inputs, **kwargs)
         self.require_forward_param_sync = self.require_backward_grad_sync
-        return output
+        finding = self.find_unused_parameters and not self.static_graph
+        return self._connected(output) if finding else output
+
+    def _connected(self, output: Any) -> Any:
+        """Copy the outputs behind one node of autograd, as DDP does where it finds unused
+        parameters: a backward pass from one output ends the pass of all."""
+        tensors, structure, remote = torch_ddp._tree_flatten_with_rref(output)
+        copies = torch_ddp._DDPSink.apply(weakref.ref(self), *tensors)
+        connected = [
+            tensor if isinstance(tensor, torch.Tensor) and tensor.grad_fn is None else copy
+            for tensor, copy in zip(tensors, copies, strict=True)
+        ]
+        return torch_ddp._tree_unflatten_with_rref(connected, structure, remote)
 
     @torch.compiler.disable(recursive=False)
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:

@@ -53,7 +53,7 @@ from runtime_rewriter.pytorch.native_buckets import Backend, BucketReducer, Buck
 from runtime_rewriter.pytorch.native_observation import ObservedPass
 from runtime_rewriter.pytorch.observers import Accelerator, BackwardObserver, StepListener
 from runtime_rewriter.pytorch.packing import Packing, build_transfers
-from runtime_rewriter.pytorch.planned_pass import PlannedPass
+from runtime_rewriter.pytorch.planned_pass import PlannedPass, interrupted
 from runtime_rewriter.pytorch.step_boundaries import StepBoundaries
 
 
@@ -131,6 +131,7 @@ class GradientSynchronizer:
         self._synchronizing = True
         self._reachable: set[int] = set()
         self._versions: list[int | None] = []
+        self._requested = False  # whether the last forward pass was to be synchronized
         self._armed = self._begun = False
         self._packing: Packing | None = None
         self.cross_step = CrossStepUpdates(self.parameters, self.device, self._write)
@@ -203,7 +204,7 @@ class GradientSynchronizer:
         self.cross_step.flush()
         named = dict(zip(self.names, self.parameters, strict=True))
         buckets, error = self._checked(plan, deferred)
-        agree(self.ranks, plan, error, self.byte_scale)
+        agree(self.ranks, plan, error, self.byte_scale, self.residuals.in_use)
         transfers: list[Transfer | RowTransfer] = []
         if plan is not None and buckets is None:
             transfers = build_transfers(plan, named, self.residuals, self.lanes, self.byte_scale)
@@ -366,20 +367,19 @@ class GradientSynchronizer:
         self.boundaries.forward_begins(self.module.training, self.accelerator, self.device.now_s)
         self._hooks.come_last()
         self.cross_step.forward_begins(observable=self.accelerator is None)
-        self._armed = synchronize
+        self._requested = synchronize
 
     def _end_last_pass(self) -> None:
-        if self._pass.under_way or (self.native is not None and self._begun):
-            raise SynchronizationError(
-                "a backward pass must end before the next forward pass begins, but the last one "
-                "was interrupted"
-            )
+        if self._pass.under_way:
+            raise self._pass.unfinished()
+        if self.native is not None and self._begun:
+            raise interrupted()
         self._begun = False  # an exception may have ended a pass before it accumulated anything
 
     @property
     def synchronizing(self) -> bool:
-        """Whether the backward pass of the last forward pass will be synchronized."""
-        return self._armed
+        """Whether the last forward pass was to be synchronized."""
+        return self._requested
 
     @torch.compiler.disable(recursive=False)
     def compute(
@@ -402,6 +402,8 @@ class GradientSynchronizer:
     def after_forward(self, output: object) -> None:
         """Call last in every forward pass with gradients: find where its backward pass starts."""
         self.cross_step.forward_ended()
+        # As in DDP, a forward pass under no_sync() leaves an earlier one to be synchronized.
+        self._armed |= self._requested
         if not self._armed or (self._plan is None and not self._ends_matter):
             return
         tensors = tensors_with_graph(output)
@@ -411,7 +413,7 @@ class GradientSynchronizer:
             self._observed.prepare()
         if self._plan is None or (self.native is not None and not self.observers):
             return
-        if self._find_unused and not self._static:
+        if self._find_unused and not self._static and self._requested:
             self._reachable |= reachable_variables(tensors, self._index_of)
         for observer in tuple(self.observers):
             observer.on_forward_output(tensors)
@@ -452,7 +454,8 @@ class GradientSynchronizer:
             engine.queue_callback(self._native_computed)
             return
         engine.queue_callback(self._finish)
-        self._pass.begin(self._reachable)
+        if not self._pass.under_way:
+            self._pass.begin(self._reachable)
 
     @property
     def _ends_matter(self) -> bool:
@@ -523,6 +526,8 @@ class GradientSynchronizer:
         except SynchronizationError as error:
             self._broken = str(error)
             raise
+        if self._pass.under_way:
+            return
         self._reachable = set()
         if gradients_final is not None:
             self._armed = False

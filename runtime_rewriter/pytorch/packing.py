@@ -125,6 +125,15 @@ class Packing:
             sources.append(dense if dense is None or part.axis is None else slice_of(dense, part))
         transfer.pack(sources, self._scale)
 
+    def take_back(self, position: int) -> None:
+        """Note that no rank has used the variable: it keeps its `.grad` and its residuals."""
+        if not self._residuals.in_use:
+            return
+        gradient = self._parameters[position].grad
+        packed = None if gradient is None else gradient * self._scale
+        for message in self.messages_of[position]:
+            message.take_back(self._names[position], packed)
+
     def _dense(self, position: int) -> Tensor | None:
         gradient = self._parameters[position].grad
         return None if gradient is None else dense_of(gradient)

@@ -1,4 +1,8 @@
-"""One backward pass under a plan that our own hooks execute: ready gradients, issue and arrival."""
+"""The backward pass under a plan that our own hooks execute: ready gradients, issue and arrival.
+
+As in DDP, several calls of `backward()` are one pass if each parameter gets its gradient in one of
+them.
+"""
 
 # mypy: untyped-calls-exclude=torch
 
@@ -86,6 +90,7 @@ class PlannedPass:
         self._late = self._deferred or self._learning
         self._next = 0
         self._accumulated = False
+        self._called_back = False  # autograd has ended a call of backward() in this pass
         for transfer in self._transfers:
             transfer.reset()
 
@@ -94,13 +99,28 @@ class PlannedPass:
         """Whether gradients have been accumulated and the pass has not ended."""
         return self._accumulated
 
+    def unfinished(self) -> SynchronizationError:
+        """Return why the pass, which is under way, will not end."""
+        missing = self._missing()
+        return self._unused(missing) if self._called_back and missing else interrupted()
+
+    def _missing(self) -> list[int]:
+        """The variables that have had no gradient in this pass."""
+        return [position for position, times in enumerate(self._fired) if times == 0]
+
     def note_use(self, position: int) -> None:
-        """Note that a backward pass, synchronized or not, has a gradient for this variable."""
-        self._used[position] = True
+        """Note that a backward pass, synchronized or not, has reached this variable.
+
+        As in DDP, it counts as used if it then has a gradient, which may be an earlier one.
+        """
+        if self._find_unused and self._parameters[position].grad is not None:
+            self._used[position] = True
 
     def begin(self, reachable: Collection[int]) -> None:
         """`reachable`: positions of the variables that this pass can reach; empty if unknown."""
         self._cross_step.flush()
+        if self._norms is not None:
+            self._norms.end_last()
         for observer in tuple(self._observers):
             observer.on_backward_start()
         if reachable:
@@ -155,26 +175,28 @@ class PlannedPass:
         """End the pass: send the rest, then wait and write the averages, or defer that.
 
         Returns whether every `.grad` is final. None: nothing was accumulated (torch.autograd.grad),
-        and nothing has happened.
+        and nothing has happened; or gradients are missing, which another `backward()` must bring,
+        and the pass is still under way.
         """
         if not self._accumulated and not self._unused_as_zeros:
             self._reset()
             return None
+        missing = self._missing()
+        if missing and not (self._find_unused or self._unused_as_zeros):
+            self._called_back = True
+            return None
         crossing = self._cross_step.defers and not self._observers and not self._late
-        missing = self._complete(crossing)
+        self._complete(crossing)
         if self._learning:
             self._learned = list(self._fired)
         self._used = [False] * len(self._names)
         self._reset()
-        if missing and not (self._find_unused or self._unused_as_zeros):
-            raise self._unused(missing)
         return not crossing
 
-    def _complete(self, crossing: bool) -> list[int]:
-        """Send the rest. Returns the variables without a gradient in this pass."""
+    def _complete(self, crossing: bool) -> None:
+        """Send the rest, and wait for the averages unless the pass crosses the step."""
         for observer in tuple(self._observers):
             observer.on_computed()
-        missing = [position for position, times in enumerate(self._fired) if times == 0]
         for position, filled in enumerate(self._filled):
             if not filled:
                 self._fill(position)
@@ -186,20 +208,18 @@ class PlannedPass:
                 self._transfers[number].issue_results(self._norms.lane)
         unused = self._agree_on_unused() if self._find_unused else frozenset()
         for position in unused:
-            for transfer in self._packing.messages_of[position]:
-                transfer.take_back(self._names[position])
+            self._packing.take_back(position)
         self._packing.ask_for_rows(self._votes)
         averaged = [position for position in range(len(self._names)) if position not in unused]
         if crossing:
             order = self._results or range(len(self._transfers))
             self._cross_step.defer([self._transfers[number] for number in order], averaged)
-            return missing
+            return
         for transfer in self._transfers:
             transfer.wait()
         self._packing.write({position: self._parameters[position].grad for position in averaged})
         for observer in tuple(self._observers):
             observer.on_synchronized(unused)
-        return missing
 
     def _agree_on_unused(self) -> frozenset[int]:
         """Variables that no rank used since the last synchronization."""
@@ -210,14 +230,24 @@ class PlannedPass:
             dist.all_reduce(used, group=self._votes)
         except RuntimeError as error:
             raise SynchronizationError(
-                f"the ranks must agree on unused parameters, but it failed: {error}"
+                f"the ranks must agree on unused parameters, but one got no answer: {error}; is "
+                "every other rank alive and at the same step?"
             ) from error
         return frozenset(position for position, ranks in enumerate(used.tolist()) if ranks == 0)
 
     def _unused(self, missing: list[int]) -> SynchronizationError:
         names = ", ".join(self._names[position] for position in missing[:5])
         return SynchronizationError(
-            "every parameter must receive a gradient in each synchronized backward pass, but "
+            "every parameter must receive a gradient before the next forward pass begins, but "
             f"{len(missing)} did not: {names}; make every output of forward take part in the loss, "
             "or pass find_unused_parameters=True"
         )
+
+
+def interrupted() -> SynchronizationError:
+    """Return the error of a forward pass behind a backward pass that did not end."""
+    return SynchronizationError(
+        "a backward pass must end before the next forward pass begins, but the last one was "
+        "interrupted, by an exception of the script or of torch; other ranks wait for its "
+        "messages, so start all ranks again"
+    )

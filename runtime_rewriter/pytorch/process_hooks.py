@@ -29,6 +29,9 @@ class Deferring(Protocol):
     def flush(self) -> None:
         """Apply all updates that are due."""
 
+    def has_due(self, optimizer: Optimizer) -> bool:
+        """Whether updates of `optimizer` are due."""
+
     def forget(self) -> None:
         """Drop them, in a forked process."""
 
@@ -60,6 +63,11 @@ def flush_all_synchronizers() -> None:
     forks."""
     for present in tuple(_PRESENT):
         present.flush()
+
+
+def updates_are_due(optimizer: Optimizer) -> bool:
+    """Whether any synchronizer in this process has updates of `optimizer` that are due."""
+    return any(present.has_due(optimizer) for present in tuple(_PRESENT))
 
 
 def _forget_all() -> None:

@@ -178,10 +178,10 @@ def _read(tensor: Tensor) -> None:
         watched: _Watch | None = getattr(tensor, _WATCH, None)
         if watched is None:
             return  # the value is there: another thread's read or flush came first
-        try:
-            watched[0](tensor)
-        finally:
-            unwatch(tensor, watched)  # another thread may watch it again by now
+        watched[0](tensor)
+        # Not after an exception, in a signal handler, say: the value is still to come. With `only`,
+        # as another thread may watch it again by now.
+        unwatch(tensor, only=watched)
 
 
 def _operations_of(tensor: Tensor) -> GradientOperations | None:

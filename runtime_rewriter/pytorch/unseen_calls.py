@@ -5,8 +5,9 @@ TorchScript, function transforms (`torch.func`) and the C++ fast path of an eval
 compute in another way if they are watched; a trace records how they are read. So everything is
 flushed before a scripted function or a transform runs and, outside the model's own forward pass,
 before a scripted module or one with parameters of ours that evaluates or is being traced. The same
-holds where the script switches `__torch_function__` off. Inside
-the forward pass that learns the reads, the parameters of such a module count as unseen.
+holds where the script switches `__torch_function__` off, and before another backward pass: autograd
+adds to a gradient in C++. Inside the forward pass that learns the reads, the parameters of such a
+module count as unseen.
 """
 
 # mypy: allow-untyped-calls
@@ -61,6 +62,7 @@ _FUNCTIONS: tuple[tuple[Any, str], ...] = (
     (vmap_transform, "vmap_increment_nesting"),
     (torch._C, "DisableTorchFunction"),
     (torch._C, "DisableTorchFunctionSubclass"),
+    (torch.autograd, "_engine_run_backward"),
 )
 """What runs before tensors are passed on unseen."""
 _READS_NONE = "torch.autograd.profiler"

@@ -189,6 +189,8 @@ def test_no_script_sees_or_trains_anything_else() -> None:
     assert not differing, "\n".join(differing)
     for name in ("plain_sgd", "plain_adam", "step_none", "schedulers"):
         assert results[0][name]["crossing"] == "SAME+", "otherwise nothing was tested"
+    for name in ("penalty_with_a_pass_of_its_own", "one_optimizer_of_two_models"):
+        assert results[0][name]["crossing"] == "SAME+", name
     for name in ("clipped_by_norm", "scaled"):
         assert results[0][name]["half crossing"] == "SAME+", name
     for name in ("own_communication_hook", "builtin_communication_hook"):

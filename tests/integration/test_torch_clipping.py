@@ -301,11 +301,18 @@ def cut_all_reduces(module: nn.Module, world_size: int) -> Plan:
     return clipping(uniform(module, world_size, Synchronizer.ALL_REDUCE, partitioned=True))
 
 
+def clips_beside_a_checkpoint(run: Run) -> None:
+    """Rank 0 alone holds other tensors on the memory of its parameters, so it defers no update."""
+    kept = run.model.state_dict() if run.rank == 0 else {}
+    clips(run)
+    assert bool(kept) == (run.rank == 0)
+
+
 @on_ranks(2, each=(cut_all_reduces, scattered, direct))
 def test_norms_are_the_same_on_a_rank_on_which_the_averages_have_arrived(
     rank: int, build: Callable[[nn.Module, int], Plan]
 ) -> None:
-    for script in (clips, scales_and_clips):
+    for script in (clips, scales_and_clips, clips_beside_a_checkpoint):
         torch.manual_seed(0)
         model = PlannedDataParallel(Tied())
         model.synchronizer.load(build(model.module, 2))

@@ -323,18 +323,23 @@ def test_the_residual_of_a_parameter_that_no_rank_uses_is_not_lost(rank: int) ->
     synchronizer = model.synchronizer
     index = synchronizer.names.index("sometimes.weight")
     x = images(rank, 1).flatten(1)[:, :20]
-    for kind, compressor in itertools.product(Synchronizer, (*FED_BACK, Compressor.NONE)):
+    used = (*FED_BACK, Compressor.NONE)
+    for kind, compressor, kept in itertools.product(Synchronizer, used, (False, True)):
         first = compressor if compressor is not Compressor.NONE else Compressor.TOP_K
         for chosen, both in ((first, True), (compressor, False), (compressor, False)):
             before = residual(synchronizer, index)
             synchronizer.load(uniform(model.module, dist.get_world_size(), kind, chosen))
             model.zero_grad()
+            parameter = synchronizer.parameters[index]
+            if kept and not both:
+                parameter.grad = torch.full_like(parameter, 3.0)
             model(x, both).square().sum().backward()
             if both:
                 continue
-            assert synchronizer.parameters[index].grad is None, (
-                "no rank used it: its gradient stays"
-            )
+            if kept:  # no rank used it: its gradient stays
+                assert parameter.grad is not None and bool((parameter.grad == 3.0).all())
+            else:
+                assert parameter.grad is None
             after = residual(synchronizer, index)
             dist.all_reduce(before)
             dist.all_reduce(after)

@@ -25,6 +25,7 @@ from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Synchronizer
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.pytorch.reads import is_watched
+from runtime_rewriter.pytorch.under_way import MessagesUnderWay
 
 Optimizers = list[torch.optim.Optimizer]
 Script = Callable[[nn.Module, int], Iterator[Any]]
@@ -282,6 +283,38 @@ def test_updates_that_couple_variables_are_refused_with_the_reason(rank: int, ki
         scaler.update()
     with pytest.raises(InvalidStrategy, match=COUPLING[kind]):
         model.synchronizer.load(crossing(mixed(model.module, 2)))
+
+
+@on_ranks(2)
+def test_a_variable_waits_again_after_an_interrupted_wait(rank: int) -> None:
+    models = pair(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))
+    mine = models[1].synchronizer
+    mine.load(crossing(backwards(uniform(models[1].module, 2))))
+    arrived, received = MessagesUnderWay.next_arrived, MessagesUnderWay.receive
+    optimizers = [torch.optim.AdamW(model.parameters(), 0.1) for model in models]
+
+    def interrupted(self: MessagesUnderWay, number: int) -> None:
+        raise KeyboardInterrupt
+
+    MessagesUnderWay.next_arrived = lambda self: False  # type: ignore[method-assign]
+    try:
+        for step in range(6):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                model(torch.full((4, 6), float(rank + step))).square().sum().backward()
+                optimizer.step()
+            weight = models[1].module[0].weight
+            if step > 3:
+                assert is_watched(weight)
+                MessagesUnderWay.receive = interrupted  # type: ignore[method-assign]
+                with pytest.raises(KeyboardInterrupt):
+                    weight.sum()
+                MessagesUnderWay.receive = received  # type: ignore[method-assign]
+            assert torch.equal(weight, models[0].module[0].weight)
+    finally:
+        MessagesUnderWay.next_arrived = arrived  # type: ignore[method-assign]
+        MessagesUnderWay.receive = received  # type: ignore[method-assign]
+    mine.close()
 
 
 def with_scripted_layer() -> nn.Module:

@@ -39,6 +39,12 @@ def check_disagreement(rank: int) -> dict[str, Any]:
             model.synchronizer.load(wrong)
         except (PlanMismatch, ModelMismatch, InvalidStrategy) as error:
             errors[name] = (type(error), str(error), [p.id for p in plans])
+    model.synchronizer.residuals.in_use = rank == 1
+    try:
+        model.synchronizer.load(plans[0])
+    except PlanMismatch as error:
+        errors["residuals"] = str(error)
+    model.synchronizer.residuals.in_use = False
     errors["seconds"] = time.monotonic() - started
     model.synchronizer.load(plans[1])  # after a refusal training goes on
     loss_of(model, rank, 0).backward()
@@ -51,6 +57,7 @@ def test_ranks_with_different_or_wrong_plans_all_raise_and_can_continue() -> Non
         assert kind is PlanMismatch
         assert f"rank 0 holds {ids[0]}" in text and f"rank 1 holds {ids[1]}" in text
         assert errors["no plan"][0] is PlanMismatch
+        assert f"rank 0 holds {ids[0]}, rank 1 holds {ids[0]} and residuals" in errors["residuals"]
         assert errors["other model"][0] is ModelMismatch
         assert "unknown bias, weight" in errors["other model"][1]
         assert errors["one rank's other model"][0] is ModelMismatch

@@ -69,6 +69,17 @@ class NormExchange:
     def wait(self) -> GradientNorms:
         """Wait for the norms of the last pass. Raises `SynchronizationError` if a rank is gone."""
         assert self._flight is not None, "norms are issued with every pass"
+        self.end_last()
+        whole, squares, non_finite = self._sent.clone()
+        return GradientNorms(whole + squares.sqrt(), non_finite > 0)
+
+    def end_last(self) -> None:
+        """Wait until the norms of the last pass, if any, need its sums no more.
+
+        Raises as `wait`.
+        """
+        if self._flight is None:
+            return
         try:
             self._flight.wait()
         except RuntimeError as error:
@@ -77,8 +88,6 @@ class NormExchange:
                 f"{self._lanes.ranks.rank}: {error}; is every other rank alive and at the same "
                 "step?"
             ) from error
-        whole, squares, non_finite = self._sent.clone()
-        return GradientNorms(whole + squares.sqrt(), non_finite > 0)
 
     def _exchange(self) -> dist.Work | None:
         """Runs on the lane's thread; later messages on the lane wait until it has ended."""

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -89,7 +89,7 @@ class RowTransfer(Sending):
         self._lanes.device.keep(self.total.indices, self.total.values)
         self._local = None
 
-    def _add_to_residuals(self, variables: frozenset[str]) -> None:
+    def _add_to_residuals(self, variables: Collection[str]) -> None:
         self._residuals.residual_of(self.part)
         whole = self._residuals.of(self.part.variable)
         assert whole is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -12,7 +12,8 @@ from autotune.strategy_space.enactable import describe
 from autotune.strategy_space.plan import Message
 from autotune.strategy_space.strategy import Synchronizer
 from runtime_rewriter.pytorch.exchange.lanes import Flight, Lanes, Step
-from runtime_rewriter.pytorch.exchange.residuals import Residuals
+from runtime_rewriter.pytorch.exchange.residuals import Residuals, slice_of
+from runtime_rewriter.pytorch.exchange.rows import dense_of
 
 
 def wire_dtype(message: Message) -> torch.dtype | None:
@@ -47,7 +48,7 @@ class Sending(ABC):
         self.message = message
         self.pending = len(message.slices)
         self._residuals = residuals
-        self._unused: set[str] = set()
+        self._unused: dict[str, torch.Tensor | None] = {}
         self._lanes = lanes
         self._pieces, self._results = pieces, results
         self._direct = message.synchronizer is Synchronizer.DIRECT_EXCHANGE
@@ -96,17 +97,27 @@ class Sending(ABC):
             raise self._failed(error) from error
         self._flights = []
         self._release_residuals()
-        if self._unused and self._lanes.ranks.rank == 0:
-            self._add_to_residuals(frozenset(self._unused))
-        self._unused.clear()
+        if self._unused:
+            self._keep_sums()
+        self._unused = {}
 
-    def take_back(self, variable: str) -> None:
+    def take_back(self, variable: str, packed: torch.Tensor | None) -> None:
         """Note that the variable keeps its `.grad`, so the sum of its residuals must not be lost.
 
-        When the issued message has arrived, rank 0 makes the sum its residual.
+        `packed`: what was added to this rank's residual, if anything. When the issued message has
+        arrived, rank 0 makes the sum its residual, and each rank takes off what it packed.
         """
-        if self._residuals.in_use:
-            self._unused.add(variable)
+        self._unused[variable] = packed
+
+    def _keep_sums(self) -> None:
+        if self._lanes.ranks.rank == 0:
+            self._add_to_residuals(self._unused.keys())
+        for part in self.message.slices:
+            packed = self._unused.get(part.variable)
+            if packed is not None:
+                residual = self._residuals.residual_of(part)
+                residual.sub_(slice_of(dense_of(packed), part))
+                residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # as `drop_non_finite_`
 
     def _release_residuals(self) -> None:
         """The message has arrived, and the residuals with it."""
@@ -114,7 +125,7 @@ class Sending(ABC):
             self._residuals.release(part)
 
     @abstractmethod
-    def _add_to_residuals(self, variables: frozenset[str]) -> None:
+    def _add_to_residuals(self, variables: Collection[str]) -> None:
         """Add the sums of these variables to this rank's residuals."""
 
     def reset(self) -> None:

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -128,7 +128,7 @@ class Transfer(Sending):
     def _release_residuals(self) -> None:
         self._feedback.sent()
 
-    def _add_to_residuals(self, variables: frozenset[str]) -> None:
+    def _add_to_residuals(self, variables: Collection[str]) -> None:
         for part, view in self.views:
             if part.variable in variables:
                 self._residuals.residual_of(part).add_(view)

@@ -79,6 +79,15 @@ def gradient_view(run: Run) -> None:
             run.see(view)
 
 
+def borrowed_memory(run: Run) -> None:
+    """A weight on the memory of an array, which the script reads."""
+    net = Net()
+    array = net.b.weight.detach().numpy().copy()
+    net.b.weight = nn.Parameter(torch.from_numpy(array))
+    model = run.wrap(net)
+    train(run, model, adam(model), lambda step: run.see(torch.from_numpy(array.copy())))
+
+
 def data_replaced(run: Run) -> None:
     model = run.wrap(Net())
     first = next(model.parameters())
