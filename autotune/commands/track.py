@@ -6,10 +6,14 @@ import argparse
 from typing import Any
 
 from autotune.commands.arguments import add_directory, add_tracking
+from autotune.commands.render.names import first_line
 from autotune.jobs.tune import open_tracker
 from autotune.jobs.workspace import Workspace, latest_job
+from autotune.masking import masked
 from autotune.storage.store import Store
 from autotune.tracking.tracker import PATIENT_ITEM_S
+
+PROBLEM_CHARACTERS = 400
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,24 +23,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Send the outbox; exit status 1 while something is still unsent."""
+    """Send the outbox; exit status 1 while something is still unsent.
+
+    Raises `InvalidInput` while another process drives the job, which sends its items itself.
+    """
     workspace = Workspace.existing(options.directory)
     with Store.open(workspace.store_path) as store:
         job_id = options.job or latest_job(store)
-        before = len(store.outbox.waiting(job_id))
         where = options.tracking_uri, options.experiment
         tracker = open_tracker(workspace, store, job_id, *where, PATIENT_ITEM_S)
-        left = tracker.flush(float("inf"))
-        rejected = store.outbox.rejected(job_id)
+        with store.lock(job_id):
+            before = len(store.outbox.waiting(job_id))
+            left = tracker.flush(float("inf"))
+            rejected = store.outbox.rejected(job_id)
     data = {
         "job": job_id,
         "sent": before - left,
         "unsent": left,
+        "problem": tracker.problem,
         "rejected": rejected,
         "exit_status": int(left > 0),
     }
-    text = f"{before - left} items of job {job_id} sent to {tracker.uri}"
+    text = f"{before - left} items of job {job_id} sent to {masked(tracker.uri)}"
     if left:
-        reason = "the server cannot be reached, or does not answer in time"
-        text += f"; {left} are still unsent because {reason}"
+        text += f"; {left} are still unsent: {first_line(tracker.problem, PROBLEM_CHARACTERS)}"
     return data, text

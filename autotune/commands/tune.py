@@ -37,6 +37,7 @@ from autotune.jobs.tune import (
     run_job,
 )
 from autotune.jobs.workspace import Workspace
+from autotune.masking import masked
 from autotune.storage.store import Store
 from autotune.tuning.job import SETTINGS
 from runtime_rewriter.world.results import Trained
@@ -120,7 +121,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         "trial_count": len(done.history.trials),
         "best": str(done.results.export),
         "report": str(done.results.report),
-        "tracking_uri": done.uri,
+        "tracking_uri": masked(done.uri),
         "unsent_tracking_items": done.unsent,
         "files": job.spec.files,
         "training": to_data(done.trained) if done.trained else None,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from autotune.jobs.exports import job_export, write_export
 from autotune.jobs.workspace import Workspace
+from autotune.masking import masked
 from autotune.records import CURRENT_SETUP, Conditions, Decision
 from autotune.storage.store import Store
 from autotune.tuning.figures import JobFigures
@@ -116,7 +117,7 @@ def decision_text(
     headline = ""
     if decision.strategy_id != CURRENT_SETUP:
         headline = f"exported {decision.strategy_id}{f' ({winner})' if winner else ''}: "
-    command = " ".join(spec.command)
+    command, server = " ".join(spec.command), masked(uri)
     why = [f"  why      {decision.explanation}"] if decision.explanation else []
     lines = [
         f"{headline}{decision.reason}{taken_under(spec.conditions)}",
@@ -124,13 +125,15 @@ def decision_text(
         *(f"  {fact}" for fact in facts),
         f"  export   {results.export}",
         f"  report   {results.report}",
-        f"  mlflow   mlflow ui --backend-store-uri {uri}",
+        f"  mlflow   mlflow ui --backend-store-uri {server}",
     ]
     if decision.strategy_id != CURRENT_SETUP:
         lines.append(f"  use it   autotune run --strategy {results.export} -- {command}")
     lines.append(f"  training {_training_state(spec, trained)}")
+    going_on = spec.continue_training and trained is None
     if unsent:
         lines.append(
-            f"  {unsent} items could not be sent to {uri} yet; `autotune track` sends them"
+            f"  {unsent} items could not be sent to {server} yet; `autotune track` sends them"
+            f"{' after the training' if going_on else ''}"
         )
     return "\n".join(lines)

@@ -25,7 +25,7 @@ from autotune.tuning.history import History
 from autotune.tuning.job import NO_LIMIT_S, NO_LIMIT_TRIALS, JobSpec
 
 Delivery = Callable[[Connection], None]
-"""Sends one item. Raises `Unsendable`, and MLflow's exceptions."""
+"""Sends one item. Raises `Unsendable`, and the exceptions of MLflow and of artifact stores."""
 
 
 class Unsendable(Exception):
@@ -228,12 +228,22 @@ def _model(name: str, folder: Path) -> Delivery:
         if not folder.is_dir():
             raise Unsendable(f"{folder} is gone, so the simulator cannot be sent")
         save_model(mlflow, name, folder)
-        shutil.rmtree(folder)
-        with suppress(OSError):  # other models wait in them
-            folder.parent.rmdir()
-            folder.parent.parent.rmdir()
 
     return deliver
+
+
+def discard_sent(item: OutboxItem) -> None:
+    """Delete the folder of a model that is marked as sent.
+
+    A delivery does not delete it: one that was left behind ends while the item still waits.
+    """
+    if item.kind != "model":
+        return
+    folder = Path(item.body["path"])
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):  # other models wait in them
+        folder.parent.rmdir()
+        folder.parent.parent.rmdir()
 
 
 def _finish(decision: Decision | None, history: History) -> Delivery:

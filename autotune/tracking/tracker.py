@@ -18,11 +18,12 @@ from pathlib import Path
 from autotune.deadlines import Call, Overdue
 from autotune.errors import InvalidInput
 from autotune.garbage import collection_paused
+from autotune.masking import masked
 from autotune.simulators.interface import Simulator
 from autotune.storage.outbox import OutboxItem
 from autotune.storage.store import Store
 from autotune.tracking.connection import Connection, is_local
-from autotune.tracking.sender import Delivery, Sender, Unsendable
+from autotune.tracking.sender import Delivery, Sender, Unsendable, discard_sent
 from autotune.tuning.events import Event
 from autotune.tuning.history import History
 from autotune.tuning.instructions import Instruction
@@ -60,15 +61,16 @@ def mlflow_environment(timeout_s: int = 5, retries: int = 1) -> dict[str, str]:
 
 
 class _Unreachable(Exception):
-    """The server did not take an item, but may later."""
+    """The server did not take an item, but may later; the text is its reason."""
 
 
 class Tracker:
     """Sends one job's outbox; an observer of the driver.
 
-    Files go to `artifact_dir` if the URI is not a server's. Sending raises nothing that MLflow
-    raises: see `Outbox.waiting` and `Outbox.rejected`. It takes at most `item_s` per item. An item
-    that takes longer is left behind on its thread, and no other is sent until the thread has ended.
+    Files go to `artifact_dir` if the URI is not a server's. Sending raises nothing that MLflow and
+    its clients of artifact stores raise: see `problem`, `Outbox.waiting` and `Outbox.rejected`. It
+    takes at most `item_s` per item. An item that takes longer is left behind on its thread, and no
+    other is sent until the thread has ended.
     """
 
     def __init__(
@@ -87,6 +89,8 @@ class Tracker:
                 "tracking needs MLflow, which is not installed; run: pip install 'autotune[mlflow]'"
             )
         self.uri = tracking_uri
+        self.problem = ""
+        """The reason why the last item had to wait; empty if it was sent."""
         self._store = store
         self._job_id = job_id
         self._experiment = experiment
@@ -150,15 +154,19 @@ class Tracker:
         call = Call(lambda: self._deliver(delivery, created_at))
         try:
             rejection = call.result(self._item_s)
-        except _Unreachable:
+        except _Unreachable as error:
+            self.problem = str(error)
             return False
         except Overdue:
+            self.problem = f"it did not answer within {self._item_s:g} s"
             self._late = call
             return False
+        self.problem = ""
         if rejection:
             self._store.outbox.mark_rejected(self._job_id, item.position, rejection)
         else:
             self._store.outbox.mark_sent(self._job_id, item.position)
+            discard_sent(item)
         return True
 
     def _deliver(self, delivery: Delivery, created_at: datetime) -> str:
@@ -166,24 +174,18 @@ class Tracker:
 
         It runs on another thread, so it does not use the store.
         """
-        from mlflow.exceptions import MlflowException
-        from sqlalchemy.exc import SQLAlchemyError
-        from urllib3.exceptions import HTTPError
-
-        unreachable = (MlflowException, SQLAlchemyError, HTTPError, OSError)
         try:
             if self._connection is None:
                 self._connection = Connection.open(
                     self.uri, self._experiment, self._artifact_dir, self._job_id, created_at
                 )
-        except unreachable as error:
-            raise _Unreachable from error
-        try:
             delivery(self._connection)
         except Unsendable as error:
             return str(error)
-        except unreachable as error:
-            if getattr(error, "error_code", None) in _NEVER_ACCEPTED:
+        except Exception as error:  # MLflow's, its database's, and those of any artifact store
+            if self._connection is not None and (
+                getattr(error, "error_code", None) in _NEVER_ACCEPTED
+            ):
                 return str(error)
-            raise _Unreachable from error
+            raise _Unreachable(masked(f"{type(error).__name__}: {error}")) from error
         return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.server
+import json
 import os
 import shutil
 import signal
@@ -22,6 +23,7 @@ from short_jobs import with_tracking_store
 from synthetic_job import WORKLOAD, SyntheticWorld, drive, job_spec, strategy
 
 from autotune.canonical import canonical_json
+from autotune.cli import main
 from autotune.cluster import Cluster
 from autotune.features.extract import extract
 from autotune.records import Measured
@@ -29,6 +31,8 @@ from autotune.simulators.interface import Example
 from autotune.simulators.registry import SIMULATORS
 from autotune.storage.store import Store
 from autotune.strategy_space.plan import PlannedStrategy, plan
+from autotune.tracking.connection import Connection
+from autotune.tracking.sender import Sender
 from autotune.tracking.tracker import Tracker, mlflow_environment
 from autotune.tuning.history import History
 from autotune.tuning.instructions import Finish
@@ -269,6 +273,61 @@ def test_a_trained_simulator_is_registered_and_predicts_the_same_when_loaded(
     )
 
 
+def test_an_artifact_store_without_its_client_delays_no_job_and_names_the_reason(
+    store, tmp_path, tracking_store
+):
+    """MLflow passes on whatever the clients of artifact stores raise, here for want of boto3."""
+    import mlflow
+
+    with_tracking_store(tmp_path, tracking_store)
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    mlflow.MlflowClient(tracking_uri=uri).create_experiment("sync", artifact_location="s3://b/a")
+    tracker = Tracker(store, "job", uri, "sync", tmp_path / "artifacts", retry_after_s=0.0)
+    history, _ = observed_job(store, tracker)
+    assert tracker.flush() == len(history.events) + 2
+    assert "boto3" in tracker.problem and not store.outbox.rejected("job")
+
+
+def test_a_model_that_was_sent_late_is_not_rejected(store, tmp_path, tracking_store):
+    """Its delivery ended on a thread that was left behind, so that it is delivered once more."""
+    import mlflow
+
+    with_tracking_store(tmp_path, tracking_store)
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    tracker = Tracker(store, "job", uri, "sync", tmp_path / "artifacts")
+    tracker.keep({"linear": trained_simulator()[0]}, [])
+    *_, model = store.outbox.waiting("job")
+    connection = Connection.open(
+        uri, "sync", tmp_path / "artifacts", "job", store.created_at("job")
+    )
+    Sender(store, "job").delivery(model, store.history("job"))(connection)
+    assert tracker.flush() == 0 and store.outbox.rejected("job") == []
+    assert not (store.path.parent / "unsent-models").exists()
+    client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+    assert len(client.search_model_versions("name = 'autotune-linear'")) == 1
+
+
+def test_the_command_sends_nothing_while_the_job_runs(store, tmp_path, capsys):
+    """The job sends its items itself; two senders would find no run and both create it."""
+    with store.lock("job"):
+        assert main(["track", "job", "--directory", str(tmp_path)]) == 2
+    assert "driven by another process" in capsys.readouterr().err
+    assert not (tmp_path / "mlflow.db").exists()
+
+
+def test_the_command_says_why_items_are_unsent_without_the_password(store, tmp_path, capsys):
+    uri = "http://me:bluebottle@127.0.0.1:9"
+    words = ["track", "job", "--directory", str(tmp_path), "--tracking-uri", uri]
+    assert main(words) == 1
+    shown = capsys.readouterr()
+    assert "1 are still unsent: MlflowException: " in shown.out and "127.0.0.1:9" in shown.out
+    assert "bluebottle" not in shown.out + shown.err
+    assert main([*words, "--json"]) == 1
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["problem"].startswith("MlflowException: ")
+    assert "bluebottle" not in shown.out + shown.err
+
+
 def test_sending_is_silent_leaves_nothing_behind_and_asks_nobody_else(tmp_path):
     code = """
 import sys
@@ -276,6 +335,8 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from synthetic_job import SyntheticWorld, drive, job_spec
 from autotune.storage.store import Store
+from autotune.tracking.connection import Connection
+from autotune.tracking.sender import Sender
 from autotune.tracking.tracker import Tracker
 
 folder = Path(sys.argv[1])

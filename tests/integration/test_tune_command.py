@@ -338,6 +338,7 @@ def test_a_dead_mlflow_server_does_not_stop_a_bayesian_search_and_the_runs_are_s
         "job": "offline",
         "sent": unsent,
         "unsent": 0,
+        "problem": "",
         "rejected": [],
         "exit_status": 0,
     }

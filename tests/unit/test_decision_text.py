@@ -31,6 +31,20 @@ def test_only_an_exported_strategy_is_to_be_used() -> None:
     assert "use it" not in decision_text(stays, RESULTS, "sqlite:///x", 0, SPEC)
 
 
+def test_a_tracking_uri_is_shown_without_its_password() -> None:
+    stays = Decision(CURRENT_SETUP, "no better", None, None)
+    text = decision_text(stays, RESULTS, "https://me:bluebottle@tracking", 3, SPEC)
+    assert "bluebottle" not in text and text.count("https://me:***@tracking") == 2
+
+
+def test_unsent_items_of_a_training_that_goes_on_are_sent_after_it() -> None:
+    stays = Decision(CURRENT_SETUP, "no better", None, None)
+    kept = replace(SPEC, continue_training=True)
+    later = "`autotune track` sends them after the training"
+    assert later in decision_text(stays, RESULTS, "sqlite:///x", 3, kept)
+    assert later not in decision_text(stays, RESULTS, "sqlite:///x", 3, SPEC)
+
+
 def test_the_explanation_has_its_own_line() -> None:
     why = "predicted 1 ms, measured 2 ms (+100.0%: not explained)"
     decision = Decision("strategy-1", "faster", None, "strategy-1", why)
