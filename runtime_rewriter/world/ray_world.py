@@ -51,7 +51,7 @@ class _RayPlacement:
         try:
             places = _places(cluster, actors, first_call_timeout_s)
         except BaseException:
-            self.release()
+            cluster.release(self._group)  # no worker has a view yet
             raise
         nodes = list(dict.fromkeys(place.node for place in places))
         order = sorted(range(workers), key=lambda index: (nodes.index(places[index].node), index))

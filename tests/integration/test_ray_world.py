@@ -198,6 +198,9 @@ def test_the_room_of_lost_workers_is_used_again(make_world, tmp_path) -> None:
     reason = r"all 2 workers must come up within 0\.001 s, but did not"
     with pytest.raises(LaunchError, match=reason):
         make_world(first_call_timeout_s=0.001).run_trial(REQUEST, None)
+    with pytest.raises(LaunchError, match=reason):  # before there is a view to end
+        protected = Protected.of([tmp_path])
+        make_world(first_call_timeout_s=0.001, protected=protected).run_trial(REQUEST, None)
     world = make_world(*fault_words("supervisor", tmp_path))
     assert isinstance(world.run_trial(replace(REQUEST, timed_steps=30), None), Measured)
     assert world.restarts == 1, "the trial that lost a worker was repeated on other workers"
