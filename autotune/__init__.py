@@ -60,11 +60,13 @@ def distribute(step: Step, strategy: str | Path | None = None) -> Step:
     This is the one line to add to a single-device TensorFlow script, before its loop:
     `train_step = autotune.distribute(train_step)`. The step computes gradients with
     `tf.GradientTape` (or `tf.gradients`) and updates variables. Its batch is split between the
-    ranks, so that training is that of one device with the same batch. `strategy`: path of an
-    export. Under `autotune tune` the tuner chooses the strategy. A script that no launcher started
-    gets its own step back.
+    ranks, so that training is that of one device with the same batch. Its loss must therefore be a
+    mean over the rows of the batch, by `tf.reduce_mean` for example. The first call checks this: a
+    sum, a mean by a fixed batch size, and a loss that compares rows are refused. `strategy`: path
+    of an export. Under `autotune tune` the tuner chooses the strategy. A script that no launcher
+    started gets its own step back.
 
-    Raises `InvalidInput` if TensorFlow is missing or the step cannot be rewritten.
+    Raises `InvalidInput` if TensorFlow is missing, or the step cannot be rewritten or split.
     """
     from importlib.util import find_spec
 

@@ -8,9 +8,11 @@ has other arrays or shapes than the first one, trains on rank 0 alone, by the sc
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 from keras import tree
@@ -116,9 +118,10 @@ class KerasStep:
         )
         with tf.GradientTape() as tape:
             outputs = model(x, training=True) if model._call_has_training_arg else model(x)
-            loss = model._compute_loss(
-                x=x, y=y, y_pred=outputs, sample_weight=weights, training=True
-            )
+            with _losses_of_rows(model):
+                loss = model._compute_loss(
+                    x=x, y=y, y_pred=outputs, sample_weight=weights, training=True
+                )
             scaled = model.optimizer.scale_loss(loss)
         if any(getattr(one, "_keras_mask", None) is not None for one in tree.flatten(outputs)):
             raise InvalidInput(
@@ -133,6 +136,49 @@ class KerasStep:
         x, y, weights = data
         self._model._loss_tracker.update_state(loss, sample_weight=rows)
         return self._model.compute_metrics(x, y, outputs, sample_weight=weights)
+
+
+@contextlib.contextmanager
+def _losses_of_rows(model: Any) -> Iterator[None]:
+    """Refuse, while a step is traced, a loss that has no value for each row of the batch."""
+    losses = [] if model._compile_loss is None else model._compile_loss._flat_losses
+    with contextlib.ExitStack() as undo:
+        for loss in {id(one.loss): one.loss for one in losses}.values():
+            undo.callback(vars(loss).pop, "call")
+            loss.call = _of_rows(model, loss)
+        yield
+
+
+def _of_rows(model: Any, loss: Any) -> Callable[[Any, Any], Any]:
+    own = loss.call
+
+    def call(y_true: Any, y_pred: Any) -> Any:
+        values = own(y_true, y_pred)
+        if reason := _not_of_rows(loss, values, tree.flatten(y_pred)[0]):
+            raise InvalidInput(
+                f"`fit` of {type(model).__name__!r} cannot be split between ranks: the loss "
+                f"{loss.name!r} {reason}"
+            )
+        return values
+
+    return call
+
+
+def _not_of_rows(loss: Any, values: Any, outputs: Any) -> str | None:
+    if isinstance(loss, keras.losses.Circle):
+        return "compares all rows of the batch with each other, but a rank has a part of them"
+    if getattr(values, "_keras_mask", None) is not None:
+        return (
+            "has a mask, such as that of ignore_class, by which Keras weights it, and parts of a "
+            f"batch have other weights; {_LOOP}"
+        )
+    shape = values.shape
+    if shape.rank is None or shape[:1].as_list() == outputs.shape[:1].as_list() != []:
+        return None
+    return (
+        f"must have a value for each row of the batch, but its result has the shape {shape}; "
+        "reduce all axes but the first, as Dice and Tversky do with axis=(1, 2, ...)"
+    )
 
 
 def combined(name: str, values: Sequence[np.ndarray]) -> np.ndarray:

@@ -29,6 +29,7 @@ from runtime_rewriter.recording.session import RecordingSession
 from runtime_rewriter.software import software_versions
 from runtime_rewriter.tensorflow.capture import CapturedStep, capture_step, untraced
 from runtime_rewriter.tensorflow.local_device import LocalDevice
+from runtime_rewriter.tensorflow.mean_loss import refuse_other_losses
 from runtime_rewriter.tensorflow.program_variables import ProgramVariables
 from runtime_rewriter.tensorflow.running import Combine, RunningGraph, Target
 from runtime_rewriter.tensorflow.script_recorder import ScriptRecorder
@@ -142,7 +143,7 @@ class DistributedStep:
             )
         flat = [np.asarray(value) for value in nest.flatten(arguments)]
         if self._model is None:
-            self._model = self._built(arguments)
+            self._model = self._built(arguments, flat)
         assert self._captured is not None and self._program is not None
         used = self._program.send_changes()
         if self._session is not None and self._stepped:
@@ -154,12 +155,13 @@ class DistributedStep:
         self._program.stepped()
         return self._captured.packed(list(results.values()))
 
-    def _built(self, arguments: tuple[Any, ...]) -> TensorflowModel:
+    def _built(self, arguments: tuple[Any, ...], flat: Sequence[np.ndarray]) -> TensorflowModel:
         self._captured = capture_step(untraced(self._step), signature_of(arguments, self._step))
         waits = TRAINING_TIMEOUTS if self._session is None else self._session.timeouts
-        running = RunningGraph(
-            self._captured.training, self._target, waits.message_s, self._combine
-        )
+        training = self._captured.training
+        batch = dict(zip(self._captured.arguments, flat, strict=True))
+        refuse_other_losses(training, self._target, batch, waits.message_s)
+        running = RunningGraph(training, self._target, waits.message_s, self._combine)
         model = TensorflowModel(running, getattr(self._step, "__name__", "train_step"))
         self._program = ProgramVariables(self._captured.variables, running)
         self._until_closed.enter_context(self._program.watched())

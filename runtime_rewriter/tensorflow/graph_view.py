@@ -34,6 +34,14 @@ def control_inputs(node: NodeDef) -> list[str]:
     return [text[1:] for text in node.input if text.startswith("^")]
 
 
+def functions_of(node: NodeDef) -> set[str]:
+    """The names of the functions that a node calls, or has as bodies."""
+    names = {value.func.name for value in node.attr.values() if value.HasField("func")}
+    for value in node.attr.values():
+        names |= {one.name for one in value.list.func}
+    return names
+
+
 class GraphView:
     """An index of a GraphDef that does not change afterwards."""
 

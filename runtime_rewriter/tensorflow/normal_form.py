@@ -23,6 +23,7 @@ from runtime_rewriter.tensorflow.graph_view import (
     TensorName,
     control_inputs,
     data_inputs,
+    functions_of,
 )
 from runtime_rewriter.tensorflow.inlining import inlined
 from runtime_rewriter.tensorflow.training_graph import Feed, Gradient, GraphVariable, TrainingGraph
@@ -232,17 +233,10 @@ def _called(function: str, graph_def: GraphDef) -> bool:
     reached: set[str] = set()
     while waiting:
         for node in waiting.pop():
-            for name in _functions_of(node) - reached:
+            for name in functions_of(node) - reached:
                 reached.add(name)
                 waiting.append(bodies.get(name, ()))
     return function in reached
-
-
-def _functions_of(node: NodeDef) -> set[str]:
-    names = {value.func.name for value in node.attr.values() if value.HasField("func")}
-    for value in node.attr.values():
-        names |= {one.name for one in value.list.func}
-    return names
 
 
 def _applied(graph_def: GraphDef, known: set[str]) -> list[Gradient]:

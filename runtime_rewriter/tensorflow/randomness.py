@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 from tensorflow.core.framework.node_def_pb2 import NodeDef
 
+from runtime_rewriter.tensorflow.graph_view import functions_of
 from runtime_rewriter.tensorflow.training_graph import TrainingGraph
 
 _SEEDED = ("StatelessRandom", "StatelessTruncated", "StatelessShuffle", "StatelessMultinomial")
@@ -31,6 +34,27 @@ def reseed(node: NodeDef, rank: int) -> None:
     seeded = "seed" in node.attr and "seed2" in node.attr
     if seeded and (node.attr["seed"].i or node.attr["seed2"].i):  # two zeros: random each time
         node.attr["seed2"].i += rank
+
+
+def draws_numbers(training: TrainingGraph, names: Collection[str]) -> bool:
+    """Whether one of these nodes, or a function that one of them calls, draws random numbers."""
+    bodies = {one.signature.name: one.node_def for one in training.graph_def.library.function}
+    waiting: list[Iterable[NodeDef]] = [[training.view.nodes[name] for name in names]]
+    reached: set[str] = set()
+    while waiting:
+        for node in waiting.pop():
+            if _draws_itself(node):
+                return True
+            for name in functions_of(node) - reached:
+                reached.add(name)
+                waiting.append(bodies.get(name, ()))
+    return False
+
+
+def _draws_itself(node: NodeDef) -> bool:
+    if node.op.startswith("StatefulPart"):
+        return False
+    return node.op.startswith((*_SEEDED, *_GENERATORS)) or {"seed", "seed2"} <= set(node.attr)
 
 
 def _draws(node: NodeDef, training: TrainingGraph) -> bool:

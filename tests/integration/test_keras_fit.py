@@ -130,6 +130,38 @@ def test_what_would_train_otherwise_is_refused_by_name() -> None:
         refuse(two, RANKS)
 
 
+def _summed(labels: Any, outputs: Any) -> Any:
+    return tf.reduce_sum(tf.square(outputs))
+
+
+REFUSED_LOSSES = {
+    r"'dice' must have a value for each row.*shape \(\); .*axis=": keras.losses.Dice(),
+    r"'tversky' must have a value for each row.*shape \(3,\)": keras.losses.Tversky(axis=0),
+    "'_summed' must have a value for each row": _summed,
+    "'circle' compares all rows": keras.losses.Circle(),
+    "has a mask, such as that of ignore_class": keras.losses.SparseCategoricalCrossentropy(
+        True, ignore_class=0
+    ),
+}
+
+
+def test_a_loss_without_a_value_for_each_row_is_refused() -> None:
+    (words, numbers), labels = data()
+    for reason, loss in REFUSED_LOSSES.items():
+        model = model_of(loss=loss, metrics=[])
+        categorical = isinstance(loss, keras.losses.Dice | keras.losses.Tversky)
+        given = keras.utils.to_categorical(labels, 3) if categorical else labels
+        with contextlib.ExitStack() as until:
+            on_two_ranks(model, until)
+            with pytest.raises(InvalidInput, match=reason):
+                model.fit([words, numbers], given, batch_size=BATCH, verbose=0)
+    model = model_of(loss=keras.losses.Dice(axis=1), metrics=[])
+    with contextlib.ExitStack() as until:
+        on_two_ranks(model, until)
+        model.train_on_batch([words[:4], numbers[:4]], keras.utils.to_categorical(labels[:4], 3))
+    assert "call" not in vars(model._compile_loss._flat_losses[0].loss)
+
+
 def test_a_first_batch_that_does_not_divide_and_ragged_batches_are_refused() -> None:
     model, (inputs, labels) = model_of(), data()
     with contextlib.ExitStack() as until:

@@ -22,6 +22,8 @@ import autotune
 from autotune.errors import InvalidInput, LaunchError
 from runtime_rewriter.rank.tensorflow_step import DistributedStep, signature_of
 from runtime_rewriter.tensorflow import servers
+from runtime_rewriter.tensorflow.capture import capture_step
+from runtime_rewriter.tensorflow.mean_loss import refuse_other_losses
 from runtime_rewriter.tensorflow.program_variables import ProgramVariables
 
 STEPS = 6
@@ -78,6 +80,95 @@ def trained(distributed: bool) -> list[np.ndarray]:
 def test_a_script_reads_and_changes_its_variables_between_distributed_steps():
     for found, expected in zip(trained(True), trained(False), strict=True):
         np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=1e-6)
+
+
+def _fixed_batch(losses, labels, logits):
+    return tf.nn.compute_average_loss(losses, global_batch_size=12)
+
+
+def _weighted_mean(losses, labels, logits):
+    weights = tf.cast(labels > 0, tf.float32)
+    return tf.reduce_sum(weights * losses) / tf.reduce_sum(weights)
+
+
+def _compared_rows(losses, labels, logits):
+    same = tf.range(tf.shape(labels)[0])
+    pairs = tf.matmul(logits, tf.stop_gradient(logits), transpose_b=True)
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(same, pairs))
+
+
+SUMS = {
+    "sum": lambda losses, labels, logits: tf.reduce_sum(losses),
+    "fixed batch": _fixed_batch,
+    "sum and regularizer": lambda losses, labels, logits: (
+        tf.reduce_sum(losses) + tf.reduce_sum(tf.square(logits)) * 0.0 + 1.0
+    ),
+}
+OTHERS = {"weighted mean": _weighted_mean, "rows compared": _compared_rows}
+MEANS = {
+    "mean": lambda losses, labels, logits: tf.reduce_mean(losses),
+    "mean of a sum": lambda losses, labels, logits: tf.nn.compute_average_loss(losses),
+}
+
+
+def step_of(loss_of: Any, noisy: bool) -> Any:
+    """A step of two layers; `noisy`: with batch normalization, dropout and a table of rows."""
+    keras.utils.set_random_seed(1)
+    table = tf.Variable(tf.random.normal([9, 16]))
+    hidden, last = tf.Variable(tf.random.normal([16, 8])), tf.Variable(tf.random.normal([8, 4]))
+    normalize = keras.layers.BatchNormalization()
+    drop = keras.layers.Dropout(0.5)
+    normalize.build((None, 8))
+
+    def step(inputs, labels):
+        with tf.GradientTape() as tape:
+            value = tf.tanh(tf.matmul(inputs + tf.gather(table, labels), hidden))
+            if noisy:
+                value = drop(normalize(value, training=True), training=True)
+            logits = tf.matmul(value, last)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+            loss = loss_of(losses, labels, logits)
+        variables = [table, hidden, last]
+        for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
+            variable.assign_sub(tf.convert_to_tensor(gradient) * 0.1)
+        return loss
+
+    return step
+
+
+def refuse(loss_of: Any, noisy: bool, rows: int) -> None:
+    random = np.random.default_rng(0)
+    arguments = (
+        random.normal(size=(rows, 16)).astype("float32"),
+        random.integers(0, 4, rows).astype("int32"),
+    )
+    captured = capture_step(step_of(loss_of, noisy), signature_of(arguments, None))
+    batch = dict(zip(captured.arguments, arguments, strict=True))
+    refuse_other_losses(captured.training, TwoDevices(), batch, WAIT_S)
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("rows", [2, 24])
+def test_a_loss_that_grows_with_the_batch_is_refused(noisy, rows):
+    for loss_of in SUMS.values():
+        with pytest.raises(InvalidInput, match=r"grow with the number.* by tf\.reduce_mean"):
+            refuse(loss_of, noisy, rows)
+    for loss_of in MEANS.values():
+        refuse(loss_of, noisy, rows)
+
+
+@pytest.mark.parametrize("loss", OTHERS)
+def test_a_loss_of_the_whole_batch_is_refused(loss):
+    with pytest.raises(InvalidInput, match="are not the mean of those of its parts"):
+        refuse(OTHERS[loss], noisy=False, rows=24)
+
+
+def test_a_summed_loss_ends_a_script_before_its_first_step():
+    step = step_of(SUMS["sum"], noisy=False)
+    with pytest.raises(InvalidInput, match="the loss must be a mean over the rows of the batch"):
+        DistributedStep(tf.function(step), TwoDevices(), (), None)(
+            np.ones((4, 16), "float32"), np.arange(4, dtype="int32")
+        )
 
 
 def test_a_variable_that_no_step_has_changed_is_read_while_a_function_is_traced():
