@@ -27,11 +27,19 @@ from autotune.cluster import Cluster
 from autotune.costs.issue_order import channel_ends_s
 from autotune.costs.sync_cost import message_costs
 from autotune.errors import InvalidInput
-from autotune.memory.plan_buffers import PLAN_BUCKETS, Buffer, When, multiplying_lanes, plan_buffers
+from autotune.memory.plan_buffers import (
+    PLAN_BUCKETS,
+    Buffer,
+    When,
+    leader_of_rank,
+    multiplying_lanes,
+    plan_buffers,
+)
 from autotune.memory.segments import first_backward, last_backward, read_segments, ready_segments
 from autotune.recordings.memory_file import RecordedMemory
 from autotune.recordings.memory_profile import Lifetime, MemoryProfile, Replica, TensorRole, touched
 from autotune.strategy_space.plan import Plan
+from autotune.strategy_space.shares import Shares
 from autotune.workload import Workload
 
 
@@ -72,18 +80,39 @@ def highest_peak(
 ) -> MemoryEstimate:
     """The peak of the replica that needs the most memory.
 
-    Candidates are rank 0, which is like most ranks, and the rank that owns the most message bytes.
+    Candidates are rank 0, which is like most ranks, and those of `largest_owners`.
     """
-    owned_bytes: Counter[int] = Counter()
-    for message in plan.messages if plan is not None else ():
-        if message.owner is not None:
-            owned_bytes[message.owner] += message.grad_bytes
-    ranks = {0, *(rank for rank, _ in owned_bytes.most_common(1))}
+    hosts = cluster.host_of_rank
     estimates = []
-    for rank in sorted(ranks):
-        replica = memory.replica(rank, cluster.host_of_rank)
+    for rank in sorted({0, *(largest_owners(plan, hosts) if plan is not None else ())}):
+        replica = memory.replica(rank, hosts)
         estimates.append(peak_memory(profile, workload, plan, cluster, replica=replica))
     return max(estimates, key=lambda estimate: estimate.peak_bytes)
+
+
+def largest_owners(plan: Plan, host_of_rank: Sequence[int]) -> set[int]:
+    """The ranks that receive the most to sum it: as owners, by their shares, and both.
+
+    The m members of a message send it to its owner, which holds m copies. A direct exchange has no
+    owner: for each element that a rank owns, it holds those of m - 1 others. The leader of a host
+    owns what all ranks of its host own of a hierarchical one.
+    """
+    ranks = np.arange(plan.world_size)
+    leaders = np.array(leader_of_rank(host_of_rank) or ranks)
+    hosts = len(np.unique(leaders))
+    by_owner, by_shares = np.zeros(plan.world_size), np.zeros(plan.world_size)
+    bytes_of: Counter[tuple[bool, Shares]] = Counter()  # many messages have the same few shares
+    for message in plan.messages:
+        members = hosts if message.hierarchical else plan.world_size
+        if message.owner is not None:
+            by_owner[message.owner] += members * message.wire_bytes
+        elif message.shares is not None:
+            received_bytes = (members - 1) * message.wire_bytes
+            bytes_of[message.hierarchical, message.shares] += received_bytes
+    for (hierarchical, shares), size in bytes_of.items():
+        np.add.at(by_shares, leaders if hierarchical else ranks, size * np.array(shares))
+    columns = (by_owner, by_shares, by_owner + by_shares)
+    return {int(np.argmax(column)) for column in columns if column.any()}
 
 
 def peak_memory(

@@ -16,6 +16,7 @@ Gather and scatter hold one copy per rank on the root. The others copy nothing.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -82,14 +83,15 @@ def plan_buffers(
     if buckets_of(plan) is not None and not sparse:
         return [*buffers, Buffer(dense_bytes, PLAN_BUCKETS)]
     with_residual: set[str] = set()
+    groups = ProcessGroups(plan, replica)
     for number, message in enumerate(plan.messages):
         if message.sparse is not SparseHandling.DENSE:
             row_bytes = sparse.get(message.slices[0].variable, message.grad_bytes)
             buffers += _rows(number, message, row_bytes, world_size)
             continue
-        buffers += _Exchange(number, message, plan, replica).buffers()
+        buffers += _Exchange(number, message, groups, replica).buffers()
         buffers += _packing(number, message, sparse, workload, world_size)
-        with_residual |= _with_residual(message, plan, replica)
+        with_residual |= _with_residual(message, groups.of(message))
     picked_bytes = _picked_bytes(plan, sparse, workload, world_size)
     if picked_bytes:
         buffers.append(Buffer(picked_bytes, "rows of an average while it is written", When.END))
@@ -186,9 +188,9 @@ def _rows(number: int, message: Message, size: int, world_size: int) -> Iterator
     yield Buffer((2 * world_size + 1) * size, "rows of all ranks", When.FLIGHT, number, name)
 
 
-def _with_residual(message: Message, plan: Plan, replica: Replica) -> set[str]:
+def _with_residual(message: Message, group: ProcessGroup) -> set[str]:
     """Variables for which this rank keeps a residual."""
-    if not message.compressor.error_feedback or len(_members(message, plan, replica)) < 2:
+    if not message.compressor.error_feedback or group.members < 2:
         return set()
     if message.compressor is not Compressor.POWER_SGD:
         return {part.variable for part in message.slices}
@@ -196,32 +198,85 @@ def _with_residual(message: Message, plan: Plan, replica: Replica) -> set[str]:
     return {part.variable for part in message.slices if _gains(part, message.rank)}
 
 
-def _process_group(message: Message, plan: Plan, replica: Replica) -> tuple[int, ...]:
-    """The ranks that sum the message: all, or one per host if the hierarchy has two levels."""
-    hosts = replica.host_of_rank
-    world = tuple(range(plan.world_size))
-    names = sorted(set(hosts))
-    if not message.hierarchical or len(names) < 2 or len(names) == len(hosts):
-        return world
-    leaders = [min(rank for rank in world if hosts[rank] == host) for host in names]
-    if message.owner is not None:
-        leaders[names.index(hosts[message.owner])] = message.owner
-    return tuple(leaders)
+def leader_of_rank(host_of_rank: Sequence[int]) -> list[int]:
+    """Which rank sums hierarchical messages for each rank: the lowest one of its host.
+
+    Each rank sums for itself if all are on one host.
+    """
+    if len(set(host_of_rank)) < 2:
+        return list(range(len(host_of_rank)))
+    lowest: dict[int, int] = {}
+    return [lowest.setdefault(host, rank) for rank, host in enumerate(host_of_rank)]
 
 
-def _members(message: Message, plan: Plan, replica: Replica) -> tuple[int, ...]:
-    """`_process_group`, or no rank if this rank's leader sums for it."""
-    group = _process_group(message, plan, replica)
-    return group if replica.rank in group else ()
+@dataclass(frozen=True)
+class ProcessGroup:
+    """The ranks that sum a message, in the order of the ring.
+
+    `place`: that of this rank among them; None if its host's leader sums for it.
+    """
+
+    ranks: tuple[int, ...]
+    place: int | None
+
+    @property
+    def members(self) -> int:
+        """m as this rank sees it: 0 without a place."""
+        return 0 if self.place is None else len(self.ranks)
 
 
-def _shares(message: Message, group: tuple[int, ...], replica: Replica) -> Shares | None:
-    """The shares of the ranks that exchange the message."""
-    hosts = replica.host_of_rank
-    if len(group) == len(hosts) or not hosts:
-        return message.shares
-    on_hosts = [[rank for rank, name in enumerate(hosts) if name == host] for host in set(hosts)]
-    return shares_of_hosts(message.shares, on_hosts, group)
+class ProcessGroups:
+    """The groups of a plan's messages, seen from one rank.
+
+    Each is computed once: a plan of thousands of messages has few of them.
+    """
+
+    def __init__(self, plan: Plan, replica: Replica) -> None:
+        self._along = plan.ring_order or tuple(range(plan.world_size))
+        self._hosts, self._rank = replica.host_of_rank, replica.rank
+        self._leaders = leader_of_rank(self._hosts)
+        self._has_levels = len(set(self._leaders)) < len(self._leaders)
+        self._groups: dict[int | None, ProcessGroup] = {}
+        self._shares: dict[tuple[int | None, Shares], Shares | None] = {}
+
+    def of(self, message: Message) -> ProcessGroup:
+        """The group of all ranks, or of one rank per host if the hierarchy has two levels."""
+        key = self._key(message)
+        if key not in self._groups:
+            ranks = self._along
+            if key is not None:
+                leaders = self._leaders_with(key)
+                ranks = tuple(rank for rank in self._along if rank in leaders)
+            place = ranks.index(self._rank) if self._rank in ranks else None
+            self._groups[key] = ProcessGroup(ranks, place)
+        return self._groups[key]
+
+    def shares(self, message: Message) -> Shares | None:
+        """The shares of the ranks that exchange the message."""
+        key = self._key(message)
+        if message.shares is None or key is None:
+            return message.shares
+        if (key, message.shares) not in self._shares:
+            on_hosts: dict[int, list[int]] = {}
+            for rank, host in enumerate(self._hosts):
+                on_hosts.setdefault(host, []).append(rank)
+            self._shares[key, message.shares] = shares_of_hosts(
+                message.shares, list(on_hosts.values()), sorted(self._leaders_with(key))
+            )
+        return self._shares[key, message.shares]
+
+    def _key(self, message: Message) -> int | None:
+        """None for the group of all ranks; else the owner, -1 without one."""
+        if not (message.hierarchical and self._has_levels):
+            return None
+        return -1 if message.owner is None else message.owner
+
+    def _leaders_with(self, owner: int) -> set[int]:
+        """The leaders of hosts; the owner, unless it is -1, leads its own host."""
+        leaders = set(self._leaders)
+        if owner >= 0:
+            leaders = leaders - {self._leaders[owner]} | {owner}
+        return leaders
 
 
 def _gains(part: TensorSlice, rank: int) -> bool:
@@ -232,23 +287,21 @@ def _gains(part: TensorSlice, rank: int) -> bool:
 class _Exchange:
     """The buffers of one dense message on this rank."""
 
-    def __init__(self, number: int, message: Message, plan: Plan, replica: Replica) -> None:
+    def __init__(
+        self, number: int, message: Message, groups: ProcessGroups, replica: Replica
+    ) -> None:
         self.number = number
         self.message = message
-        self._members = _members(message, plan, replica)
-        self._m = max(1, len(self._members))
-        self._owns = len(self._members) > 1 and replica.rank == message.owner
+        self._group, self._shares = groups.of(message), groups.shares(message)
+        self._m = max(1, self._group.members)
+        self._owns = self._m > 1 and replica.rank == message.owner
         self._copies = replica.device == "cpu"
         self._item = DTYPE_BYTES[message.dtype]
         if message.compressor in _HALF:
             self._item = min(self._item, 2)
-        group = _process_group(message, plan, replica)
         self._direct = message.synchronizer is Synchronizer.DIRECT_EXCHANGE
-        along = plan.ring_order or range(plan.world_size)
-        self._group = tuple(rank for rank in along if rank in group)
-        self._rank, self._shares = replica.rank, _shares(message, group, replica)
         block = self._block if message.elements > self._block else 1
-        multiple = block if self._direct else len(group)
+        multiple = block if self._direct else len(self._group.ranks)
         self._elements = -(-message.elements // multiple) * multiple
         if message.compressor.is_quantiser and not self._direct:
             rows = 1 if message.synchronizer in ROOTED else multiple
@@ -270,7 +323,7 @@ class _Exchange:
 
     def _sum(self, size: int) -> Iterator[Buffer]:
         """Buffers of a sum of `size` bytes by the message's synchronizer."""
-        if len(self._members) < 2:
+        if self._m < 2:
             return
         if self.message.synchronizer is Synchronizer.REDUCE_SCATTER_ALL_GATHER:
             yield self._make(size // self._m, "shard")
@@ -279,7 +332,8 @@ class _Exchange:
                 yield self._make(size, "copy by all-gather", When.FLIGHT)
         elif self._direct:
             pieces = piece_bounds(size // self._item, self.message.pieces)
-            owned = sum(self._own_elements(stop - start) for start, stop in pieces)
+            sizes = Counter(stop - start for start, stop in pieces)  # two at most
+            owned = sum(count * self._own_elements(size) for size, count in sizes.items())
             yield self._make((self._m - 1) * owned * self._item, "this rank's share of all others")
             if self._item == 2:
                 yield self._make(4 * owned, "sum in float32 of this rank's share")
@@ -297,15 +351,16 @@ class _Exchange:
 
     def _own_elements(self, elements: int) -> int:
         """How many of `elements` this rank owns."""
-        bounds = owned_bounds(elements, self._shares, self._group, self._block)
-        place = self._group.index(self._rank)
+        place = self._group.place
+        assert place is not None, "only a rank of the group sums the message"
+        bounds = owned_bounds(elements, self._shares, self._group.ranks, self._block)
         return bounds[place + 1] - bounds[place]
 
     def _owned_payloads(self) -> Iterator[Buffer]:
         """Quantisers and top-k by direct exchange: a row of bytes for each owner's part."""
-        if len(self._members) < 2:
+        if self._m < 2:
             return
-        bounds = owned_bounds(self._elements, self._shares, self._group, self._block)
+        bounds = owned_bounds(self._elements, self._shares, self._group.ranks, self._block)
         parts = [stop - start for start, stop in pairwise(bounds)]
         own_elements = self._own_elements(self._elements)
         yield self._make(sum(map(self._row_bytes, parts)), "what is sent")
@@ -343,7 +398,7 @@ class _Exchange:
         yield self._make(total * self._item, "sum of what is received")
         if quantised and not rooted:
             yield self._make(width, "sum that is sent")
-        if len(self._members) < 2:
+        if self._m < 2:
             return
         if quantised:
             int8 = self.message.compressor is Compressor.INT8
@@ -391,7 +446,7 @@ class _Exchange:
         for size in sizes:
             yield self._make(size, "factor")
             yield from self._sum(size)
-        if len(self._members) > 1:
+        if self._m > 1:
             yield self._make(right * self._item, "start of the next step")
 
 

@@ -8,21 +8,29 @@ from itertools import chain, combinations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from synthetic_cluster import cluster
 
+from autotune.cluster import Cluster
 from autotune.memory.accumulation import accumulated
 from autotune.memory.fitting import candidates, choose_runs
-from autotune.memory.peak import peak_memory
+from autotune.memory.peak import highest_peak, peak_memory
+from autotune.memory.plan_buffers import ProcessGroups
 from autotune.memory.recomputation import Run, recomputed
+from autotune.recordings.memory_file import RecordedMemory
 from autotune.recordings.memory_profile import (
     Lifetime,
     MemoryProfile,
     Pass,
     Phase,
     Region,
+    Replica,
     Segment,
     TensorRole,
     touched,
 )
+from autotune.strategy_space.plan import Message, Plan, TensorSlice
+from autotune.strategy_space.shares import Shares, normal_shares
+from autotune.strategy_space.strategy import Compressor, Synchronizer
 from autotune.workload import Variable, Workload
 
 SIZES = st.integers(0, 1000)
@@ -187,3 +195,99 @@ def test_more_bytes_anywhere_never_lower_the_peak(profile: MemoryProfile, size: 
     whole_step = Lifetime(size, TensorRole.ACTIVATION, 0, len(profile.segments) - 1)
     more = replace(profile, lifetimes=(*profile.lifetimes, whole_step))
     assert peak_memory(more).peak_bytes == peak_memory(profile).peak_bytes + size
+
+
+ELEMENTS = 1000
+
+
+@st.composite
+def owned_plans(draw: st.DrawFn) -> tuple[Cluster, Plan]:
+    """Messages of direct exchanges or of servers, flat or hierarchical, on hosts of 1 to 3 ranks.
+
+    The hosts take turns, so that the ranks of one host do not follow each other.
+    """
+    devices = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    on = cluster(*((count, 8000) for count in devices))
+    world = on.world_size
+    direct = draw(st.booleans())
+    how = Synchronizer.DIRECT_EXCHANGE if direct else Synchronizer.PARAMETER_SERVER
+    messages = []
+    for number in range(draw(st.integers(1, 4))):
+        shares = draw(st.lists(st.integers(0, 3), min_size=world, max_size=world))
+        total = sum(shares)
+        messages.append(
+            Message(
+                (TensorSlice(f"v{number}", ELEMENTS, rows=1),),
+                how,
+                Compressor.NONE,
+                "float32",
+                owner=None if direct else draw(st.integers(0, world - 1)),
+                hierarchical=draw(st.booleans()),
+                shares=normal_shares([one / total for one in shares]) if direct and total else None,
+            )
+        )
+    order = tuple(draw(st.permutations(range(world)))) if draw(st.booleans()) else None
+    return on, Plan("model", world, tuple(messages), ring_order=order)
+
+
+def slow_group(on: Cluster, plan: Plan, message: Message) -> list[int]:
+    hosts = on.host_of_rank
+    along = plan.ring_order or range(plan.world_size)
+    if not message.hierarchical or len(set(hosts)) in (1, len(hosts)):
+        return list(along)
+    leaders = [min(rank for rank in along if hosts[rank] == host) for host in set(hosts)]
+    if message.owner is not None:
+        leaders = [rank for rank in leaders if hosts[rank] != hosts[message.owner]]
+        leaders.append(message.owner)
+    return [rank for rank in along if rank in leaders]
+
+
+def slow_shares(on: Cluster, message: Message, group: Sequence[int]) -> Shares | None:
+    hosts, shares = on.host_of_rank, message.shares
+    if shares is None or len(group) == len(hosts):
+        return shares
+    together = [0.0] * len(shares)
+    for leader in group:
+        together[leader] = sum(
+            share for share, host in zip(shares, hosts, strict=True) if host == hosts[leader]
+        )
+    return tuple(together)
+
+
+@given(owned_plans(), st.data())
+def test_groups_and_shares_of_messages_match_a_search_for_each(world, data: st.DataObject) -> None:
+    on, plan = world
+    rank = data.draw(st.integers(0, on.world_size - 1))
+    groups = ProcessGroups(plan, Replica(rank, host_of_rank=on.host_of_rank))
+    for message in (*plan.messages, *plan.messages):
+        group, slow = groups.of(message), slow_group(on, plan, message)
+        assert list(group.ranks) == slow
+        assert group.place == (slow.index(rank) if rank in slow else None)
+        fast_shares, shares = groups.shares(message), slow_shares(on, message, slow)
+        assert (fast_shares is None) == (shares is None)
+        for one, other in zip(fast_shares or (), shares or (), strict=True):
+            assert abs(one - other) < 1e-12
+
+
+@settings(deadline=None)
+@given(owned_plans(), layered())
+def test_no_rank_needs_more_memory_than_the_highest_peak(world, profile: MemoryProfile) -> None:
+    """Up to the rounding of the elements that ranks own."""
+    on, plan = world
+    names = sorted({*profile_names(profile), *(one.slices[0].variable for one in plan.messages)})
+    trained = Workload("L", tuple(Variable(name, (ELEMENTS,)) for name in names))
+    profile = replace(profile, model=trained.id)
+    plan = replace(plan, workload_id=trained.id)
+    memory = RecordedMemory(profile, ddp=False)
+    peaks = [
+        peak_memory(
+            profile, trained, plan, on, replica=memory.replica(rank, on.host_of_rank)
+        ).peak_bytes
+        for rank in range(on.world_size)
+    ]
+    rounded_bytes = 4 * len(plan.messages) * on.world_size
+    assert highest_peak(memory, profile, trained, plan, on).peak_bytes >= max(peaks) - rounded_bytes
+
+
+def profile_names(profile: MemoryProfile) -> set[str]:
+    return {name for segment in profile.segments for name in (*segment.reads, *segment.readies)}

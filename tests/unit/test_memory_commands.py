@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command_line import error_output, json_output, output
+from synthetic_cluster import cluster
 
 from autotune.canonical import canonical_json
 from autotune.cluster import Cluster
@@ -29,7 +30,8 @@ from autotune.recordings.memory_profile import (
 )
 from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.builders.servers import parameter_server
-from autotune.strategy_space.plan import plan
+from autotune.strategy_space.plan import Message, Plan, TensorSlice, plan
+from autotune.strategy_space.strategy import Compressor, Synchronizer
 from autotune.workload import Variable, Workload
 
 LAYERS, WEIGHT, ACTIVATION = 6, 1_000_000, 8_000_000
@@ -133,6 +135,45 @@ def test_plans_whose_buffers_do_not_fit_are_not_allowed() -> None:
     assert within.allows(BASELINE)
     assert not within.allows(plan(parameter_server(MODEL, LOCAL), MODEL, 2))
     assert within.peak(best.plan).peak_bytes <= within.budget_bytes
+
+
+def direct(shares: tuple[float, ...], hierarchical: bool = False) -> Plan:
+    """One message for each variable."""
+    return Plan(
+        MODEL.id,
+        len(shares),
+        tuple(
+            Message(
+                (TensorSlice(one.name, 250_000, rows=500),),
+                Synchronizer.DIRECT_EXCHANGE,
+                Compressor.NONE,
+                "float32",
+                shares=shares,
+                hierarchical=hierarchical,
+            )
+            for one in MODEL.variables
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("hosts", "hierarchical", "members"),
+    [((1, 1, 1, 1), False, 4), ((2, 2), False, 4), ((2, 2), True, 2)],
+)
+def test_the_rank_that_owns_the_shares_of_a_direct_exchange_must_fit(
+    hosts: tuple[int, ...], hierarchical: bool, members: int
+) -> None:
+    """It allocates what all other members send it; rank 0 owns nothing and allocates nothing."""
+    memory, on = replica(), cluster(*((devices, 8000) for devices in hosts))
+    equal, lopsided = (
+        highest_peak(memory, memory.profile, MODEL, direct(shares, hierarchical), on).peak_bytes
+        for shares in ((0.25,) * 4, (0.0, 0.0, 0.0, 1.0))
+    )
+    share = 1 / members
+    assert lopsided - equal == (members - 1) * (1 - share) * LAYERS * WEIGHT
+    within = MemoryBudget(memory, on, lopsided - 1)
+    within.fit_workload(MODEL)
+    assert not within.allows(direct((0.0, 0.0, 0.0, 1.0), hierarchical))
 
 
 def test_micro_batches_pay_their_fixed_share_again() -> None:
