@@ -36,7 +36,7 @@ from autotune.strategy_space.strategy import (
 SimilarityRow = Callable[[int], FloatArray]
 """Similarity of one candidate to all, shape (n,): only chosen ones need it, so no (n, n) matrix."""
 VariableChoices = tuple[Partition | None, SparseHandling, tuple[Shard, ...]]
-CHOICES = 8
+CHOICES = 9
 """Choices of a variable."""
 
 
@@ -80,8 +80,9 @@ def choice_codes(strategies: Sequence[Strategy]) -> IntArray:
     """Each choice as an integer, shape (n, choices): equal numbers in a column are equal choices.
 
     Choices of each variable: partition, sparse handling, and over its shards synchronizer,
-    compressor, placement, group, priority and hierarchy. Choices of the strategy: cross-step, ring
-    order and messages in flight. Raises `InvalidInput` if the strategies are of different models.
+    compressor, placement, group, priority, hierarchy, and shares and pieces. Choices of the
+    strategy: cross-step, ring order, messages in flight, fused ops and local copies. Raises
+    `InvalidInput` if the strategies are of different models.
     """
     if not strategies:
         return np.zeros((0, 0), dtype=np.int64)
@@ -96,7 +97,13 @@ def choice_codes(strategies: Sequence[Strategy]) -> IntArray:
     numbers: list[dict[Hashable, int]] = [{} for _ in range(CHOICES)]
     rows = []
     for strategy in strategies:
-        of_strategy = (strategy.cross_step, strategy.ring_order, strategy.in_flight)
+        of_strategy = (
+            strategy.cross_step,
+            strategy.ring_order,
+            strategy.in_flight,
+            strategy.op_fusion,
+            strategy.local_copies,
+        )
         codes = [_numbered(choice, known, numbers) for choice in strategy.variables]
         codes.append(tuple(numbers[0].setdefault(value, len(numbers[0])) for value in of_strategy))
         rows.append(np.fromiter(chain.from_iterable(codes), dtype=np.int64))
@@ -142,6 +149,7 @@ def _choices(choice: VariableStrategy) -> tuple[Hashable, ...]:
         over_shards(lambda shard: shard.group),
         over_shards(lambda shard: shard.priority),
         over_shards(lambda shard: shard.hierarchical),
+        over_shards(lambda shard: (shard.shares, shard.pieces)),
     )
 
 

@@ -105,8 +105,13 @@ def test_bad_input_is_refused() -> None:
 
 
 def shard(draw: np.random.Generator) -> Shard:
-    if draw.random() < 0.5:
+    kind = draw.random()
+    if kind < 0.3:
         return Shard(Synchronizer.PARAMETER_SERVER, placement=int(draw.integers(2)))
+    if kind < 0.6:
+        shares = OWNERS if draw.random() < 0.5 else None
+        pieces = int(draw.integers(1, 3))
+        return Shard(Synchronizer.DIRECT_EXCHANGE, shares=shares, pieces=pieces)
     compressor = Compressor.FP16 if draw.random() < 0.5 else Compressor.NONE
     return Shard(Synchronizer.ALL_REDUCE, compressor, group=int(draw.integers(2)))
 
@@ -119,15 +124,22 @@ def strategy(seed: int, variables: int = 5) -> Strategy:
         partition = Partition(0, (2,) * parts) if parts > 1 else None
         shards = tuple(shard(draw) for _ in range(parts))
         choices.append(VariableStrategy(f"v{number}", shards, partition))
-    return Strategy(tuple(choices), cross_step=bool(draw.integers(2)))
+    return Strategy(
+        tuple(choices),
+        cross_step=bool(draw.integers(2)),
+        op_fusion=FUSED if draw.random() < 0.5 else (),
+        local_copies=bool(draw.integers(2)),
+    )
 
 
+OWNERS = (0.5, 0.25, 0.25)
+FUSED = (("add", "mul"),)
 CHOICES: list[tuple[str, ...]] = [("synchronizer",), ("compressor", "ratio", "rank")]
-CHOICES += [("placement",), ("group",), ("priority",), ("hierarchical",)]
+CHOICES += [("placement",), ("group",), ("priority",), ("hierarchical",), ("shares", "pieces")]
 
 
 def slow_agreement(one: Strategy, two: Strategy) -> float:
-    whole = ("cross_step", "ring_order", "in_flight")
+    whole = ("cross_step", "ring_order", "in_flight", "op_fusion", "local_copies")
     equal = [getattr(one, name) == getattr(two, name) for name in whole]
     for a, b in zip(one.variables, two.variables, strict=True):
         equal += [a.partition == b.partition, a.sparse == b.sparse]
@@ -157,6 +169,17 @@ def test_one_changed_choice_lowers_the_agreement_by_one_choice() -> None:
     changed = Strategy((*plain.variables[:3], lossy))
     choices = choice_codes([plain]).shape[1]
     assert choice_agreement([plain, changed])[0, 1] == pytest.approx(1 - 1 / choices)
+
+
+def test_owners_pieces_and_fused_ops_are_choices() -> None:
+    def direct(shares: tuple[float, ...] | None, pieces: int) -> Strategy:
+        shard = Shard(Synchronizer.DIRECT_EXCHANGE, shares=shares, pieces=pieces)
+        return Strategy((VariableStrategy("v", (shard,)),))
+
+    plain = direct(None, 1)
+    others = [direct((1.0, 0.0, 0.0, 0.0), 1), direct(None, 8)]
+    others += [replace(plain, op_fusion=FUSED), replace(plain, local_copies=False)]
+    assert max(choice_agreement([plain, *others])[0, 1:]) < 1.0
 
 
 def test_hidden_cosine_equals_its_slow_twin_and_zero_states_are_unlike_all() -> None:
