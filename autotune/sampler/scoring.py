@@ -234,7 +234,7 @@ class Scorer:
         stated, measured_s = self._as_stated(history), dict(history.measured_s)
         enough = len(measured_s) >= FEWEST_CALIBRATED
         if enough and self._calibrated_on is not None and measured_s != self._calibrated_on:
-            chosen = _spread(measured_s)
+            chosen = calibration_trials(measured_s)
             planned = [history.planned(strategy_id) for strategy_id in chosen]
             trials = [each for each in planned if each is not None]
             assert len(trials) == len(chosen), "the current setup is no candidate"
@@ -312,7 +312,7 @@ class Scorer:
         return features
 
 
-def _spread(measured_s: Mapping[str, float]) -> list[str]:
+def calibration_trials(measured_s: Mapping[str, float]) -> list[str]:
     """Return at most `MOST_CALIBRATED` strategies, evenly from the fastest to the slowest."""
     ranked = sorted(measured_s, key=lambda strategy_id: (measured_s[strategy_id], strategy_id))
     if len(ranked) <= MOST_CALIBRATED:

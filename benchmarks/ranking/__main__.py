@@ -56,6 +56,8 @@ from benchmarks.repository import option_parser
 
 SMALLEST_DOMAIN = 20
 """A domain with fewer plans is not tested: its test part would be smaller than ten."""
+FEWEST_MODELS = 3
+"""One is held out, a strength is judged on another one, and a third one teaches the kernel."""
 SIZES = (25, 50, 100, 200, 400)
 RANKERS = ("linear", "rnn", "gat")
 PARTS = ("residuals", "orders", "decisions", "wrong-replays")
@@ -334,8 +336,12 @@ def evaluated(options: argparse.Namespace) -> dict[str, Any]:
     def calibrations_of(some: Sequence[Campaign], of_all: Sequence[Point]) -> Calibrate:
         return Calibrations(some, of_all, replayed, options.output / "calibrations.jsonl").of
 
-    if len({point.model_id for point in points}) < 2 and wanted - {"orders", "residuals"}:
-        show("decisions and wrong replays are left out: they need trials of at least two models")
+    models = len({point.model_id for point in points})
+    if models < FEWEST_MODELS and wanted - {"orders", "residuals"}:
+        show(
+            "decisions and wrong replays are left out: "
+            f"they need trials of at least {FEWEST_MODELS} models, but there are {models}"
+        )
         wanted &= {"orders"}
     if "orders" in wanted:
         parts |= _orders(options, campaigns, points, domains, learned, show)

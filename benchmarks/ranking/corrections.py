@@ -6,7 +6,10 @@ those of the other domains on their first own plans. A Gaussian process corrects
 Each domain is held out in turn. The process learns from the other domains and from the same own
 plans. It ranks at full strength, and at the strength that
 the other domains support: the one with the best order in the fastest quarter of each of them, by a
-process that has seen neither that domain nor the tested one.
+process and a kernel that have seen neither that domain nor the tested one.
+
+The tuner's own ranker learns nothing from other domains. It calibrates on at most
+`MOST_CALIBRATED` own plans, and has a fixed kernel, strength and optimism (`TUNER`).
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ import numpy as np
 from autotune.arrays import FloatArray, IntArray
 from autotune.features.timeline import TIMELINE_FEATURES
 from autotune.rng import generator
+from autotune.sampler.correction import CorrectedTimes, corrected_times
+from autotune.sampler.scoring import calibration_trials
 from autotune.simulators.evaluation import REPLAY
 from autotune.simulators.gaussian_process import (
     Correction,
@@ -30,14 +35,30 @@ from autotune.simulators.gaussian_process import (
     learned_kernel,
 )
 from benchmarks.ranking.calibrations import Calibrate, replaced
-from benchmarks.ranking.decisions import DecisionRow, TestedPlans, ceilings, decision_figures
+from benchmarks.ranking.decisions import (
+    DecisionRow,
+    Figures,
+    TestedPlans,
+    ceilings,
+    decision_figures,
+)
 from benchmarks.ranking.runs import Trainer
-from benchmarks.ranking.tasks import HeldOut, Parts, assert_no_leak, parts_of, sources_for
+from benchmarks.ranking.tasks import (
+    HeldOut,
+    Parts,
+    assert_no_leak,
+    assert_unseen,
+    parts_of,
+    point_of,
+    seen,
+    sources_for,
+)
 from benchmarks.ranking.trials import Point
 
 CALIBRATED = "calibrated replay"
 FULL = "calibrated, process"
 SUPPORTED = "calibrated, process at supported strength"
+TUNER = "as the tuner ranks"
 STRENGTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 OWN = (0, 5, 25, 50)
 """Own trials after which rankers are judged."""
@@ -56,6 +77,26 @@ class Held:
     parts: Parts
     sources: IntArray
     experience: Experience
+
+
+@dataclass(frozen=True, eq=False)
+class Guess:
+    """Predictions of a ranker after `own` trials, (n,) seconds, to rank by.
+
+    `shown_s`: seconds to show; None if they are those to rank by.
+    """
+
+    ranker: str
+    own: int
+    ranking_s: FloatArray
+    shown_s: FloatArray | None = None
+
+    def judged(self, domain: str, seed: int, tested: TestedPlans, ceilings: Figures) -> DecisionRow:
+        """Return the figures of the order, and the bias of the times that are shown."""
+        figures = decision_figures(self.ranking_s, tested)
+        shown_s = self.ranking_s if self.shown_s is None else self.shown_s
+        bias = _bias(shown_s, tested)
+        return DecisionRow(domain, seed, self.ranker, self.own, figures, ceilings, bias)
 
 
 def features_of(points: Sequence[Point], indices: IntArray) -> FloatArray:
@@ -90,22 +131,53 @@ def tested_of(points: Sequence[Point], indices: IntArray) -> TestedPlans:
     )
 
 
-def kernel_for(points: Sequence[Point], domain: str) -> Kernel:
-    """Learn the kernel from domains of other models, so no test part is among its trials."""
+class Kernels:
+    """Learns kernels from points, each only once."""
+
+    def __init__(self, points: Sequence[Point]) -> None:
+        self._points = points
+        self._learned: dict[tuple[int, ...], Kernel] = {}
+
+    def without(self, *domains: str) -> Kernel:
+        """Return the kernel of domains whose models are none of these domains' models.
+
+        So no plan that is tested in one of them is among the kernel's trials.
+        """
+        sources = kernel_sources(self._points, domains)
+        key = tuple(sources.tolist())
+        if key not in self._learned:
+            draw = generator(0, "kernel", *sorted(domains))
+            self._learned[key] = learned_kernel(residuals_of(self._points, sources), draw)
+        return self._learned[key]
+
+
+def kernel_sources(points: Sequence[Point], domains: Sequence[str]) -> IntArray:
+    """Return the points of other models than these domains have."""
     nothing = np.zeros(0, dtype=np.int64)
-    sources = sources_for(points, domain, HeldOut.MODEL, None, nothing)
-    return learned_kernel(residuals_of(points, sources), generator(0, "kernel", domain))
+    sources = sources_for(points, domains[0], HeldOut.MODEL, None, nothing)
+    for domain in domains:
+        sources = _unseen(points, sources, domain, HeldOut.MODEL)
+        assert_unseen(points, sources, domain, HeldOut.MODEL)
+    return sources
 
 
 def held_out(
-    points: Sequence[Point], domain: str, seed: int, kernel: Kernel, also: str = ""
+    points: Sequence[Point], domain: str, seed: int, kernel: Kernel, also: str | None = None
 ) -> Held:
     """Hold out a domain, and also a second one; tested plans are in no source."""
     parts = parts_of(points, domain, seed, OWN[1:], TEST_SHARE)
     sources = sources_for(points, domain, HeldOut.DOMAIN, None, parts.test)
-    kept = np.array([points[index].domain != also for index in sources], dtype=bool)
-    sources = sources[kept]
+    if also is not None:
+        sources = _unseen(points, sources, also, HeldOut.DOMAIN)
+        assert_unseen(points, sources, also, HeldOut.DOMAIN)
     return Held(parts, sources, Experience(kernel, residuals_of(points, sources)))
+
+
+def _unseen(points: Sequence[Point], sources: IntArray, domain: str, held_out: HeldOut) -> IntArray:
+    """Return the sources that do not share the held-out property of the domain."""
+    target = point_of(points, domain)
+    kept = [index for index in sources if not seen(points[index], target, held_out)]
+    return np.array(kept, dtype=np.int64)
 
 
 def corrected(points: Sequence[Point], held: Held, own: int) -> tuple[Correction, IntArray]:
@@ -133,14 +205,19 @@ def learned_points(points: Sequence[Point], calibrate: Calibrate) -> list[Point]
     return replaced(points, others)
 
 
+def other_domains(points: Sequence[Point], domain: str) -> list[str]:
+    """Return the domains whose model and cluster are not both those of this one."""
+    target = point_of(points, domain)
+    return sorted({point.domain for point in points if not seen(point, target, HeldOut.DOMAIN)})
+
+
 def supported_strength(
-    learned: Sequence[Point], domain: str, kernel: Kernel, calibrate: Calibrate
+    learned: Sequence[Point], domain: str, kernels: Kernels, calibrate: Calibrate
 ) -> float:
     """Return the strength that orders the fastest quarters of the other domains best."""
     totals = np.zeros(len(STRENGTHS))
-    others = sorted({point.domain for point in learned} - {domain})
-    for other, seed in product(others, range(STRENGTH_SEEDS)):
-        held = held_out(learned, other, seed, kernel, also=domain)
+    for other, seed in product(other_domains(learned, domain), range(STRENGTH_SEEDS)):
+        held = held_out(learned, other, seed, kernels.without(domain, other), also=domain)
         points = replaced(learned, calibrate(other, own_part(held.parts, JUDGED)))
         correction, _ = corrected(points, held, JUDGED)
         tested = tested_of(points, held.parts.test)
@@ -151,6 +228,32 @@ def supported_strength(
         ]
         totals += np.nan_to_num([row["fastest_quarter"] for row in figures])
     return STRENGTHS[int(np.argmax(totals))]
+
+
+def as_the_tuner(
+    learned: Sequence[Point], parts: Parts, own: int, calibrate: Calibrate
+) -> CorrectedTimes:
+    """Return the times of the test part after the first `own` plans, by the tuner's own code."""
+    training = own_part(parts, own)
+    calibrated = replaced(learned, calibrate(parts.domain, _calibrating(learned, training)))
+    return corrected_times(
+        [calibrated[index].example for index in training],
+        [calibrated[index].example.features for index in parts.test],
+    )
+
+
+def _calibrating(points: Sequence[Point], training: IntArray) -> IntArray:
+    """Return the plans on which the tuner calibrates each campaign."""
+    chosen: list[int] = []
+    for name in sorted({points[index].example.domain for index in training}):
+        places = {
+            points[index].plan_id: int(index)
+            for index in training
+            if points[index].example.domain == name
+        }
+        times_s = {plan: points[place].example.step_s for plan, place in places.items()}
+        chosen += [places[plan] for plan in calibration_trials(times_s)]
+    return np.array(sorted(chosen), dtype=np.int64)
 
 
 def judged(
@@ -168,37 +271,38 @@ def judged(
     rows: list[DecisionRow] = []
     strengths = {}
     learned = learned_points(points, calibrate)
+    kernels = Kernels(learned)
     for domain in domains:
-        kernel = kernel_for(learned, domain)
-        strengths[domain] = supported_strength(learned, domain, kernel, calibrate)
+        kernel = kernels.without(domain)
+        strengths[domain] = supported_strength(learned, domain, kernels, calibrate)
         for seed in range(seeds):
             held = held_out(learned, domain, seed, kernel)
             tested = tested_of(points, held.parts.test)
             most = ceilings(tested, generator(seed, "ceiling", domain))
             stated_s = replayed_of(points, held.parts.test)
-            guesses: list[tuple[str, int, FloatArray]] = []
+            guesses: list[Guess] = []
             for own in OWN:
                 training = own_part(held.parts, own)
                 mixed = replaced(learned, calibrate(domain, training))
                 correction, _ = corrected(mixed, held, own)
                 replayed_s = replayed_of(mixed, held.parts.test)
                 scaled_s = _scale(mixed, training) * replayed_s
+                tuner = as_the_tuner(learned, held.parts, own, calibrate)
                 guesses += [
-                    (REPLAY, own, _scale(points, training) * stated_s),
-                    (CALIBRATED, own, scaled_s),
-                    (FULL, own, replayed_s * np.exp(correction.mean)),
-                    (SUPPORTED, own, scaled_s * np.exp(strengths[domain] * correction.mean)),
+                    Guess(REPLAY, own, _scale(points, training) * stated_s),
+                    Guess(CALIBRATED, own, scaled_s),
+                    Guess(FULL, own, replayed_s * np.exp(correction.mean)),
+                    Guess(SUPPORTED, own, scaled_s * np.exp(strengths[domain] * correction.mean)),
+                    Guess(TUNER, own, tuner.ranking_s, tuner.shown_s),
                 ]
             guesses += _simulated(points, held, trainer, source_plans)
-            for ranker, own, predicted_s in guesses:
-                figures, bias = decision_figures(predicted_s, tested), _bias(predicted_s, tested)
-                rows.append(DecisionRow(domain, seed, ranker, own, figures, most, bias))
+            rows += [guess.judged(domain, seed, tested, most) for guess in guesses]
     return rows, strengths
 
 
 def _simulated(
     points: Sequence[Point], held: Held, trainer: Trainer, source_plans: int
-) -> Iterator[tuple[str, int, FloatArray]]:
+) -> Iterator[Guess]:
     """Yield what each simulator predicts after other domains, and then after own trials."""
     parts = held.parts
     for name in trainer.makers:
@@ -209,7 +313,7 @@ def _simulated(
             assert_no_leak(points, few, training, parts.test, HeldOut.DOMAIN)
             if own:
                 simulator, _, _ = trainer.fit((name, True), training, parts.seed, start)
-            yield name, own, simulator.predict_step_s(trainer.features(parts.test))
+            yield Guess(name, own, simulator.predict_step_s(trainer.features(parts.test)))
 
 
 def _scale(points: Sequence[Point], training: IntArray) -> float:

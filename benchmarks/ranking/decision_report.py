@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autotune.simulators.evaluation import REPLAY
-from benchmarks.ranking.corrections import FULL, JUDGED, OWN, SUPPORTED
+from benchmarks.ranking.corrections import JUDGED, OWN, TUNER
 from benchmarks.ranking.decisions import FIGURES, DecisionRow, mean_and_worst, mean_bias
 from benchmarks.ranking.wrong_replays import Recovery, recovered_share
 
@@ -48,7 +48,7 @@ def recovery_page(rows: Sequence[Recovery]) -> str:
 
 
 def decision_keys(
-    rows: Sequence[DecisionRow], strengths: Mapping[str, float], ranker: str = SUPPORTED
+    rows: Sequence[DecisionRow], strengths: Mapping[str, float], ranker: str = TUNER
 ) -> dict[str, Any]:
     """Return the keys of the aims, for the ranker as the tuner uses it, and all means."""
 
@@ -61,7 +61,7 @@ def decision_keys(
         "fastest_quarter_below_ceiling": below("fastest_quarter"),
         "lossless_quarter_below_ceiling": below("lossless_quarter"),
         "regret_above_noise": -below("regret_top_1"),
-        "proposal_bias": mean_bias(rows, FULL, JUDGED),
+        "proposal_bias": mean_bias(rows, ranker, JUDGED),
     }
     return {
         **{name: _number(value) for name, value in keys.items()},

@@ -88,11 +88,10 @@ def sources_for(
     which may have been measured on other clusters.
     """
     hidden = {points[index].plan_id for index in tested}
-    target = next(point for point in points if point.domain == domain)
+    target = point_of(points, domain)
     chosen = []
     for name, plans in plans_by_domain(points).items():
-        source = next(point for point in points if point.domain == name)
-        if not _seen(source, target, held_out):
+        if not seen(point_of(points, name), target, held_out):
             mixed = generator(0, "sources", name).permutation(len(plans))[:most_plans]
             chosen.append(_members(points, name, {plans[index] for index in mixed} - hidden))
     return np.sort(np.concatenate(chosen)) if chosen else np.zeros(0, dtype=np.int64)
@@ -118,12 +117,12 @@ def assert_no_leak(
         "a tested plan is among the sources"
     )
     for source in (points[index] for index in sources):
-        assert held_out is not None and not _seen(source, target, held_out), (
+        assert held_out is not None and not seen(source, target, held_out), (
             f"the held-out {held_out} is among the sources"
         )
 
 
-def _seen(source: Point, target: Point, held_out: HeldOut) -> bool:
+def seen(source: Point, target: Point, held_out: HeldOut) -> bool:
     """Return whether a source shares the held-out property of the target's domain."""
     same_model = source.model == target.model or source.model_id == target.model_id
     same_cluster = source.cluster == target.cluster
@@ -133,6 +132,21 @@ def _seen(source: Point, target: Point, held_out: HeldOut) -> bool:
         HeldOut.CLUSTER: same_cluster,
         HeldOut.BOTH: same_model or same_cluster,
     }[held_out]
+
+
+def assert_unseen(
+    points: Sequence[Point], sources: IntArray, domain: str, held_out: HeldOut
+) -> None:
+    """Raise if a source shares the held-out property of the domain."""
+    target = point_of(points, domain)
+    assert not any(seen(points[index], target, held_out) for index in sources), (
+        f"the {held_out} of {domain} is among the sources"
+    )
+
+
+def point_of(points: Sequence[Point], domain: str) -> Point:
+    """Return a point of the domain; all have its model and cluster."""
+    return next(point for point in points if point.domain == domain)
 
 
 def _members(points: Sequence[Point], domain: str, plans: set[str]) -> IntArray:

@@ -29,9 +29,9 @@ from autotune.lowering.link_rates import with_link_rates
 from benchmarks.ranking.calibrations import Calibrate, replaced
 from benchmarks.ranking.corrections import (
     JUDGED,
+    Kernels,
     corrected,
     held_out,
-    kernel_for,
     learned_points,
     own_part,
     replayed_of,
@@ -110,9 +110,10 @@ def recoveries(
     rows = []
     calibrate = calibrations_of(campaigns, points)
     learned = learned_points(points, calibrate)
+    kernels = Kernels(learned)
     for domain in domains:
-        kernel = kernel_for(learned, domain)
-        supported = supported_strength(learned, domain, kernel, calibrate)
+        kernel = kernels.without(domain)
+        supported = supported_strength(learned, domain, kernels, calibrate)
         for case, make_wrong in WRONG.items():
             began(f"{case}, {domain}")
             wrongly = [
