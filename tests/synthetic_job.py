@@ -96,7 +96,10 @@ def measured(
 
 @dataclass
 class SyntheticWorld:
-    """`true_s`: step time by strategy number (default `default_s`); `factor`: by trial number."""
+    """`true_s`: step time by strategy number (default `default_s`); `factor`: by trial number.
+
+    `unsteady`: trials during which the machine becomes slow.
+    """
 
     true_s: dict[int, float] = field(default_factory=dict)
     default_s: float = 0.1
@@ -108,6 +111,7 @@ class SyntheticWorld:
     available: int = 32
     step_overhead_s: float = 0.0
     refuses: Callable[[TrialRequest], bool] = lambda request: False
+    unsteady: Callable[[TrialRequest], bool] = lambda request: False
 
     def __post_init__(self) -> None:
         self.by_id = {strategy(number).id: number for number in range(32)}
@@ -157,6 +161,8 @@ class SyntheticWorld:
         if self.fails(request):
             failure = Failed(FailureKind.CRASH, "rank 1 exited with code 1", 1)
             return TrialFinished(request, failure, tried, elapsed_s)
+        if self.unsteady(request):
+            outcome = replace(outcome, step_s=tuple(map(_slowed, outcome.step_s)))
         outcome = replace(outcome, stopped=stop_reason(request, outcome))
         return TrialFinished(request, outcome, tried, elapsed_s)
 
@@ -164,6 +170,12 @@ class SyntheticWorld:
         if strategy_id == CURRENT_SETUP:
             return self.current_s
         return self.true_s.get(self.by_id[strategy_id], self.default_s)
+
+
+def _slowed(step_s: tuple[float, ...]) -> tuple[float, ...]:
+    """Times of a machine that takes twice as long in the second half."""
+    half = len(step_s) // 2
+    return (*step_s[:half], *(2 * value for value in step_s[half:]))
 
 
 def drive(

@@ -67,7 +67,7 @@ def _explore(spec: JobSpec, history: History) -> Instruction | None:
     """The next trial or round, or the end; None if the space has nothing new."""
     if _candidates_since_reference(history) >= _candidates_per_reference(spec, history):
         return reference_trial(spec, history)
-    descending = descent(history)
+    descending = descent(history, spec.max_repeats)
     pending = _descend(spec, history, descending) if descending else _pending(spec, history)
     if pending is not None:
         return pending

@@ -81,7 +81,7 @@ def test_the_descent_ends_when_the_whole_neighbourhood_has_lost():
     world = hamming_world(0, available=8)  # the first strategy is the best one
     spec = job_spec(max_trials=200, descent=0.95, top_k=4)
     history, _ = drive(spec, world)
-    found = descent(history)
+    found = descent(history, spec.max_repeats)
     assert found is not None and found.incumbent == strategy(0).id and found.winner is None
     assert history.rounds[-1].proposals == ()
 
@@ -90,6 +90,44 @@ def test_a_failed_neighbour_has_lost_and_the_descent_goes_on():
     bad = strategy(0b11000).id
     world = hamming_world(0b11001, fails=lambda request: request.strategy_id == bad)
     _, decision = decided(DESCENDING, world)
+    assert decision.strategy_id == strategy(0b11001).id
+
+
+STEADY_SEARCH = job_spec(
+    max_trials=60, descent=0.8, top_k=4, timed_steps=12, reference_every=100, max_repeats=2
+)
+"""Its trials are long enough to show that the machine changed."""
+
+
+def unsteady_world(*numbers: int) -> SyntheticWorld:
+    """A world whose machine changes in the trials of these strategies in rounds of the descent."""
+    ids = {strategy(number).id for number in numbers}
+    return hamming_world(
+        0b11001, unsteady=lambda request: request.strategy_id in ids and request.round > 2
+    )
+
+
+def in_descent(history: History) -> list[int]:
+    """`trials_of` the rounds of the descent."""
+    first = next(event.round for event in history.rounds if event.incumbent)
+    before = sum(trial.request.round < first for trial in history.candidates)
+    return trials_of(history)[before:]
+
+
+def test_a_neighbour_whose_trials_are_all_unsteady_has_lost_after_its_repeats():
+    history, decision = decided(STEADY_SEARCH, unsteady_world(0b11000))
+    assert any(trial.unsteady for trial in history.candidates)
+    assert in_descent(history).count(0b11000) == 1 + STEADY_SEARCH.max_repeats
+    assert decision.strategy_id == strategy(0b11001).id
+
+
+def test_an_incumbent_whose_trials_are_all_unsteady_is_used_after_its_repeats():
+    first, _ = drive(STEADY_SEARCH, unsteady_world())
+    incumbent = SyntheticWorld().by_id[next(e.incumbent for e in first.rounds if e.incumbent)]
+    history, decision = decided(STEADY_SEARCH, unsteady_world(incumbent))
+    tried = in_descent(history)
+    assert tried[: 1 + STEADY_SEARCH.max_repeats] == [incumbent] * (1 + STEADY_SEARCH.max_repeats)
+    assert tried[1 + STEADY_SEARCH.max_repeats] != incumbent
     assert decision.strategy_id == strategy(0b11001).id
 
 
@@ -119,6 +157,28 @@ def test_pairs_are_of_adjacent_trials():
     trials = [("i", 1.0), ("a", 2.0), ("b", 4.0), ("i", 2.0), ("c", 1.0), ("d", 1.0)]
     found = pairs_of(trials, "i")
     assert found == {"a": (math.log(2),), "b": (math.log(2),), "c": (math.log(0.5),)}
+
+
+def test_an_unusable_trial_is_in_no_pair_and_separates_those_around_it():
+    trials = [("i", 1.0), ("a", 9.0), ("b", 4.0), ("i", 9.0), ("c", 1.0), ("i", 2.0)]
+    assert pairs_of(trials, "i", {1, 3}) == {"c": (math.log(0.5),)}
+
+
+@pytest.mark.parametrize(
+    ("trials", "d", "left", "unusable", "expected"),
+    [
+        (("i",), {}, "ab", {0}, "i"),
+        (("i", "a"), {}, "ab", {1}, "a"),
+        (("i", "a", "a"), {}, "ab", {1}, "i"),
+        (("i", "a"), {}, "b", {1}, "b"),
+        (("i", "a", "i", "a"), {"a": (-0.1,)}, "ab", {3}, "i"),
+        (("i", "a", "b", "i"), {"a": (0.1,)}, "bc", {3}, "i"),
+        (("i", "a", "b", "i", "i"), {"a": (0.1,)}, "bc", {3}, "b"),
+        (("i", "a"), {}, "", {1}, None),
+    ],
+)
+def test_an_unusable_trial_is_repeated(trials, d, left, unusable, expected):
+    assert Descent("i", trials, d, None, tuple(left), frozenset(unusable)).next_trial == expected
 
 
 @pytest.mark.parametrize(
