@@ -29,14 +29,19 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     with Store.open(workspace.store_path) as store:
         job_id = options.job or latest_job(store)
         decision = chosen_decision(store, job_id, options.strategy)
-        script = write_export(job_export(store, job_id, decision), options.output)
+        code = write_export(job_export(store, job_id, decision), options.output)
     data = {
         "job": job_id,
         "strategy": decision.strategy_id,
         "reason": decision.reason,
         "path": str(options.output),
-        "horovod_script": str(script) if script else None,
+        "horovod_script": str(code.written) if code.written else None,
+        "removed": str(code.removed) if code.removed else None,
     }
-    written = f"{options.output} and, as groups of Horovod, {script}" if script else options.output
+    written = str(options.output)
+    if code.written:
+        written += f" and, as groups of Horovod, {code.written}"
     text = f"wrote {written}: {decision.strategy_id} of job {job_id}; {decision.reason}"
+    if code.removed:
+        text += f"; removed {code.removed}, the code of an earlier export for Horovod"
     return data, text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -10,13 +10,17 @@ import numpy as np
 
 from autotune.errors import InvalidInput
 from autotune.export import Export, Timing
-from autotune.files import write_whole
+from autotune.files import is_file, open_regular, write_whole
 from autotune.records import CURRENT_SETUP, Decision, Measured, Role
 from autotune.storage.store import Store
 from autotune.strategy_space.horovod_groups import horovod_groups
 from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec
 from autotune.workload import Library
+
+OUR_FIRST_LINE_ENDS = b"Written by `autotune export`."
+"""The end of the first line of `HorovodGroups.script`."""
+MAX_LINE_BYTES = 1000
 
 
 def job_export(store: Store, job_id: str, decision: Decision) -> Export:
@@ -25,20 +29,47 @@ def job_export(store: Store, job_id: str, decision: Decision) -> Export:
     return build_export(job_id, spec, history, decision, store.created_at(job_id))
 
 
-def write_export(export: Export, path: Path) -> Path | None:
+@dataclass(frozen=True)
+class HorovodCode:
+    """The file next to an export with its strategy as code for Horovod.
+
+    `written`: its path. `removed`: its path if it held the code of an earlier export, and this one
+    has none.
+    """
+
+    written: Path | None = None
+    removed: Path | None = None
+
+
+def write_export(export: Export, path: Path) -> HorovodCode:
     """Write the export, and next to it the same strategy as code for Horovod, if it can be.
 
-    Returns the path of the code.
+    Raises `InvalidInput`, and writes nothing, if the code would replace a file of the user.
     """
-    export.write(path)
     script = path.with_name(f"{path.stem}_horovod.py")
+    ours = is_file(script) and _is_our_code(script)
     plan = export.plan() if export.library is Library.HOROVOD else None
     groups = horovod_groups(plan, export.variables) if plan is not None else None
-    if plan is None or groups is None:
-        return None
+    if groups is None:
+        export.write(path)
+        if not ours:
+            return HorovodCode()
+        script.unlink()
+        return HorovodCode(removed=script)
+    if is_file(script) and not ours:
+        raise InvalidInput(
+            f"{script} must be absent or code that `autotune export` wrote, but is another file; "
+            "move it, or choose another name for the export"
+        )
     assert export.strategy is not None
+    export.write(path)
     write_whole(script, groups.script(export.model, export.strategy.id), "the code for Horovod")
-    return script
+    return HorovodCode(written=script)
+
+
+def _is_our_code(script: Path) -> bool:
+    with open_regular(script) as file:
+        return file.readline(MAX_LINE_BYTES).rstrip().endswith(OUR_FIRST_LINE_ENDS)
 
 
 def build_export(

@@ -50,7 +50,7 @@ def exported() -> Export:
 
 def test_horovod_executes_an_export_by_its_groups_and_by_one_line(tmp_path: Path) -> None:
     export = exported()
-    assert write_export(export, tmp_path / "best.json") == tmp_path / "best_horovod.py"
+    assert write_export(export, tmp_path / "best.json").written == tmp_path / "best_horovod.py"
     plan = export.plan()
     assert plan is not None
     sizes = Counter(len(message.slices) for message in plan.messages)

@@ -6,11 +6,13 @@ import ast
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from synthetic_job import WORKLOAD, SyntheticWorld, drive, job_spec
 from test_export import NOW
 
+from autotune.errors import InvalidInput
 from autotune.export import read_export
-from autotune.jobs.exports import build_export, write_export
+from autotune.jobs.exports import HorovodCode, build_export, write_export
 from autotune.strategy_space.builders.collectives import per_variable, single_bucket, zero2_like
 from autotune.strategy_space.horovod_groups import FUSION_THRESHOLD_BYTES, horovod_groups
 from autotune.strategy_space.plan import plan
@@ -72,10 +74,31 @@ def test_the_export_of_a_horovod_script_comes_with_its_code(tmp_path: Path) -> N
     assert isinstance(end, Finish)
     export = build_export("job", job_spec(), history, end.decision, NOW)
     bucket = replace(export, strategy=single_bucket(WORKLOAD), plan_id=None)
-    assert write_export(bucket, tmp_path / "best.json") is None  # of a script with DDP
-    script = write_export(replace(bucket, library=Library.HOROVOD), tmp_path / "best.json")
-    assert script == tmp_path / "best_horovod.py"
+    best, script = tmp_path / "best.json", tmp_path / "best_horovod.py"
+    assert write_export(bucket, best) == HorovodCode()  # of a script with DDP
+    with_code = replace(bucket, library=Library.HOROVOD)
+    assert write_export(with_code, best) == HorovodCode(written=script)
     assert "hvd.DistributedOptimizer(" in script.read_text()
-    assert read_export(tmp_path / "best.json").library is Library.HOROVOD
+    assert read_export(best).library is Library.HOROVOD
+    assert write_export(with_code, best) == HorovodCode(written=script)
     current = replace(export, strategy=None, plan_id=None, library=Library.HOROVOD)
-    assert write_export(current, tmp_path / "current.json") is None
+    assert write_export(current, tmp_path / "current.json") == HorovodCode()
+
+
+def test_code_of_an_earlier_export_goes_and_a_file_of_the_user_stays(tmp_path: Path) -> None:
+    history, end = drive(job_spec(), SyntheticWorld({5: 0.06}, noise=0.02))
+    assert isinstance(end, Finish)
+    decided = build_export("job", job_spec(), history, end.decision, NOW)
+    with_code = replace(
+        decided, strategy=single_bucket(WORKLOAD), plan_id=None, library=Library.HOROVOD
+    )
+    current = replace(with_code, strategy=None)
+    best, script = tmp_path / "best.json", tmp_path / "best_horovod.py"
+    write_export(with_code, best)
+    assert write_export(current, best) == HorovodCode(removed=script)
+    assert not script.exists() and read_export(best).strategy is None
+    script.write_text("import horovod\n")
+    assert write_export(current, best) == HorovodCode()
+    with pytest.raises(InvalidInput, match=r"best_horovod\.py .* move it, or choose another"):
+        write_export(with_code, best)
+    assert script.read_text() == "import horovod\n" and read_export(best).strategy is None
