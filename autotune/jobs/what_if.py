@@ -146,8 +146,8 @@ def _bases(
 ) -> tuple[dict[int, Base], list[str]]:
     """Place -> base of the asked rank, or of every rank that has one; notes on the others."""
     numbers = job.rank_numbers
-    if rank is not None and rank not in numbers:
-        raise InvalidInput(f"--rank must be one of {listed_numbers(numbers)}, but is {rank}")
+    if rank is not None:
+        _place_of(job, rank)
     bases: dict[int, Base] = {}
     notes, problem = [], None
     for place, number in enumerate(numbers):
@@ -163,6 +163,14 @@ def _bases(
         assert problem is not None
         raise problem
     return bases, notes
+
+
+def _place_of(job: TraceJob, rank: int) -> int:
+    """The place of an asked rank in the job; raises `InvalidInput` for one without a trace."""
+    numbers = job.rank_numbers
+    if rank not in numbers:
+        raise InvalidInput(f"--rank must be one of {listed_numbers(numbers)}, but is {rank}")
+    return numbers.index(rank)
 
 
 def _chosen(job: TraceJob, bases: dict[int, Base], rank: int | None) -> int:
@@ -224,9 +232,10 @@ def measure_operators(
 
     Returns the what-ifs that use the times, and a line for people: `kernel_times=path`, and for a
     CPU's trace `amp_cpu` and `fused_adam_cpu` with times of their own, which take another
-    `budget_s` and a tenth of it. Raises `InvalidInput` if no operator can be timed.
+    `budget_s` and a tenth of it. Raises `InvalidInput` if no operator can be timed, and for a rank
+    without a trace.
     """
-    place = 0 if rank is None else job.rank_numbers.index(rank)
+    place = 0 if rank is None else _place_of(job, rank)
     base = recorded_base(job, place)
     known = working_operators(base)
     measured = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, make_dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -110,11 +109,7 @@ class JobSpec:
         "similarity in Eq. 11: agreement of choices, or cosine of the simulator's hidden states",
     )
     diversity: float = setting(
-        0.4,
-        "search",
-        "alpha of Eq. 11; 0 takes the best predictions only",
-        at_least=0,
-        below=math.inf,
+        0.4, "search", "alpha of Eq. 11; 0 takes the best predictions only", at_least=0
     )
     lossy: bool = setting(
         False, "search", "also try lossy compression: fp16, bf16, int8, top-k, PowerSGD"

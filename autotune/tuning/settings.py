@@ -33,6 +33,7 @@ class Kind(StrEnum):
 
 _MOST: dict[Kind, dict[str, float]] = {
     Kind.WHOLE: {"at_most": MAX_COUNT},
+    Kind.NUMBER: {"below": math.inf},
     Kind.TIME: {"at_most": MAX_SECONDS},
 }
 _KINDS: dict[Any, Kind] = {bool: Kind.SWITCH, int: Kind.WHOLE, float: Kind.NUMBER}

@@ -55,6 +55,10 @@ TUNE = [
     (["--workers", "4", *LAUNCH], "--workers and torchrun must agree, but are 4 and 2"),
     (["--simulators", "tree", *LAUNCH], "must be some of linear, rnn, gat, but are tree"),
     (["--warmup-steps", "0", *LAUNCH], "warmup_steps must be at least 1"),
+    (["--losing", "inf", *LAUNCH], "losing must be finite and above 1"),
+    (["--precision", "inf", *LAUNCH], "precision must be finite and above 0"),
+    (["--deviation", "inf", *LAUNCH], "deviation must be finite and"),
+    (["--ab-precision", "inf", *LAUNCH], "ab_precision must be finite and above 0"),
     (["--master-ports", "9-1", *LAUNCH], "--master-ports needs FIRST-LAST"),
 ]
 RUN = [(LAUNCH, "cannot read absent.json"), ([], "nothing to run")]

@@ -206,6 +206,9 @@ def test_one_rank_can_be_asked_for(tmp_path, capsys) -> None:
     assert data["rank"] == 0 and data["slow_rank"] is None
     message = error_output(capsys, "what-if", *paths, "--rank", 2, *words)
     assert "--rank must be one of 0, 1, but is 2" in message
+    measure = ("--measure", tmp_path / "times.csv", "--rank", 2)
+    message = error_output(capsys, "what-if", *paths, *measure, *words)
+    assert "--rank must be one of 0, 1, but is 2" in message
 
 
 @pytest.mark.parametrize(
