@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -10,6 +11,9 @@ from pathlib import Path
 from autotune.errors import InvalidInput
 from autotune.storage.store import Store
 from autotune.tracking.tracker import mlflow_environment
+
+MOST_OF_THE_NAME = 80
+"""Characters of a script's name in a job's id, which may have 100."""
 
 
 @dataclass(frozen=True)
@@ -82,4 +86,6 @@ def use_mlflow_quietly() -> None:
 
 
 def new_job_id(script_name: str, now: datetime) -> str:
-    return f"{script_name}-{now:%Y%m%d-%H%M%S}"
+    """The id of a job of this script: the part of its name that an id may have, and the time."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", script_name).lstrip("._-")[:MOST_OF_THE_NAME]
+    return f"{name or 'job'}-{now:%Y%m%d-%H%M%S}"

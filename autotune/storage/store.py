@@ -108,7 +108,8 @@ class Store:
         """Add a job in state running; `InvalidInput` if the id is taken or no file name."""
         if not _JOB_ID.fullmatch(job_id):
             raise InvalidInput(
-                f"a job id must be up to 100 letters, digits, '.', '_' or '-', but is {job_id!r}"
+                "a job id must have up to 100 letters, digits, '.', '_' or '-' and begin with a "
+                f"letter or digit, but is {job_id!r}; give another --job"
             )
         now = datetime.now(UTC).isoformat(timespec="seconds")
         with self.database.transaction() as db:
@@ -147,14 +148,14 @@ class Store:
         return parse(Decision, parse_json(text_in(row, "decision"), where), where)
 
     def jobs(self) -> list[JobRow]:
-        """All jobs, oldest first."""
+        """All jobs in the order of their creation, whatever the clock was."""
         rows = self.database.rows(
             """SELECT id, created_at, status,
                       (SELECT json_extract(workloads.body, '$.model')
                        FROM trials JOIN workloads ON workloads.id = workload_id
                        WHERE job = jobs.id LIMIT 1) AS model,
                       (SELECT count(*) FROM trials WHERE job = jobs.id) AS trials
-               FROM jobs ORDER BY created_at, rowid"""
+               FROM jobs ORDER BY rowid"""
         )
         return [parse(JobRow, dict(row), f"a job of {self.path}") for row in rows]
 

@@ -6,6 +6,7 @@ import json
 import sqlite3
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 from subprocess import PIPE
 
@@ -14,6 +15,7 @@ from synthetic_job import WORKLOAD, SyntheticWorld, decided, job_spec, strategy
 
 from autotune.canonical import canonical_json
 from autotune.errors import InvalidInput, StoreVersionError
+from autotune.jobs.workspace import latest_job, new_job_id
 from autotune.records import CURRENT_SETUP, Conditions, Network
 from autotune.storage.schema import migrations, statements
 from autotune.storage.store import Store
@@ -114,8 +116,38 @@ def test_an_event_out_of_turn_is_refused_and_changes_nothing(path):
 
 @pytest.mark.parametrize("job_id", ["", "../up", ".hidden", "a b", "x" * 101])
 def test_a_job_id_must_be_fit_for_a_file_name(path, job_id):
-    with Store.open(path) as store, pytest.raises(InvalidInput, match="a job id must be"):
+    rule = "begin with a letter or digit.*give another --job"
+    with Store.open(path) as store, pytest.raises(InvalidInput, match=rule):
         store.create_job(job_id, job_spec())
+
+
+@pytest.mark.parametrize(
+    ("script", "beginning"),
+    [
+        ("train", "train-"),
+        ("__main__", "main__-"),
+        ("_train", "train-"),
+        ("train model", "train-model-"),
+        ("entraîner", "entra-ner-"),
+        ("訓練", "job-"),
+        ("x" * 300, "x" * 80 + "-"),
+    ],
+)
+def test_every_script_gives_a_job_id(path, script, beginning):
+    job_id = new_job_id(script, datetime(2026, 11, 26, 12, 30))
+    assert job_id == f"{beginning}20261126-123000"
+    with Store.open(path) as store:
+        store.create_job(job_id, job_spec())
+
+
+def test_the_latest_job_is_the_last_one_also_after_the_clock_was_set_back(path):
+    with Store.open(path) as store:
+        for job_id in ("first", "last"):
+            store.create_job(job_id, job_spec())
+        with store.database.transaction() as db:
+            db.execute("UPDATE jobs SET created_at = '2001-01-01T00:00:00' WHERE id = 'last'")
+        assert [row.id for row in store.jobs()] == ["first", "last"]
+        assert latest_job(store) == "last"
 
 
 def test_a_job_id_is_taken_once_and_an_unknown_one_is_named(path):
