@@ -218,6 +218,8 @@ class RankingQuality:
     """Held-out quality of one ranker of strategies.
 
     Accuracy is a mean over all test parts weighted by pairs; the rest are weighted by points.
+    `regret_top_5` is that of test parts of more than 5 strategies, or None without one: the best of
+    5 is always among the 5 predicted fastest.
     `gain`: pairwise accuracy above the replay's (without one, the analytic ranker's) on the same
     pairs, and `gain_error` its standard error. Both are None if unknown, and for rankers that are
     no simulators.
@@ -229,7 +231,7 @@ class RankingQuality:
     pairwise_accuracy: float
     kendall_tau: float
     regret_top_1: float
-    regret_top_5: float
+    regret_top_5: float | None
     pairs: int
     points: int
     gain: float | None = None

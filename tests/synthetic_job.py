@@ -55,7 +55,7 @@ WORKLOAD = Workload(
 )
 QUALITY = (
     RankingQuality("linear", 0.8, 0.6, 0.05, 0.02, 45, 10),
-    RankingQuality("random", 0.5, 0.0, 0.4, 0.3, 45, 10),
+    RankingQuality("random", 0.5, 0.0, 0.4, None, 45, 10),
 )
 
 

@@ -8,6 +8,8 @@ one fold.
 | `pairwise_accuracy` | share of pairs beyond the tie band in the right order; ties half | 1 | 0.5 |
 | `kendall_tau` | tau-b rank correlation | 1 | 0 |
 | `regret_top_k` | relative: best of the k predicted fastest against the fastest of all | 0 | - |
+
+A regret is that of parts with more than k strategies; in smaller ones it is 0 for every ranker.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ RANDOM = "random"
 UNLEARNED = (ANALYTIC, PAPER, REPLAY, RANDOM)
 
 _SMALLEST_TEST = 2  # fewer points form no pair
+_TOP = (1, 5)
 _ENOUGH_PAIRS = 30  # fewer may agree by chance
 _RISK = 0.2
 """The most often that luck may choose a simulator if none is better than the replay."""
@@ -235,8 +238,7 @@ def _quality(
                 len(members),
                 pairwise_accuracy(predicted, measured, tie_band),
                 kendall_tau(predicted, measured),
-                best_of_top_k_regret(predicted, measured, 1),
-                best_of_top_k_regret(predicted, measured, 5),
+                *(best_of_top_k_regret(predicted, measured, k) for k in _TOP),
             )
             rows.append(row)
     if not rows:
@@ -247,10 +249,22 @@ def _quality(
     table = np.array(rows)
     pairs, points = table[:, 0], table[:, 1]
     accuracy = float(np.average(table[:, 2], weights=pairs)) if pairs.sum() > 0 else 0.5
-    tau, regret_1, regret_5 = np.average(table[:, 3:], axis=0, weights=points).tolist()
+    tau = float(np.average(table[:, 3], weights=points))
+    regret_1, regret_5 = (
+        _mean_regret(regrets, points, k) for k, regrets in zip(_TOP, table[:, 4:].T, strict=True)
+    )
+    assert regret_1 is not None, "every part has two strategies"
     return RankingQuality(
         name, accuracy, tau, regret_1, regret_5, int(pairs.sum()), int(points.sum())
     )
+
+
+def _mean_regret(regrets: FloatArray, points: FloatArray, k: int) -> float | None:
+    """Return the mean over the parts with more than k strategies; None without one."""
+    larger = points > k
+    if not larger.any():
+        return None
+    return float(np.average(regrets[larger], weights=points[larger]))
 
 
 def _with_gain(

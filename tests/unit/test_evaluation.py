@@ -178,6 +178,18 @@ def test_every_simulator_is_compared_with_the_analytic_rankers_and_chance() -> N
     assert choose_ranker(list(qualities.values())).ranker == "oracle"
 
 
+def test_the_regret_of_the_top_5_is_of_parts_of_more_than_5() -> None:
+    assert {quality.regret_top_5 for quality in ranked(noisy(20), {})} == {None}
+    small, large = noisy(10, "small", seed=3), noisy(40, "large", seed=4)
+    splits = k_fold(large, 2, seed=0)
+    several = [(training + 10, test + 10) for training, test in splits]
+    several += [(np.arange(10, 50), np.arange(5)), (np.arange(10, 50), np.arange(5, 10))]
+    qualities = evaluate(small + large, {}, several, seed=0, tie_band=0.01)
+    alone = evaluate(large, {}, splits, seed=0, tie_band=0.01)
+    assert [q.regret_top_5 for q in qualities] == [q.regret_top_5 for q in alone]
+    assert all(q.regret_top_5 for q in alone[1:]) and qualities[0].points == 50
+
+
 def test_domains_are_never_compared_with_one_another() -> None:
     slow = [replace(e, step_s=e.step_s * 100, domain="slow") for e in noisy(20, "b")]
     assert ranked(noisy(20, "a") + slow, {}, tie_band=0.0)[0].pairs == 4 * 2 * (5 * 4 // 2)

@@ -125,6 +125,12 @@ def test_it_is_complete_after_every_event(job, tmp_path):
     Page(rendered(tmp_path, spec, history, decision))
 
 
+def test_a_regret_that_no_part_can_show_is_a_dash(job, tmp_path):
+    text = rendered(tmp_path, *job)
+    assert "linear 0.80, 0.60, 2.0 %</span>" in text
+    assert "random 0.50, 0.00, -</span>" in text
+
+
 def test_it_loads_nothing_and_runs_nothing(job, tmp_path):
     text = rendered(tmp_path, *job)
     page = Page(text)
