@@ -11,7 +11,7 @@ import contextlib
 import fcntl
 import re
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,13 +21,14 @@ from autotune.canonical import canonical_json
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
 from autotune.parsing import parse, parse_json
-from autotune.records import CURRENT_SETUP, Decision, Role
+from autotune.records import CURRENT_SETUP, Accelerators, Decision, Role
 from autotune.storage import summaries
 from autotune.storage.damage import text_in
 from autotune.storage.database import Database
 from autotune.storage.outbox import Outbox, add_to_outbox, fill_outbox
 from autotune.storage.rows import derive
 from autotune.storage.summaries import EventRows
+from autotune.strategy_space.op_fusion import OpFusionChoice
 from autotune.strategy_space.strategy import Strategy
 from autotune.tuning.events import (
     Event,
@@ -63,13 +64,21 @@ class JobRow:
 
 @dataclass(frozen=True)
 class PastTrial:
-    """An undisturbed, measured candidate of some job, for training simulators."""
+    """An undisturbed, measured candidate of some job, for training simulators.
+
+    `steady_s`: `median_s` at the machine's usual speed (`History.steady_s`). The others are those
+    of the job and its profile, to replay the trial as the job did.
+    """
 
     job_id: str
     strategy: Strategy
     workload: Workload
     cluster: Cluster
     median_s: float
+    steady_s: float
+    accelerators: Accelerators
+    software: Mapping[str, str]
+    op_fusions: tuple[OpFusionChoice, ...] = ()
 
 
 class Store:
@@ -264,25 +273,43 @@ class Store:
             add_to_outbox(db, job_id, "finish", {})
 
     def past_trials(self, excluding: str | None = None) -> list[PastTrial]:
-        """Undisturbed, measured candidates of all jobs but `excluding`, oldest job first."""
+        """Undisturbed, measured candidates of all jobs but `excluding`, oldest job first.
+
+        First looks are left out, since another trial of the same strategy replaces them.
+        """
         trials: list[PastTrial] = []
         bodies = _Bodies(self.database)
         for job in self.jobs():
             if job.id == excluding:
                 continue
-            disturbed = self.summary(job.id).disturbed
+            history = self.history(job.id)
+            looks = {trial.request.number for trial in history.candidates if trial.first_look}
+            accelerators = self.job(job.id).conditions.accelerators
             rows = self.database.rows(
                 "SELECT * FROM trials WHERE job = ? AND role = ? AND status = 'measured' "
                 "AND strategy_id != ? ORDER BY number",
                 (job.id, Role.CANDIDATE.value, CURRENT_SETUP),
             )
             for row in rows:
-                if row["number"] not in disturbed:
+                number, profiled = row["number"], history.profiled
+                if number not in history.disturbed | looks:
+                    assert profiled is not None, "a trial has a profile before it"
                     strategy = bodies.get("strategies", Strategy, row["strategy_id"])
                     workload = bodies.get("workloads", Workload, row["workload_id"])
                     cluster = bodies.get("clusters", Cluster, row["cluster_id"])
                     median_s = parse(float, row["median_s"], f"a trial of job {job.id}")
-                    trials.append(PastTrial(job.id, strategy, workload, cluster, median_s))
+                    trial = PastTrial(
+                        job_id=job.id,
+                        strategy=strategy,
+                        workload=workload,
+                        cluster=cluster,
+                        median_s=median_s,
+                        steady_s=history.steady_by_number[number],
+                        accelerators=accelerators,
+                        software=profiled.software,
+                        op_fusions=profiled.op_fusions,
+                    )
+                    trials.append(trial)
         return trials
 
     @contextlib.contextmanager

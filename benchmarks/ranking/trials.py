@@ -21,7 +21,7 @@ from autotune.canonical import canonical_json
 from autotune.dataset.folder import read_dataset
 from autotune.dataset.noise import reference_noise, repeat_noise
 from autotune.dataset.trials import Domain
-from autotune.features.extract import Extractor, StrategyFeatures
+from autotune.features.extract import Extractor, StrategyFeatures, job_extractor
 from autotune.features.timeline import TIMELINE_FEATURES, TimelineFeatures
 from autotune.jobs.campaign.domain_features import domain_extractor
 from autotune.jobs.workspace import Workspace
@@ -153,7 +153,7 @@ def of_domain(domain: Domain) -> Campaign:
 def of_store(directory: Path) -> list[Campaign]:
     """Return the undisturbed measured candidates of all jobs in `directory`, a campaign each.
 
-    Their models and clusters have their ids as names.
+    Their models and clusters have their ids as names. Times and replays are those of the tuner.
     """
     with Store.open(Workspace.existing(directory).store_path) as store:
         trials = store.past_trials()
@@ -161,15 +161,15 @@ def of_store(directory: Path) -> list[Campaign]:
     for trial in trials:
         jobs.setdefault((trial.job_id, trial.workload.id, trial.cluster.id), []).append(trial)
     return [
-        Campaign(
-            f"{model}/{cluster}",
-            model,
-            cluster,
-            Extractor(of_domain[0].workload, of_domain[0].cluster),
-            _planned(of_domain),
-        )
-        for (_, model, cluster), of_domain in jobs.items()
+        Campaign(f"{model}/{cluster}", model, cluster, _extractor(of_job[0]), _planned(of_job))
+        for (_, model, cluster), of_job in jobs.items()
     ]
+
+
+def _extractor(trial: PastTrial) -> Extractor:
+    return job_extractor(
+        trial.workload, trial.cluster, trial.accelerators, trial.software, trial.op_fusions
+    )
 
 
 def _planned(trials: Sequence[PastTrial]) -> tuple[tuple[Strategy, Plan, float], ...]:
@@ -180,7 +180,7 @@ def _planned(trials: Sequence[PastTrial]) -> tuple[tuple[Strategy, Plan, float],
             plans[trial.strategy.id] = plan(
                 trial.strategy, trial.workload, trial.cluster.world_size
             )
-    return tuple((trial.strategy, plans[trial.strategy.id], trial.median_s) for trial in trials)
+    return tuple((trial.strategy, plans[trial.strategy.id], trial.steady_s) for trial in trials)
 
 
 def points_of(campaigns: Sequence[Campaign], replayed: ReplayedTimes) -> list[Point]:

@@ -20,8 +20,9 @@ from synthetic_job import WORKLOAD
 from autotune.cluster import Cluster, Host
 from autotune.dataset.trials import DatasetTrial, Domain, Environment, Session
 from autotune.features.extract import Extractor, extract
-from autotune.lowering.costs import Constant, RuntimeCosts
+from autotune.lowering.costs import EMULATED_COSTS, TENSORFLOW_COSTS, Constant, RuntimeCosts
 from autotune.records import (
+    CURRENT_SETUP,
     Accelerators,
     Conditions,
     Failed,
@@ -38,6 +39,7 @@ from autotune.strategy_space.plan import PlannedStrategy, plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
 from autotune.tuning.events import Event, Profiled, Proposal, Proposed, TrialFinished
+from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec
 from benchmarks.ranking.__main__ import limited, main
 from benchmarks.ranking.tasks import parts_of
@@ -313,6 +315,42 @@ def test_only_undisturbed_trials_of_a_dataset_count_with_their_enacted_plans():
     assert campaign.extractor.cluster.machine_cores == 2
     plain_s = Extractor(WORKLOAD, OTHER).steps.step_s(plans[0])
     assert campaign.extractor.steps.step_s(plans[0]) > plain_s + 0.015
+
+
+@pytest.mark.parametrize("software", ["torch", "tensorflow"])
+def test_the_trials_of_a_store_are_replayed_and_timed_as_the_tuner_does(tmp_path, software):
+    """Half of the job ran while the machine was at half its speed."""
+    strategies = distinct_plans(OTHER)[:4]
+    emulated = Conditions(Network.EMULATED, Accelerators.EMULATED)
+    spec = JobSpec(("torchrun", "train.py"), OTHER.world_size, OTHER, conditions=emulated)
+    proposals = tuple(Proposal(each, "sampled") for each in strategies)
+    events: list[Event] = [
+        Profiled(WORKLOAD, OTHER, 1.0, {software: "2.0"}),
+        Proposed(0, proposals, "none", "test", 4, (), 2.0),
+    ]
+    trials: list[tuple[Strategy | None, int]] = []
+    for slow, pair in ((1, strategies[:2]), (2, strategies[2:])):
+        trials += [(None, slow), *((each, slow) for each in pair), (None, slow)]
+    for number, (candidate, slow) in enumerate(trials):
+        role = Role.REFERENCE if candidate is None else Role.CANDIDATE
+        strategy_id = CURRENT_SETUP if candidate is None else candidate.id
+        plan_id = None
+        if candidate is not None:
+            plan_id = plan(candidate, WORKLOAD, OTHER.world_size).id
+        request = TrialRequest(number, strategy_id, role, 1, 2)
+        outcome = Measured(((0.1 * slow,) * 2,), 0.0)
+        events.append(TrialFinished(request, outcome, plan_id, 3.0))
+    with Store.open(tmp_path / "autotune.db") as store:
+        store.create_job("job", spec)
+        for seq, event in enumerate(events):
+            store.append("job", seq, event)
+    history = History(tuple(events), spec.deviation)
+    [campaign] = of_store(tmp_path)
+    measured = {strategy.id: step_s for strategy, _, step_s in campaign.measured}
+    assert len(measured) == 4 and measured == pytest.approx(history.measured_s)
+    assert max(measured.values()) == pytest.approx(min(measured.values()))
+    costs = TENSORFLOW_COSTS if software == "tensorflow" else EMULATED_COSTS
+    assert campaign.extractor.costs is costs
 
 
 def test_a_directory_with_too_few_trials_is_refused_with_the_fix(tmp_path: Path, capsys):

@@ -16,10 +16,18 @@ from synthetic_job import WORKLOAD, SyntheticWorld, decided, job_spec, strategy
 from autotune.canonical import canonical_json
 from autotune.errors import InvalidInput, StoreVersionError
 from autotune.jobs.workspace import latest_job, new_job_id
-from autotune.records import CURRENT_SETUP, Conditions, Network
+from autotune.records import (
+    CURRENT_SETUP,
+    Conditions,
+    Measured,
+    Network,
+    Role,
+    Stopped,
+    TrialRequest,
+)
 from autotune.storage.schema import migrations, statements
 from autotune.storage.store import Store
-from autotune.tuning.events import event_to_data
+from autotune.tuning.events import Event, Proposal, Proposed, TrialFinished, event_to_data
 from autotune.tuning.figures import TrialSummary
 
 WORLD = SyntheticWorld(
@@ -276,14 +284,56 @@ def test_contents_are_held_once_and_past_trials_are_the_good_ones_of_other_jobs(
     rows = derived_rows(path)
     assert len(rows["workloads"]) == len(rows["clusters"]) == 1
     assert HISTORY.disturbed and HISTORY.failed
+
+    def in_past(trial):
+        failed = trial.request.strategy_id in HISTORY.failed
+        return trial.request.number not in HISTORY.disturbed and not failed
+
     good = [
         (trial.request.strategy_id, trial.outcome.median_s)
         for trial in HISTORY.candidates
-        if trial.request.number not in HISTORY.disturbed
-        and trial.request.strategy_id not in HISTORY.failed
+        if in_past(trial)
     ]
     assert [(trial.strategy.id, trial.median_s) for trial in past] == good
     assert all(trial.job_id == "one" and trial.workload == WORKLOAD for trial in past)
+    steady_s = [HISTORY.steady_s(trial) for trial in HISTORY.candidates if in_past(trial)]
+    assert [trial.steady_s for trial in past] == steady_s
+    assert steady_s != [trial.median_s for trial in past]
+    assert HISTORY.profiled is not None
+    for trial in past:
+        assert trial.accelerators is job_spec().conditions.accelerators
+        assert trial.software == HISTORY.profiled.software
+
+
+def test_a_first_look_is_no_past_trial(path):
+    """Its half of the steps is too noisy, and the strategy is measured again."""
+    wobble = tuple(0.1 * (1 + 0.03 * (place % 3)) for place in range(12))
+    strategies = [strategy(number) for number in (3, 7)]
+    proposals = tuple(Proposal(each, "sampled") for each in strategies)
+    events: list[Event] = list(HISTORY.events[:1])
+    events.append(Proposed(0, proposals, "replay", "test", 2, (), 2.0))
+    for number, first_look in enumerate((0.0, 0.05)):
+        request = TrialRequest(
+            number,
+            strategies[number].id,
+            Role.CANDIDATE,
+            warmup_steps=1,
+            timed_steps=12,
+            most_steps=24,
+            precision=0.001,
+            first_look=first_look,
+        )
+        stopped = Stopped.PRECISE if first_look else Stopped.CAP
+        outcome = Measured((wobble, wobble), 0.0, stopped=stopped)
+        trial = TrialFinished(request, outcome, f"plan {number}", 3.0 + number)
+        assert trial.first_look is bool(first_look)
+        events.append(trial)
+    with Store.open(path) as store:
+        store.create_job("job", job_spec())
+        for seq, event in enumerate(events):
+            store.append("job", seq, event)
+        past = store.past_trials()
+    assert [trial.strategy.id for trial in past] == [strategies[0].id]
 
 
 def test_a_path_that_is_no_store_is_refused_with_the_fix(tmp_path):
