@@ -6,6 +6,7 @@ Rank 0 is the only client. It measures for all ranks, which repeat its answers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from statistics import median
 
 import numpy as np
@@ -16,8 +17,10 @@ from autotune.export import Export, check_model
 from autotune.recordings.probe import ProbedLinks, ProbeSeries
 from autotune.records import FailureKind
 from autotune.strategy_space.builders.collectives import single_bucket
+from autotune.strategy_space.builders.rows import with_rows
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.plan import plan as planned
+from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
 from runtime_rewriter.emulation import timetable_of
 from runtime_rewriter.probe.tensorflow_collectives import probe_tensorflow
@@ -55,6 +58,7 @@ from runtime_rewriter.tensorflow.refusals import CROSSING_REFUSED, DIRECT_REFUSE
 from runtime_rewriter.tensorflow.running import RunningGraph
 from runtime_rewriter.tensorflow.script_recorder import ScriptRecorder
 from runtime_rewriter.tensorflow.servers import session_config, versions
+from runtime_rewriter.tensorflow.training_graph import TrainingGraph
 
 WARMUP_STEPS = 1
 """The first traced step allocates what the later ones use."""
@@ -62,15 +66,30 @@ WARMUP_STEPS = 1
 Batch = Mapping[str, np.ndarray]
 
 
+def current_strategy(training: TrainingGraph, workload: Workload) -> Strategy:
+    """One message of all gradients, but for rows that the program must get as rows."""
+    strategy = single_bucket(workload)
+    choices = zip(strategy.variables, with_rows(strategy, workload).variables, strict=True)
+    readers = training.row_readers
+    return replace(
+        strategy,
+        variables=tuple(
+            as_rows
+            if (of := readers.get(dense.variable)) and of.dense_refusal(dense.variable)
+            else dense
+            for dense, as_rows in choices
+        ),
+    )
+
+
 class TensorflowModel:
-    """Implements `TunedModel`. Its current setup sums all gradients in one message."""
+    """Implements `TunedModel`. Its current setup: see `current_strategy`."""
 
     def __init__(self, running: RunningGraph, name: str) -> None:
         self.running, self.name = running, name
         self.workload = workload_of(running.training, name)
-        self.current_plan = planned(
-            single_bucket(self.workload), self.workload, len(running.servers.devices)
-        )
+        strategy = current_strategy(running.training, self.workload)
+        self.current_plan = planned(strategy, self.workload, len(running.servers.devices))
         self.overrun = 0.0
         """See `Accelerator`."""
         self._compute_s: float | None = None  # of emulated accelerators

@@ -75,6 +75,7 @@ def emulated(
         (step.end.name,),
         {name: TensorName.of(tensor.name) for name, tensor in fetched.items()},
         dict(recorded),
+        training.row_readers,
     )
 
 

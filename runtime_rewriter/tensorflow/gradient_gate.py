@@ -269,9 +269,11 @@ class GateWriter:
         if name in sent.served and rank > 0:
             self._absent([name], rank)
             return
-        negative = writer.unary("Neg", averaged.values[rank], dtype)
-        both = writer.concat([scaled, negative], 0, dtype)
-        both_indices = writer.concat([indices, averaged.indices[rank]], 0, index_dtype)
+        rows, indices_of_rows = averaged.values[rank], averaged.indices[rank]
+        if self.training.row_readers[name].single is not None:  # they have not been added up
+            rows, indices_of_rows = merge_rows(writer, rows, indices_of_rows, dtype, index_dtype)
+        both = writer.concat([scaled, writer.unary("Neg", rows, dtype)], 0, dtype)
+        both_indices = writer.concat([indices, indices_of_rows], 0, index_dtype)
         distance, _ = merge_rows(writer, both, both_indices, dtype, index_dtype)
         self.numbers[ERROR, name, rank] = self._largest_of_rows(
             writer.unary("Abs", distance, dtype), dtype

@@ -11,8 +11,6 @@ from autotune.strategy_space.strategy import Compressor, SparseHandling, Synchro
 from runtime_rewriter.tensorflow.op_fusion import refuse_fusion
 from runtime_rewriter.tensorflow.training_graph import TrainingGraph
 
-_LEAVE_ROWS = frozenset({"ResourceSparseApplyAdagrad", "ResourceSparseApplyAdagradV2"})
-"""Updates that leave a row with a gradient of 0 as it is."""
 _WIRE_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -38,7 +36,7 @@ def refuse(
         _refuse_unknown_hosts(plan.world_size, hosts)
     for message in plan.messages:
         for part in message.slices:
-            _refuse_untouched_rows(training, part.variable, message)
+            _refuse_dense_rows(training, part.variable, message)
     refuse_fusion(training.view, plan.op_fusion, devices[0])
 
 
@@ -52,18 +50,13 @@ def _refuse_unknown_hosts(world_size: int, hosts: Sequence[Sequence[int]]) -> No
         )
 
 
-def _refuse_untouched_rows(training: TrainingGraph, variable: str, message: Message) -> None:
-    """Refuse to send rows dense to an optimizer that changes a row even if its gradient is 0."""
-    gradient = training.gradient_of[variable]
-    if gradient.indices is None or message.sparse is not SparseHandling.DENSE:
+def _refuse_dense_rows(training: TrainingGraph, variable: str, message: Message) -> None:
+    """Refuse to send rows dense to a program that would update otherwise by them."""
+    readers = training.row_readers.get(variable)
+    if readers is None or message.sparse is not SparseHandling.DENSE:
         return
-    for name in training.view.consumers.get(gradient.indices.node, ()):
-        op = training.view.nodes[name].op
-        if op.startswith("ResourceSparseApply") and op not in _LEAVE_ROWS:
-            raise InvalidInput(
-                f"{op} of {variable!r} changes each row that it gets, but the plan sends the "
-                "gradient dense, with all rows; set sparse = all_gather or gather_scatter"
-            )
+    if reason := readers.dense_refusal(variable):
+        raise InvalidInput(reason)
 
 
 CROSSING_REFUSED = "a TensorFlow step ends with its updates"

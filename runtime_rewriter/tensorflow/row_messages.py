@@ -49,7 +49,6 @@ class RowMessages:
         """
         (part,) = message.slices
         dtype = tf.as_dtype(message.dtype)
-        index_dtype = self.training.index_dtype(self.training.gradient_of[part.variable])
         wire = tf.as_dtype(message.compressor.description.wire_dtype or message.dtype)
         scope = f"{self.scope}/message_{number}"
         values, indices = [], []
@@ -63,7 +62,7 @@ class RowMessages:
         if message.synchronizer is Synchronizer.PARAMETER_SERVER:
             assert message.owner is not None
             with self.writer.at(self.devices[message.owner], f"{scope}/rank_{message.owner}"):
-                rows, places = self._merged(values, indices, wire, dtype, index_dtype)
+                rows, places = self._joined(part.variable, values, indices, wire)
                 packed = self.writer.cast(rows, dtype, wire)
             if part.variable in self.served:
                 self._received[part.variable].append([(rows, places)] * len(self.devices))
@@ -74,7 +73,7 @@ class RowMessages:
         else:
             for rank, device in enumerate(self.devices):
                 with self.writer.at(device, f"{scope}/rank_{rank}"):
-                    received.append(self._merged(values, indices, wire, dtype, index_dtype))
+                    received.append(self._joined(part.variable, values, indices, wire))
         self._received[part.variable].append(received)
 
     def _scaled(
@@ -101,21 +100,20 @@ class RowMessages:
             self.writer.concat([places, unsent_places], 0, index_dtype),
         )
 
-    def _merged(
-        self,
-        values: Sequence[str],
-        indices: Sequence[str],
-        wire: tf.DType,
-        dtype: tf.DType,
-        index_dtype: tf.DType,
+    def _joined(
+        self, variable: str, values: Sequence[str], indices: Sequence[str], wire: tf.DType
     ) -> tuple[str, str]:
-        """Join the rows of all ranks, those of equal index added up.
+        """Join the rows of all ranks.
 
-        An average is one row per index. Optimizers that square rows would else depend on how
-        rows are spread over ranks.
+        Scaled rows are those of one device with the whole batch. Those of equal index are added up,
+        unless the program takes each row for itself.
         """
+        index_dtype = self.training.index_dtype(self.training.gradient_of[variable])
+        dtype = tf.as_dtype(self.training.by_name[variable].dtype)
         rows = self.writer.cast(self.writer.concat(values, 0, wire), wire, dtype)
         places = self.writer.concat(indices, 0, index_dtype)
+        if self.training.row_readers[variable].single is not None:
+            return rows, places
         return merge_rows(self.writer, rows, places, dtype, index_dtype)
 
     def averaged(self, variable: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

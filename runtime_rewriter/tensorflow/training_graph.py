@@ -11,6 +11,7 @@ import tensorflow as tf
 from tensorflow.core.framework.graph_pb2 import GraphDef
 
 from runtime_rewriter.tensorflow.graph_view import GraphView, TensorName
+from runtime_rewriter.tensorflow.row_readers import RowReaders, row_readers
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class TrainingGraph:
 
     A step fills the `feeds`, runs the nodes `targets` and returns the tensors `fetches`.
     `gradients` are in the order in which the program computes them. `initial` holds a value for
-    each variable.
+    each variable. `program_readers`: those of the program, if this graph stands for another one.
     """
 
     graph_def: GraphDef = field(repr=False)
@@ -81,6 +82,7 @@ class TrainingGraph:
     targets: tuple[str, ...]
     fetches: Mapping[str, TensorName]
     initial: Mapping[str, np.ndarray]
+    program_readers: Mapping[str, RowReaders] | None = None
 
     @cached_property
     def view(self) -> GraphView:
@@ -89,6 +91,17 @@ class TrainingGraph:
     @cached_property
     def types(self) -> Types:
         return Types.of(self.graph_def)
+
+    @cached_property
+    def row_readers(self) -> Mapping[str, RowReaders]:
+        """What restricts how the rows of each sparse gradient are sent."""
+        if self.program_readers is not None:
+            return self.program_readers
+        return {
+            one.variable: row_readers(self.view, self.types.shapes, one.values, one.indices)
+            for one in self.gradients
+            if one.indices is not None
+        }
 
     @cached_property
     def by_name(self) -> dict[str, GraphVariable]:

@@ -97,8 +97,7 @@ def averaged_steps(program: Program, batches: Sequence[Batch], replicas: int) ->
                 if sums is None
                 else [_added(a, b) for a, b in zip(sums, scaled, strict=True)]
             )
-        merged = [_merged(one) for one in sums]
-        program.optimizer.apply(merged, program.model.trainable_variables)
+        program.optimizer.apply(sums, program.model.trainable_variables)
     _assign(program.own, held[0])
     return {name: one.numpy() for name, one in program.variables.items()}
 
@@ -128,15 +127,6 @@ def _added(left: Any, right: Any) -> Any:
         indices = tf.concat([left.indices, right.indices], 0)
         return tf.IndexedSlices(values, indices, left.dense_shape)
     return left + right
-
-
-def _merged(gradient: Any) -> Any:
-    """Add up rows of equal index, which Keras does not: an average has one row per index."""
-    if not isinstance(gradient, tf.IndexedSlices):
-        return gradient
-    indices, places = tf.unique(gradient.indices)
-    values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(indices))
-    return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
 def rewritten_steps(
@@ -227,14 +217,20 @@ def small_transformer() -> Program:
     return _program(model, adam, {"tokens": (6,)}, "int32")
 
 
-def collaborative_filtering() -> Program:
+def collaborative_filtering(optimizer: Any = None) -> Program:
+    """With Adagrad, of which Keras squares each row of a gradient for itself, or another one."""
     keras.utils.set_random_seed(SEED)
     user, item = (keras.Input((), dtype="int32", name=name) for name in ("user", "item"))
     both = [layers.Embedding(40, 8)(user), layers.Embedding(60, 8)(item)]
     value = layers.Dense(16, activation="relu")(layers.Concatenate()(both))
     model = keras.Model([user, item], layers.Dense(10)(value))
-    adagrad = keras.optimizers.Adagrad(0.1)
-    return _program(model, adagrad, {"user": (), "item": ()}, "int32")
+    optimizer = optimizer or keras.optimizers.Adagrad(0.1)
+    return _program(model, optimizer, {"user": (), "item": ()}, "int32")
+
+
+def filtering_by_momentum() -> Program:
+    """An optimizer that adds up rows of equal index, and moves all rows."""
+    return collaborative_filtering(keras.optimizers.SGD(0.1, momentum=0.9))
 
 
 def two_layers(optimizer: Any) -> Program:
@@ -297,6 +293,58 @@ def v1_reference(start: Batch, batches: Sequence[Batch], replicas: int) -> Batch
             held[f"{name}/Momentum"] = V1_MOMENTUM * held[f"{name}/Momentum"] + gradient
             held[name] = held[name] - V1_RATE * held[f"{name}/Momentum"]
     return held
+
+
+TABLE_ROWS = 9
+
+
+def v1_table(optimizer: Any) -> TrainingGraph:
+    """A v1 graph of a table of rows, updated by one of TensorFlow's own optimizers."""
+    graph, v1 = tf.Graph(), tf.compat.v1
+    with graph.as_default(), marked_gradients() as marks:
+        rows = v1.placeholder(tf.int32, [None], "rows")
+        wanted = v1.placeholder(tf.float32, [None, 4], "wanted")
+        ones = v1.ones_initializer()
+        table = v1.get_variable("table", [TABLE_ROWS, 4], initializer=ones, use_resource=True)
+        loss = tf.reduce_mean(tf.square(tf.gather(table, rows) - wanted))
+        train = optimizer.minimize(loss, var_list=[table])
+    return capture_graph(graph, train, {"loss": loss}, marks)
+
+
+def table_batches(rows: int, count: int) -> list[Batch]:
+    """Batches with rows of equal index; fewer and fewer rows of the table are used."""
+    rng = np.random.default_rng(SEED)
+    return [
+        {
+            "rows": rng.integers(0, TABLE_ROWS - 2 * step, rows).astype("int32"),
+            "wanted": rng.normal(size=(rows, 4)).astype("float32"),
+        }
+        for step in range(count)
+    ]
+
+
+def unchanged_steps(training: TrainingGraph, batches: Sequence[Batch]) -> Batch:
+    """Train the captured graph as it is, on one device."""
+    with tf.Graph().as_default() as graph:
+        tf.graph_util.import_graph_def(training.graph_def, name="")
+        handles = {
+            one.name: graph.get_tensor_by_name(f"{one.name}:0") for one in training.variables
+        }
+        given = [
+            tf.raw_ops.AssignVariableOp(resource=handles[name], value=tf.constant(value))
+            for name, value in training.initial.items()
+        ]
+        read = {
+            one.name: tf.raw_ops.ReadVariableOp(resource=handles[one.name], dtype=one.dtype)
+            for one in training.variables
+        }
+    with tf.compat.v1.Session(graph=graph) as running:
+        running.run(given)
+        for batch in batches:
+            fed = {f"{one.tensor}": batch[one.name] for one in training.feeds}
+            running.run(list(training.targets), fed)
+        trained: Batch = running.run(read)
+        return trained
 
 
 def _step_of(body: Callable[[Any, Any], Any]) -> tuple[Any, list[tf.TensorSpec]]:

@@ -17,15 +17,18 @@ from tensorflow_checks import edited_input
 from tensorflow_programs import (
     batches_of,
     collaborative_filtering,
+    filtering_by_momentum,
     small_resnet,
     small_transformer,
     two_layers,
 )
 
+from autotune.errors import InvalidStrategy
 from autotune.strategy_space.builders.registry import BUILDERS
 from autotune.strategy_space.builders.rows import with_rows
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Compressor
+from autotune.workload import Workload
 from runtime_rewriter.emulation import timetable_of
 from runtime_rewriter.protocol import StartEmulation, StartTrial
 from runtime_rewriter.rank.activities import NumericsFailure
@@ -102,15 +105,12 @@ class Trials:
 PLANS = {
     small_resnet: [("all_reduce_chunks_8", False), ("uneven_partitioned_ps", False)],
     small_transformer: [
-        ("reduce_scatter_all_gather_25mib", False),
+        ("reduce_scatter_all_gather_25mib", True),
         ("parallax", False),
         ("partitioned_all_reduce", True),
     ],
-    collaborative_filtering: [
-        ("parameter_server", True),
-        ("ps_round_robin", False),
-        ("per_variable", True),
-    ],
+    collaborative_filtering: [("parameter_server", True), ("per_variable", True)],
+    filtering_by_momentum: [("parameter_server", True), ("ps_round_robin", False)],
 }
 
 
@@ -202,18 +202,7 @@ def test_emulated_accelerators_wait_and_their_gradients_travel():
     trials = Trials(two_layers(SGD(0.1)))
     model, running = trials.model, trials.running
     model.step(trials.batch)
-    variables = model.workload.variables
-    timed = replace(
-        model.workload,
-        variables=tuple(
-            replace(one, ready_s=BACKWARD_S * (place + 1) / len(variables))
-            for place, one in enumerate(variables)
-        ),
-        forward_s=FORWARD_S,
-        backward_s=BACKWARD_S,
-        update_s=UPDATE_S,
-        source="measured",
-    )
+    timed = _timed(model.workload)
     compute_s = timetable_of(timed).compute_s
     emulation = model.start(StartEmulation(timed))
     results = model.step(trials.batch)
@@ -223,6 +212,33 @@ def test_emulated_accelerators_wait_and_their_gradients_travel():
         assert _waited_s(running, trials.batch) >= compute_s - ROUNDING_S
         assert_sends_what_each_rank_holds(running, trials.batch)
     running.close()
+
+
+def _timed(workload: Workload) -> Workload:
+    """The workload with the times of a profile."""
+    variables = workload.variables
+    return replace(
+        workload,
+        variables=tuple(
+            replace(one, ready_s=BACKWARD_S * ((place + 1) / len(variables)))
+            for place, one in enumerate(variables)
+        ),
+        forward_s=FORWARD_S,
+        backward_s=BACKWARD_S,
+        update_s=UPDATE_S,
+        source="measured",
+    )
+
+
+def test_an_emulated_program_gets_its_rows_as_the_program_does():
+    trials = Trials(collaborative_filtering())
+    trials.model.step(trials.batch)
+    trials.model.start(StartEmulation(_timed(trials.model.workload)))
+    with pytest.raises(InvalidStrategy, match=r"Square of the gradient of .* takes each row"):
+        trials.running.load(trials.planned("per_variable"))
+    assert trials.error(trials.planned("per_variable", rows=True)) < 1e-5
+    assert trials.error(None) < 1e-5
+    trials.running.close()
 
 
 def _waited_s(running: RunningGraph, batch: Any) -> float:

@@ -23,6 +23,7 @@ from tensorflow_programs import two_servers
 from autotune.errors import InvalidInput, InvalidStrategy
 from autotune.records import FailureKind
 from autotune.strategy_space.builders import collectives
+from autotune.strategy_space.builders.rows import with_rows
 from autotune.strategy_space.enactable import refusal_reason
 from autotune.strategy_space.plan import Plan, plan
 from autotune.workload import Workload
@@ -225,7 +226,7 @@ class InProcess:
 def fused_and_unfused_training() -> None:
     training = transformer()
     workload = workload_of(training, "transformer")
-    strategy = collectives.all_reduce_chunks(workload, 4)
+    strategy = with_rows(collectives.all_reduce_chunks(workload, 4), workload)
     running = RunningGraph(training, InProcess(), 200)
     random = np.random.default_rng(0)
     batches = [

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("tensorflow", reason="the extra tensorflow is not installed")
 
+import tensorflow as tf
 from keras.optimizers import SGD, Adam, AdamW, LossScaleOptimizer
 from synthetic_cluster import cluster
 from tensorflow_checks import assert_close, assert_each_gradient_is_synchronized_once, graph_of
@@ -20,26 +21,31 @@ from tensorflow_programs import (
     branch_step,
     chained_step,
     collaborative_filtering,
+    filtering_by_momentum,
     gradientless_step,
     python_step,
     rewritten_steps,
     session,
     small_resnet,
     small_transformer,
+    table_batches,
     table_step,
     twice_step,
     two_layers,
+    unchanged_steps,
     v1_program,
     v1_reference,
+    v1_table,
 )
 
 from autotune.errors import InvalidInput
 from autotune.strategy_space.builders.registry import BUILDERS
 from autotune.strategy_space.builders.rows import with_rows
 from autotune.strategy_space.plan import Plan, plan
-from autotune.strategy_space.strategy import Strategy
+from autotune.strategy_space.strategy import SparseHandling, Strategy
 from autotune.workload import Workload
 from autotune.zoo.architectures import workload as zoo
+from runtime_rewriter.rank.tensorflow_model import current_strategy
 from runtime_rewriter.tensorflow import checkpoints
 from runtime_rewriter.tensorflow.between_graph import graph_of_rank
 from runtime_rewriter.tensorflow.capture import capture_function
@@ -81,7 +87,8 @@ PAIRS = {
         "uneven_partitioned_ps",
     ],
     small_transformer: ["random_axis_partitioned_all_reduce", "partitioned_ps", "parallax"],
-    collaborative_filtering: [
+    collaborative_filtering: ["per_variable", "parameter_server", "uneven_partitioned_ps"],
+    filtering_by_momentum: [
         "per_variable",
         "partitioned_all_reduce",
         "parameter_server",
@@ -89,6 +96,8 @@ PAIRS = {
         "byteps_like",
     ],
 }
+SINGLE_ROWS = {small_transformer: "Square", collaborative_filtering: "Square"}
+"""Programs that take each row for itself, and the type of the operation that does."""
 
 
 @pytest.mark.parametrize("make", PAIRS)
@@ -97,7 +106,60 @@ def test_five_steps_equal_those_of_one_device(make):
     for name in PAIRS[make]:
         strategy = BUILDERS[name](trained.workload, CLUSTER)
         for variant in dict.fromkeys((strategy, with_rows(strategy, trained.workload))):
-            trained.assert_trains_exactly(variant)
+            if make in SINGLE_ROWS and sends_rows_dense(variant, trained.workload):
+                reason = f"{SINGLE_ROWS[make]} of the gradient of .*each row for itself, but the pl"
+                with pytest.raises(InvalidInput, match=reason):
+                    trained.assert_trains_exactly(variant)
+            else:
+                trained.assert_trains_exactly(variant)
+
+
+def sends_rows_dense(strategy: Strategy, workload: Workload) -> bool:
+    sparse = {one.name for one in workload.variables if one.sparse}
+    return any(
+        one.sparse is SparseHandling.DENSE for one in strategy.variables if one.variable in sparse
+    )
+
+
+def test_rows_of_replicas_train_as_the_whole_batch_does_on_one_device():
+    """The reference of several replicas is that of one, where no statistics and seeds differ."""
+    program = collaborative_filtering()
+    batches = batches_of(program, 8 * REPLICAS, STEPS)
+    found = averaged_steps(program, batches, REPLICAS)
+    expected = averaged_steps(collaborative_filtering(), batches, 1)
+    assert_close(dict(zip(expected, found.values(), strict=True)), expected, TOLERANCE)
+
+
+v1 = tf.compat.v1
+V1_OPTIMIZERS = {
+    "ResourceSparseApplyMomentum": lambda: v1.train.MomentumOptimizer(0.1, 0.9),
+    "ResourceSparseApplyRMSProp": lambda: v1.train.RMSPropOptimizer(0.1),
+    "ResourceSparseApplyFtrl": lambda: v1.train.FtrlOptimizer(0.1),
+    "plain": lambda: v1.train.GradientDescentOptimizer(0.1),
+    "adagrad": lambda: v1.train.AdagradOptimizer(0.1),
+    "adam": lambda: v1.train.AdamOptimizer(0.1),
+}
+
+
+@pytest.mark.parametrize("operation", V1_OPTIMIZERS)
+def test_the_rows_that_own_optimizers_of_v1_touch_are_those_of_one_device(operation):
+    training = v1_table(V1_OPTIMIZERS[operation]())
+    start = dict(training.initial)
+    batches = table_batches(8, 4)
+    expected = unchanged_steps(training, batches)
+    workload = workload_of(training, "v1")
+    moves_rows = operation.startswith("Resource")
+    assert sends_rows_dense(current_strategy(training, workload), workload) is not moves_rows
+    for name in ("single_bucket", "parameter_server", "uneven_partitioned_ps"):
+        dense = BUILDERS[name](workload, PAIR)
+        for strategy in (dense, with_rows(dense, workload)):
+            planned = plan(strategy, workload, 2)
+            if moves_rows and strategy is dense:
+                with pytest.raises(InvalidInput, match=f"{operation} of 'table' changes each row"):
+                    rewritten_steps(training, planned, batches, start)
+            else:
+                _, found = rewritten_steps(training, planned, batches, start)
+                assert_close(found, expected, TOLERANCE)
 
 
 PLANNED = [name for name, build in BUILDERS.items() if not build(zoo("vgg16"), PAIR).cross_step]
