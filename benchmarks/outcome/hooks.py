@@ -1,22 +1,27 @@
 """DDP with torch's own compression hooks as a rival, measured next to ours in rounds.
 
 The hooks are those of `autotune.jobs.campaign.train_varied.HOOKS`, whose short training a test
-compares with the uncompressed one. First, each is swept over `bucket_cap_mb`. Then a round measures
-each side once, in an order of its own: ours with compressors, ours without, and the best of each
-hook. A script registers its hook for good, so ranks start for their side's turn and end with it.
-Each round is kept when it ends, so a run that was cut off resumes.
+compares with the uncompressed one. First, each is swept over the buckets of the sweep of DDP, with
+as many trials as our search and the options that DDP has in the domain. Then a round measures each
+side once, in an order of its own: ours with compressors, ours without, and the best of each hook. A
+script registers its hook for good, so ranks start for their side's turn and end with it. Each trial
+of the sweep and each round is kept when it ends, so a run that was cut off resumes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Protocol
 
 from autotune.canonical import canonical_json
+from autotune.cluster import Cluster
+from autotune.dataset.folder import read_domain
 from autotune.errors import InvalidInput, LaunchError
 from autotune.files import write_whole
 from autotune.jobs.campaign.session import TrialSession, trial_session
@@ -27,17 +32,20 @@ from autotune.records import Measured
 from autotune.rng import generator
 from autotune.strategy_space.strategy import Strategy
 from autotune.tuning.statistics import CONFIDENCE, compare, fewest_values
+from autotune.workload import Workload
+from benchmarks.outcome.ddp_options import option_sets
 from benchmarks.outcome.figures import geomean
 from benchmarks.outcome.horovod_through import block_of
 from benchmarks.outcome.kept import BESIDE_HOOKS, Frozen, compressors_are_shown, read_frozen
 from benchmarks.outcome.measure import LENGTHS
+from benchmarks.outcome.rivals import DDP, DDP_SWEPT, ddp_arguments, families
 from benchmarks.outcome.rounds import measure_rounds
 from benchmarks.outcome.searches import OURS, OURS_LOSSY
+from benchmarks.outcome.sweeps import best_of, medians_s, missing
 
 FILE = "hooks.json"
-CAPS_MIB = (1, 4, 25, 1000)
-"""The last one means a single bucket. Callbacks of torch's PowerSGD hook wait for further sums on
-gloo's two threads, so that two buckets in flight wait for ever: such a setting counts as failed."""
+ALWAYS = ("bucket_cap_mb=1000", "bucket_cap_mb=25")
+"""A single bucket, and torch's default."""
 OURS_SIDES = {"ours": OURS, "ours with compressors": OURS_LOSSY}
 
 Say = Callable[[str], None]
@@ -45,14 +53,14 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class HookSide:
-    """`hook` of torch with `bucket_cap_mb`; None for ours.
+    """`hook` of torch with a `setting` of DDP's sweep; None for ours.
 
     `rounds`: seconds of the timed steps of each round, the slowest rank's.
     """
 
     name: str
     hook: str | None = None
-    bucket_cap_mb: int = 0
+    setting: str = ""
     rounds: tuple[tuple[float, ...], ...] = ()
 
 
@@ -60,12 +68,13 @@ class HookSide:
 class HookRivals:
     """The sides of a domain.
 
-    `sweep_s`: "HOOK, CAP MiB" -> median step of the sweep; `failed`: the same -> reason.
+    `sweep_s`: hook -> for each round of its sweep, setting -> median step; None for a failure.
+    `failed`: "HOOK, SETTING" -> reason.
     """
 
     domain: str
     sides: tuple[HookSide, ...] = ()
-    sweep_s: dict[str, float] = field(default_factory=dict)
+    sweep_s: dict[str, tuple[dict[str, float | None], ...]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -90,14 +99,13 @@ def measure_hooks(setup: Setup, folder: Path, rounds: int, say: Say) -> None:
     if frozen is None or OURS_LOSSY not in frozen.courses:
         say(f"{setup.name}: the hooks need our side with compressors first")
         return
-    ranks = _Ranks(setup, folder, frozen, say)
+    domain = read_domain(folder)
+    ranks = _Ranks(setup, folder, frozen, say, option_sets(domain).get(frozen.options, {}))
     rivals = read_hooks(folder) or HookRivals(setup.name)
-    for hook in HOOKS:
-        for cap in CAPS_MIB:
-            title = f"{hook}, {cap} MiB"
-            if title not in rivals.sweep_s | rivals.failed:
-                rivals = _with_setting(rivals, ranks, HookSide(title, hook, cap))
-                _write(folder, rivals)
+    settings = settings_of(domain.workload, domain.cluster)
+    while not rivals.sides and (left := missing_looks(rivals, settings, frozen.settings.budget)):
+        rivals = _with_look(rivals, ranks, *left)
+        _write(folder, rivals)
     if not rivals.sides:
         hooks = _best_hooks(rivals.sweep_s)
         if not hooks:
@@ -114,17 +122,58 @@ def measure_hooks(setup: Setup, folder: Path, rounds: int, say: Say) -> None:
     )
 
 
-def _best_hooks(sweep_s: Mapping[str, float]) -> list[HookSide]:
-    """Return each hook that runs, with the bucket size of its lowest median."""
+def settings_of(workload: Workload, cluster: Cluster) -> list[str]:
+    """Return the buckets of DDP's sweep and a single bucket, by their smallest cap, largest first.
+
+    Callbacks of torch's PowerSGD hook wait for further sums on gloo's two threads, so that several
+    buckets in flight wait for ever.
+    """
+    swept_by_ddp = families(workload, cluster)[DDP]
+    given = [setting for setting in swept_by_ddp if setting != DDP_SWEPT]
+    return sorted({*ALWAYS, *given}, key=lambda setting: (-_smallest_mib(setting), setting))
+
+
+def _smallest_mib(setting: str) -> float:
+    caps = next(iter(ddp_arguments(setting).values()))
+    return min(caps) if isinstance(caps, list) else float(str(caps))
+
+
+def missing_looks(
+    rivals: HookRivals, settings: Sequence[str], budget: int
+) -> tuple[str, int, str] | None:
+    """Return hook, round and setting of the next trial of the sweeps; None at their end."""
+    for hook in HOOKS:
+        left = missing(_by_round(rivals.sweep_s.get(hook, ())), settings, budget)
+        if left is not None:
+            number, names = left
+            return hook, number, names[0]
+    return None
+
+
+def _by_round(rounds: Sequence[Mapping[str, float | None]]) -> dict[int, dict[str, float]]:
+    return {
+        number: {name: math.inf if step_s is None else step_s for name, step_s in of_round.items()}
+        for number, of_round in enumerate(rounds)
+    }
+
+
+def _best_hooks(sweep_s: Mapping[str, Sequence[Mapping[str, float | None]]]) -> list[HookSide]:
+    """Return each hook that runs, with the best setting of its sweep."""
     sides = []
     for hook in HOOKS:
-        times_s = {
-            cap: sweep_s[title] for cap in CAPS_MIB if (title := f"{hook}, {cap} MiB") in sweep_s
-        }
-        if times_s:
-            best = min(times_s, key=times_s.__getitem__)
-            sides.append(HookSide(f"DDP, {hook} hook", hook, best))
+        by_round = _by_round(sweep_s.get(hook, ()))
+        if any(step_s < math.inf for step_s in medians_s(by_round).values()):
+            sides.append(HookSide(f"DDP, {hook} hook", hook, best_of(by_round, hook)))
     return sides
+
+
+class Blocks(Protocol):
+    """Measures blocks of steps of a side."""
+
+    def say(self, message: str) -> None: ...
+
+    def block(self, source: str, side: HookSide) -> tuple[float, ...]:
+        """Return the seconds of a block's steps. Raises `LaunchError` if it fails."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +182,8 @@ class _Ranks:
     folder: Path
     frozen: Frozen
     say: Say
+    options: Mapping[str, object]
+    """Of DDP, as in the domain's closing comparison."""
 
     def block(self, source: str, side: HookSide) -> tuple[float, ...]:
         """Measure a block of a side with ranks of its own."""
@@ -141,7 +192,7 @@ class _Ranks:
             strategy = ours_at_last_mark(self.frozen, OURS_SIDES[side.name])
             with self._session(self.setup) as session:
                 return block_of(session, source if strategy else f"{source}:reference", strategy)
-        setup = varied(self.setup, {"bucket_cap_mb": side.bucket_cap_mb}, side.hook)
+        setup = varied(self.setup, {**self.options, **ddp_arguments(side.setting)}, side.hook)
         with self._session(setup) as session:
             return block_of(session, f"{source}:reference", None)
 
@@ -162,14 +213,40 @@ def ours_at_last_mark(frozen: Frozen, job: str) -> Strategy | None:
     return strategy if strategy is None or compressors_are_shown(strategy) else None
 
 
-def _with_setting(rivals: HookRivals, ranks: _Ranks, side: HookSide) -> HookRivals:
-    """Measure a block of a setting of the sweep."""
+def _with_look(
+    rivals: HookRivals, ranks: Blocks, hook: str, number: int, setting: str
+) -> HookRivals:
+    """Measure a block of a setting in a round of its hook's sweep.
+
+    A hook that fails with some buckets is not tried with smaller ones, each of which would hang.
+    """
+    title = f"{hook}, {setting}"
+    failed = [
+        earlier
+        for of_round in rivals.sweep_s.get(hook, ())
+        for earlier, step_s in of_round.items()
+        if step_s is None and _smallest_mib(earlier) >= _smallest_mib(setting)
+    ]
+    if failed:
+        return _with_result(rivals, hook, number, setting, None, f"as {failed[0]}")
     try:
-        block_s = ranks.block(f"sweep, {side.name}", side)
+        block_s = ranks.block(f"sweep {number}, {title}", HookSide(title, hook, setting))
     except LaunchError as error:
-        ranks.say(f"{rivals.domain}: {side.name} failed: {error}")
-        return replace(rivals, failed={**rivals.failed, side.name: str(error)[:300]})
-    return replace(rivals, sweep_s={**rivals.sweep_s, side.name: median(block_s)})
+        ranks.say(f"{rivals.domain}: {title} failed: {error}")
+        return _with_result(rivals, hook, number, setting, None, str(error)[:300])
+    return _with_result(rivals, hook, number, setting, median(block_s))
+
+
+def _with_result(
+    rivals: HookRivals, hook: str, number: int, setting: str, step_s: float | None, reason: str = ""
+) -> HookRivals:
+    rounds = list(rivals.sweep_s.get(hook, ()))
+    rounds += [{} for _ in range(number + 1 - len(rounds))]
+    rounds[number] = {**rounds[number], setting: step_s}
+    reasons = {f"{hook}, {setting}": reason} if reason else {}
+    return replace(
+        rivals, sweep_s={**rivals.sweep_s, hook: tuple(rounds)}, failed={**rivals.failed, **reasons}
+    )
 
 
 def _with_round(rivals: HookRivals, ranks: _Ranks) -> HookRivals:
@@ -198,7 +275,9 @@ def read_hooks(folder: Path) -> HookRivals | None:
 def hook_rounds(folder: Path) -> int:
     """Return the blocks that are on disk."""
     rivals = read_hooks(folder)
-    return 0 if rivals is None else rivals.rounds + len(rivals.sweep_s) + len(rivals.failed)
+    if rivals is None:
+        return 0
+    return rivals.rounds + sum(len(one) for rounds in rivals.sweep_s.values() for one in rounds)
 
 
 def hook_ratios(folder: Path) -> HookRatios | None:

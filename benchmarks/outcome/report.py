@@ -27,7 +27,10 @@ rivals, searches with other seeds, and a longer search where there was one. With
 count only if a test of this repository shows that short training with their settings ends near the
 uncompressed loss (`tests/integration/test_compressed_training.py`).
 """
-TUNED = "Every rival was tuned with as many trials as our search."
+TUNED = (
+    "Every rival was tuned with as many trials as our search: over all its settings, or where they "
+    "are more, over all sizes and then around the fastest."
+)
 ONE_SETTING = "Some folders are older: their rivals other than DDP had one setting each."
 
 

@@ -8,6 +8,7 @@ Sparse gradients travel as rows, as torch's DDP sends them. Dense gradients woul
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
@@ -34,21 +35,21 @@ FIRST_CAPS_MIB, LATER_CAPS_MIB = (0.25, 1.0, 4.0), (2.0, 8.0)
 """Separate caps of the first bucket and of the others, by `bucket_cap_mb_list`."""
 LAST_CAPS_MIB = (0.25, 1.0)
 """Caps at which lists with falling caps end: nothing overlaps the last bucket."""
-PIECES_MIB = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+PIECES_MIB = (0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 BUCKETS_MIB = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 50.0)
 CREDITS = tuple(range(1, MOST_IN_FLIGHT + 1))
 """Messages in flight."""
-DIRECT_CREDITS = (2, 4, MOST_DIRECT_IN_FLIGHT)
-"""Pieces of direct exchanges in flight."""
+DIRECT_CREDITS = (4, 2, MOST_DIRECT_IN_FLIGHT, 1)
+"""Pieces of direct exchanges in flight. A sweep tries every size with the first one first."""
 DDP, DDP_DEFAULT = "DDP", "DDP, default"
-DDP_SWEPT = "default"
+DDP_SWEPT = "default buckets"  # another name than that of the script's own DDP
 BYTE_SCHEDULER, BYTEPS = "ByteScheduler-like", "BytePS-like"
 HIERARCHICAL, ZERO2, SERVERS = "hierarchical all-reduce", "ZeRO-2-like", "parameter servers"
 ONE_SHOT = "ours without search"
 ACROSS = "across steps"
 
 Settings = dict[str, Strategy]
-"""Setting -> strategy; the first is the family's default."""
+"""Setting -> strategy, in the order in which a sweep tries them; the first is the default."""
 
 
 def families(
@@ -115,6 +116,14 @@ def _ddp(workload: Workload) -> Settings:
     return settings
 
 
+def ddp_arguments(setting: str) -> dict[str, object]:
+    """Return the arguments of `DistributedDataParallel` that a setting of `DDP` stands for."""
+    if setting == DDP_SWEPT:
+        return {}
+    name, value = setting.split("=", 1)
+    return {name: json.loads(value)}
+
+
 def _byte_scheduler(workload: Workload, cluster: Cluster) -> Settings:
     """Piece size and credit; the default is the system's own."""
     default = byte_scheduler_like(workload, cluster)
@@ -129,36 +138,38 @@ def _byteps(workload: Workload, cluster: Cluster) -> Settings:
     """Piece size and credit, within the step (its optimizer) and across it (CrossBarrier)."""
     default = servers.byteps_like(workload, cluster)
     across = servers.byteps_across_steps(workload, cluster)
-    unlimited = DIRECT_CREDITS[-1]  # its credit is off by default
+    unlimited = MOST_DIRECT_IN_FLIGHT  # its credit is off by default
     settings = {
         "its default": directly(default, workload, cluster, unlimited),
         f"its default, {ACROSS}": directly(across, workload, cluster, unlimited),
     }
-    for mib in PIECES_MIB:
-        served = servers.byteps_like(workload, cluster, int(mib * MIB))
-        for credit, within in _with_credits(served, workload, cluster):
-            across = replace(within, cross_step=True)
-            settings[f"{mib:g} MiB, {credit} in flight"] = within
-            settings[f"{mib:g} MiB, {ACROSS}, {credit} in flight"] = across
+    served = {
+        f"{mib:g} MiB": servers.byteps_like(workload, cluster, int(mib * MIB)) for mib in PIECES_MIB
+    }
+    for size, credit, within in _with_credits(served, workload, cluster):
+        settings[f"{size}, {credit} in flight"] = within
+        settings[f"{size}, {ACROSS}, {credit} in flight"] = replace(within, cross_step=True)
     return settings
 
 
 def _with_credits(
-    strategy: Strategy, workload: Workload, cluster: Cluster
-) -> Iterator[tuple[int, Strategy]]:
-    """Yield each number of pieces in flight, and `strategy` exchanged directly with it."""
-    exchanged = directly(strategy, workload, cluster)
-    for credit in DIRECT_CREDITS:
-        yield credit, replace(exchanged, in_flight=credit) if exchanged.direct else exchanged
+    settings: Mapping[str, Strategy], workload: Workload, cluster: Cluster
+) -> Iterator[tuple[str, int, Strategy]]:
+    """Yield each setting, exchanged directly, with each number of pieces in flight."""
+    exchanged = {name: directly(strategy, workload, cluster) for name, strategy in settings.items()}
+    for credit, (name, strategy) in product(DIRECT_CREDITS, exchanged.items()):
+        yield name, credit, replace(strategy, in_flight=credit) if strategy.direct else strategy
 
 
 def _zero2(workload: Workload, cluster: Cluster) -> Settings:
-    settings = {}
-    for cap in sorted(BUCKETS_MIB, reverse=True):
-        scattered = collectives.reduce_scatter_all_gather(workload, *_both(cap))
-        for credit, strategy in _with_credits(scattered, workload, cluster):
-            settings[f"{cap:g} MiB, {credit} in flight"] = strategy
-    return settings
+    scattered = {
+        f"{cap:g} MiB": collectives.reduce_scatter_all_gather(workload, *_both(cap))
+        for cap in sorted(BUCKETS_MIB, reverse=True)
+    }
+    return {
+        f"{size}, {credit} in flight": strategy
+        for size, credit, strategy in _with_credits(scattered, workload, cluster)
+    }
 
 
 def _hierarchical(workload: Workload, cluster: Cluster) -> Settings:
@@ -190,6 +201,5 @@ def _servers(workload: Workload, cluster: Cluster) -> Settings:
         settings[f"buckets of {mib:g} MiB"] = servers.served_in_buckets(workload, cluster, size)
     return {
         f"{name}, {credit} in flight": strategy
-        for name, served in settings.items()
-        for credit, strategy in _with_credits(served, workload, cluster)
+        for name, credit, strategy in _with_credits(settings, workload, cluster)
     }

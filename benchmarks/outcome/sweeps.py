@@ -1,14 +1,20 @@
-"""Tune every rival with as many trials as our search: successive halving over its settings.
+"""Tune every rival with as many trials as our search.
 
-In the first round each setting is measured once for a few steps, in every later round the faster
-half of them, by the median of all trials so far, until the budget is used up. Then the best are
-measured once more, as the finalists of our search are. Everything follows from the trials on disk,
-so a sweep that was cut off resumes. Source: Jamieson and Talwalkar, AISTATS 2016.
+- A family whose settings fit into the budget: successive halving. In the first round each setting
+  is measured once for a few steps, in every later round the faster half of them, by the median of
+  all trials so far, until the budget is used up. Source: Jamieson and Talwalkar, AISTATS 2016.
+- A larger family: the first round takes most of the budget, in the order of the settings. Each
+  later round measures the fastest setting again that has neighbors which were not measured, and
+  these: settings whose names differ in one number only, and have the next smaller or larger one.
+
+Then the best are measured once more, as the finalists of our search are, and the best of these is
+chosen. Everything follows from the trials on disk, so a sweep that was cut off resumes.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from statistics import median
 
@@ -20,6 +26,9 @@ from benchmarks.outcome.kept import SWEEP, rounds_of
 FINALISTS = JobSpec.finalists
 FEWEST = 2
 """Settings of the last rounds, and of the smallest family that is swept."""
+BROAD = 0.72
+"""Share of the budget for the first round of a family that is larger than the budget."""
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 def title_of(family: str, setting: str) -> str:
@@ -57,15 +66,40 @@ def round_of(
 ) -> list[str]:
     """Return the settings of round `number`, as far as the budget of all rounds reaches.
 
-    `by_round` has all rounds before it. With more settings than trials only the first are tried.
+    `by_round` has all rounds before it.
     """
     used = sum(len(by_round[earlier]) for earlier in range(number))
     left = max(budget - used, 0)
     if number == 0:
-        return list(settings)[:left]
+        return list(settings)[: left if len(settings) <= left else round(BROAD * left)]
     ranked = list(medians_s({earlier: by_round[earlier] for earlier in range(number)}))
+    for fast in ranked[:FINALISTS]:
+        beside = [one for one in neighbors(fast, settings) if one not in ranked]
+        if beside:
+            return [fast, *beside][:left]
     kept = max(FEWEST, -(-len(ranked) // 2**number))
     return ranked[: min(kept, left)]
+
+
+def neighbors(setting: str, settings: Sequence[str]) -> list[str]:
+    """Return the settings whose names differ from it in one number only, by the smallest step."""
+    words, own = _read(setting)
+    places = {one: numbers for one in settings for text, numbers in [_read(one)] if text == words}
+    found = []
+    for axis in range(len(own)):
+        along = sorted(
+            (numbers[axis], one)
+            for one, numbers in places.items()
+            if numbers[:axis] + numbers[axis + 1 :] == own[:axis] + own[axis + 1 :]
+        )
+        at = along.index((own[axis], setting))
+        found += [one for _, one in along[max(at - 1, 0) : at + 2] if one != setting]
+    return found
+
+
+def _read(setting: str) -> tuple[str, tuple[float, ...]]:
+    """Return the words of a setting's name, and its numbers."""
+    return _NUMBER.sub("#", setting), tuple(map(float, _NUMBER.findall(setting)))
 
 
 def missing(
@@ -87,10 +121,15 @@ def missing(
 
 
 def best_of(by_round: Mapping[int, Mapping[str, float]], family: str) -> str:
-    """Return the setting with the lowest median. Raises `InvalidInput` if every trial failed."""
+    """Return the finalist with the lowest median: a setting that was lucky once is none.
+
+    If each fails, any other setting counts. Raises `InvalidInput` if every trial failed.
+    """
     times_s = medians_s(by_round)
-    best = next(iter(times_s), None)
-    if best is None or times_s[best] == math.inf:
+    finalists = by_round[max(by_round)] if by_round else {}
+    ran = [setting for setting in times_s if times_s[setting] < math.inf]
+    best = next((setting for setting in ran if setting in finalists), next(iter(ran), None))
+    if best is None:
         raise InvalidInput(
             f"a rival needs a setting that runs, but every trial of {family} failed; see the "
             "failures in the domain's trials"

@@ -10,20 +10,25 @@ from synthetic_job import WORKLOAD
 
 from autotune.cluster import Cluster
 from autotune.dataset.trials import Domain
+from autotune.errors import LaunchError
+from autotune.jobs.campaign.generated_models import MODELS
 from autotune.jobs.campaign.train_varied import HOOKS
 from benchmarks.outcome.ddp_options import ALL, DEFAULTS, SINGLE, fastest, option_sets
 from benchmarks.outcome.hooks import (
-    CAPS_MIB,
     HookRivals,
     HookSide,
     _best_hooks,
+    _with_look,
     _write,
     hook_keys,
     hook_ratios,
     hook_rounds,
+    missing_looks,
     ratios_of,
     read_hooks,
+    settings_of,
 )
+from benchmarks.outcome.sweeps import FINALISTS
 
 ROUNDS = 6
 
@@ -56,23 +61,55 @@ def blocks(step_s: float) -> tuple[tuple[float, ...], ...]:
 RIVALS = HookRivals(
     "vgg.two_hosts.ratio_1",
     (
-        HookSide("DDP, fp16 hook", "fp16", 4, blocks(0.15)),
-        HookSide("DDP, power_sgd_4 hook", "power_sgd_4", 25, blocks(0.12)),
+        HookSide("DDP, fp16 hook", "fp16", "bucket_cap_mb=4", blocks(0.15)),
+        HookSide("DDP, power_sgd_4 hook", "power_sgd_4", "bucket_cap_mb=25", blocks(0.12)),
         HookSide("ours", rounds=blocks(0.2)),
         HookSide("ours with compressors", rounds=blocks(0.1)),
     ),
-    {"fp16, 1 MiB": 0.2},
+    {"fp16": ({"bucket_cap_mb=1": 0.2},)},
 )
 
 
-def test_each_hook_has_the_bucket_size_of_its_lowest_median():
-    sweep_s = {f"{hook}, {cap} MiB": 0.1 for hook in HOOKS for cap in CAPS_MIB}
-    sweep_s |= {"fp16, 4 MiB": 0.09, "power_sgd_4, 25 MiB": 0.08}
-    best = [(side.hook, side.bucket_cap_mb) for side in _best_hooks(sweep_s)]
-    assert best == [("fp16", 4), ("power_sgd_4", 25)]
-    failed = {f"power_sgd_4, {cap} MiB" for cap in CAPS_MIB}
-    left = {title: step_s for title, step_s in sweep_s.items() if title not in failed}
-    assert [side.hook for side in _best_hooks(left)] == ["fp16"]
+RUNNING = ("=1000", "=50", "=25", "=16")
+
+
+class MadeRanks:
+    """Ranks whose steps take a given time; PowerSGD hangs with less than 16 MiB."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def say(self, message: str) -> None:
+        assert "hang" in message
+
+    def block(self, source: str, side: HookSide) -> tuple[float, ...]:
+        self.asked.append(side.name)
+        if side.hook != "fp16" and not side.setting.endswith(RUNNING):
+            raise LaunchError("hang")
+        return (0.1 if side.setting == "bucket_cap_mb_list=[1, 8]" else 0.2,)
+
+
+def test_each_hook_is_swept_over_the_buckets_of_ddp_with_the_budget_of_our_search():
+    workload = MODELS["vgg"].workload()
+    settings, budget, ranks = settings_of(workload, Cluster.local(2)), 25, MadeRanks()
+    assert settings[0] == "bucket_cap_mb=1000" and len(settings) <= budget
+    rivals = HookRivals("a.b")
+    while left := missing_looks(rivals, settings, budget):
+        rivals = _with_look(rivals, ranks, *left)
+    looks = [name for name in ranks.asked if name.startswith("fp16")]
+    assert len(looks) == budget + FINALISTS and set(settings) == {
+        name.partition(", ")[2] for name in looks
+    }
+    best = {side.hook: side.setting for side in _best_hooks(rivals.sweep_s)}
+    assert best["fp16"] == "bucket_cap_mb_list=[1, 8]"
+    assert best["power_sgd_4"] in ("bucket_cap_mb=1000", "bucket_cap_mb=50", "bucket_cap_mb=25")
+    hung = {name for name in ranks.asked if "power_sgd" in name and not name.endswith(RUNNING)}
+    assert len(hung) == 1, "smaller buckets would hang, too"
+
+
+def test_a_hook_that_fails_with_every_setting_is_left_out():
+    failed = {hook: ({"bucket_cap_mb=1": None},) for hook in HOOKS}
+    assert _best_hooks(failed) == []
 
 
 def test_the_better_hook_is_compared_with_ours_with_compressors(tmp_path: Path):
@@ -84,7 +121,7 @@ def test_the_better_hook_is_compared_with_ours_with_compressors(tmp_path: Path):
     _write(tmp_path, RIVALS)
     assert read_hooks(tmp_path) == RIVALS and hook_ratios(tmp_path) == ratios
     assert hook_rounds(tmp_path) == ROUNDS + 1
-    _write(tmp_path, replace(RIVALS, failed={"power_sgd_4, 1 MiB": "hang"}))
+    _write(tmp_path, replace(RIVALS, sweep_s={**RIVALS.sweep_s, "power_sgd_4": ({"x": None},)}))
     assert hook_rounds(tmp_path) == ROUNDS + 2
     few = replace(RIVALS, sides=tuple(replace(s, rounds=s.rounds[:2]) for s in RIVALS.sides))
     _write(tmp_path, few)

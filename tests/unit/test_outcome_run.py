@@ -205,7 +205,7 @@ def test_the_source_of_a_trial_names_its_purpose(whole):
     rest = {job: 6 for job in others} | {f"{job}-6": 3 for job in others}
     assert Counter(trial.source.split(":")[1] for trial in tuned) == ours | rest
     sources = {trial.source for trial in trials}
-    assert sources >= {"reference", "tuning:ours:reference", "sweep:0:DDP, default"}
+    assert sources >= {"reference", "tuning:ours:reference", "sweep:0:DDP, default buckets"}
     assert set(card_of(whole.domain).sources) == {CLOSING, SWEEP, "tuning", "reference"}
     assert trials[0].strategy is None and trials[-1].strategy is None
 

@@ -27,6 +27,8 @@ def test_the_best_size_of_the_sweep_is_compared_with_ours_of_the_same_rounds() -
     assert found.bytes_per_pack == 2**20
     assert (found.best, found.default) == pytest.approx((1.2, 1.5))
     assert found.low <= found.best <= found.high
+    slower = (side(DEFAULT, 0, 0.23), *sides[1:])
+    assert ratios_of(MirroredRivals("vgg.x", slower)).best == pytest.approx(1.15)
     keys = tensorflow_keys([found, found])
     assert keys["ratio_geomean_to_tensorflow"] == pytest.approx(1.2)
     assert keys["ratio_min_to_tensorflow"] == pytest.approx(1.2)
