@@ -15,7 +15,7 @@ from rich.table import Table
 from autotune.canonical import to_data
 from autotune.commands.render.tables import table_text
 from autotune.errors import InvalidInput
-from autotune.jobs.record import clear_recording, record
+from autotune.jobs.record import clear_recording, record, recorded_files
 from autotune.recordings.job_file import JOB_FILE, RecordedJob, trace_name
 from autotune.recordings.memory_file import RecordedMemory
 from autotune.recordings.recorded_steps import CollectiveRow
@@ -85,10 +85,11 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     command = read_command(options.command)
     timeout_s = parse_seconds(options.timeout, "--timeout")
     folder = options.output.resolve()
-    if (folder / JOB_FILE).exists() and not options.overwrite:
+    existing = recorded_files(folder)
+    if existing and not options.overwrite:
         raise InvalidInput(
-            f"{options.output} must not hold a recording yet, but has a {JOB_FILE}; name another "
-            "--output, or use --overwrite"
+            f"{options.output} must not hold a recording or traces yet, but has a "
+            f"{existing[0].name}; name another --output, or use --overwrite"
         )
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)

@@ -21,10 +21,15 @@ STOPPING_S = 30.0
 """Time for the script to end once everything is written."""
 
 
+def recorded_files(folder: Path) -> list[Path]:
+    """The files of an earlier recording, and others with the names of its traces."""
+    files = [folder / name for name in (JOB_FILE, MEMORY_FILE, GRAPH_FILE)]
+    return [path for path in (*files, *sorted(folder.glob(trace_name("*")))) if path.exists()]
+
+
 def clear_recording(folder: Path) -> None:
     """Delete an earlier recording, whose traces would be read along with the new ones."""
-    files = [folder / name for name in (JOB_FILE, MEMORY_FILE, GRAPH_FILE)]
-    for path in (*files, *folder.glob(trace_name("*"))):
+    for path in recorded_files(folder):
         path.unlink(missing_ok=True)
 
 

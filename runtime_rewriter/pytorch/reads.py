@@ -226,8 +226,8 @@ def notice_arguments() -> None:
     for kind, name in places:
         own = getattr(kind, name, None)  # older versions have fewer of them
         if own is not None:
-            noticing = _noticing(own)
-            setattr(kind, name, noticing if kind is dist.ProcessGroup else staticmethod(noticing))
+            call = noticing(own)
+            setattr(kind, name, call if kind is dist.ProcessGroup else staticmethod(call))
 
 
 def _renew_lock() -> None:
@@ -236,7 +236,9 @@ def _renew_lock() -> None:
     _CHANGING = Lock()
 
 
-def _noticing(own: Callable[..., Any]) -> Callable[..., Any]:
+def noticing(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `own` behind a read of all watched tensors among its arguments."""
+
     def call(*args: Any, **kwargs: Any) -> Any:
         for tensor in list(_watched_in((args, tuple(kwargs.values())))):
             _read(tensor)

@@ -7,7 +7,8 @@ flushed before a scripted function or a transform runs and, outside the model's 
 before a scripted module or one with parameters of ours that evaluates or is being traced. The same
 holds where the script switches `__torch_function__` off, and before another backward pass: autograd
 adds to a gradient in C++. Inside the forward pass that learns the reads, the parameters of such a
-module count as unseen.
+module count as unseen. Functions that copy the values of any argument (`torch.tensor`) look for
+watched ones among them.
 """
 
 # mypy: allow-untyped-calls
@@ -22,8 +23,12 @@ import torch
 from torch import nn
 from torch._functorch import eager_transforms
 from torch._functorch import vmap as vmap_transform
+from torch.jit._builtins import _get_builtin_table
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils import dlpack
 from torch.utils.hooks import RemovableHandle
+
+from runtime_rewriter.pytorch.reads import noticing
 
 
 class UnseenModules:
@@ -65,6 +70,15 @@ _FUNCTIONS: tuple[tuple[Any, str], ...] = (
     (torch.autograd, "_engine_run_backward"),
 )
 """What runs before tensors are passed on unseen."""
+_COPYING: tuple[tuple[Any, str], ...] = (
+    (torch, "tensor"),
+    (torch, "as_tensor"),
+    (torch, "asarray"),
+    (torch.Tensor, "new_tensor"),
+    (dlpack, "to_dlpack"),
+    (torch._C, "_to_dlpack"),
+)
+"""Functions that take the values of their arguments without asking them; most have no tensors."""
 _READS_NONE = "torch.autograd.profiler"
 """The module that calls one of them around every step of an optimizer, and reads no tensor."""
 
@@ -82,9 +96,12 @@ class UnseenFunctions:
     def watch(self) -> None:
         everyone = UnseenFunctions._watching
         if not everyone:
-            UnseenFunctions._own = tuple(getattr(place, name) for place, name in _FUNCTIONS)
-            for (place, name), own in zip(_FUNCTIONS, UnseenFunctions._own, strict=True):
-                setattr(place, name, _announced(own))
+            _get_builtin_table()  # built from torch's functions, which are replaced here
+            places = _FUNCTIONS + _COPYING
+            UnseenFunctions._own = tuple(getattr(place, name) for place, name in places)
+            for (place, name), own in zip(places, UnseenFunctions._own, strict=True):
+                replaced = _announced(own) if (place, name) in _FUNCTIONS else noticing(own)
+                setattr(place, name, replaced)
         if self not in everyone:
             everyone.append(self)
 
@@ -93,7 +110,8 @@ class UnseenFunctions:
         if self in everyone:
             everyone.remove(self)
             if not everyone:
-                for (place, name), own in zip(_FUNCTIONS, UnseenFunctions._own, strict=True):
+                places = _FUNCTIONS + _COPYING
+                for (place, name), own in zip(places, UnseenFunctions._own, strict=True):
                     setattr(place, name, own)
 
 

@@ -15,6 +15,7 @@ files, AUTOTUNE_KEEPS_TRAINING=1 a training that goes on after the trials.
 from __future__ import annotations
 
 import argparse
+import builtins
 import contextlib
 import ctypes
 import os
@@ -23,9 +24,12 @@ import signal
 import socket
 import sys
 import traceback
+import zipfile
 from collections.abc import Iterator, Sequence
 from functools import partial
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 from autotune.errors import AutotuneError
@@ -209,7 +213,25 @@ def _run_script(words: list[str]) -> None:
     else:
         sys.argv = list(words)
         sys.path.insert(0, str(Path(words[0]).resolve().parent))
-        runpy.run_path(words[0], run_name="__main__")
+        if Path(words[0]).is_file() and not zipfile.is_zipfile(words[0]):
+            _run_file(str(Path(words[0]).absolute()))
+        else:
+            runpy.run_path(words[0], run_name="__main__")
+
+
+def _run_file(path: str) -> None:
+    """Run a file as `__main__`, by its absolute path as Python does, and to the process's end.
+
+    `runpy.run_path` names the module's file as it is given, and puts our own `__main__` back, while
+    threads and exit handlers of the script may still need theirs.
+    """
+    loader = SourceFileLoader("__main__", path)
+    module = ModuleType("__main__")
+    vars(module).update(__file__=path, __loader__=loader, __builtins__=builtins)
+    code = loader.get_code("__main__")
+    assert code is not None
+    sys.modules["__main__"] = module
+    exec(code, vars(module))
 
 
 def _describe(error: BaseException) -> str:

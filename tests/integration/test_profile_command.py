@@ -92,6 +92,14 @@ def test_a_rank_that_crashes_is_reported_with_its_own_words(tmp_path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_traces_of_others_are_not_deleted_without_overwrite(tmp_path) -> None:
+    trace = tmp_path / "rank0.json.gz"
+    trace.write_bytes(b"of torch.profiler")
+    refused = run(tmp_path, "--", "--steps", "1")
+    assert refused.returncode == 2 and "has a rank0.json.gz" in refused.stderr
+    assert trace.read_bytes() == b"of torch.profiler"
+
+
 def test_a_script_that_goes_on_ends_by_itself_with_its_own_status(tmp_path) -> None:
     done = run(tmp_path, "--go-on", "--no-workload", "--", "--steps", "8", command=ALONE)
     assert done.returncode == 0, done.stderr

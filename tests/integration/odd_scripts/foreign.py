@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import dlpack
 
 from odd_scripts.basics import STEPS, Net, Run, loss_of, sgd, train
 
@@ -101,7 +102,26 @@ def as_other_types(run: Run) -> None:
         run.see([type(parameter).__name__.encode()[0] for parameter in net.parameters()])
         run.see(nn.Parameter(net.a.weight).clone(), nn.Buffer(net.b.weight).clone())
         run.see(torch.Tensor._make_subclass(Batch, net.c.weight).as_subclass(Tensor).clone())
-        run.see(torch.Tensor(net.a.bias).clone(), torch.as_tensor(net.b.bias).clone())
+        run.see(torch.as_tensor(net.b.bias).clone())
+
+    train(run, model, sgd(model), read)
+
+
+def copied_by_constructors(run: Run) -> None:
+    """The first look at a parameter after the step is by a function that asks no class."""
+    net = Net()
+    model = run.wrap(net)
+    weights = [net.a.weight, net.b.weight, net.c.weight, net.b.bias, net.c.bias, net.norm.weight]
+
+    def read(step: int) -> None:
+        run.see(torch.tensor(weights[0].requires_grad))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch would rather clone
+            run.see(torch.tensor(weights[0]), torch.ones(1).new_tensor(weights[1]))
+        run.see(torch.as_tensor(weights[2], dtype=torch.float64))
+        run.see(torch.asarray(weights[3], copy=True, requires_grad=False))
+        run.see(torch.from_dlpack(dlpack.to_dlpack(weights[4].grad)).clone())
+        run.see(torch.tensor([weights[5].detach()[0]]))
 
     train(run, model, sgd(model), read)
 
