@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from periodic_training import training_text
-from synthetic_traces import Event
+from synthetic_traces import Event, Job
 from test_trace_graph import call, kernel, mark
 
 from autotune.errors import InvalidInput
@@ -113,6 +113,21 @@ def test_kernels_of_one_id_belong_to_the_last_call_before_them(tmp_path: Path) -
     job, base = read(tmp_path, changed("", correlation=7)(events))
     assert any("correlation id 7" in str(one) and "cudaLaunch" in str(one) for one in job.repairs)
     assert steady(base).step_s == pytest.approx(expected.measured_s, rel=1e-3)
+
+
+def test_collectives_of_repeated_ids_are_issued_by_the_last_call_before_them(tmp_path) -> None:
+    """As if each rank's recorder had begun to count its calls anew in the last step."""
+    job = Job(steps=3).run()
+    expected = read_job(job.write(tmp_path)).collectives
+    for events in job.events:
+        launches = [event for event in events if event["name"] == "cudaLaunchKernel"]
+        later_us = max(event["ts"] + event["dur"] for event in events) - 1
+        for event in launches[: len(launches) // 3]:
+            events.append({**event, "ts": later_us, "dur": 0.5})
+    repeated = read_job(job.write(tmp_path)).collectives
+    assert [[(one.issued_s, one.step, one.comm) for one in of_rank] for of_rank in repeated] == [
+        [(one.issued_s, one.step, one.comm) for one in of_rank] for of_rank in expected
+    ]
 
 
 def test_work_that_begins_before_its_launch_makes_no_cycle(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autotune.arrays import BoolArray, FloatArray
+from autotune.arrays import BoolArray, FloatArray, IntArray
 from autotune.errors import InvalidInput
 from autotune.profiling.alignment.drift import MOST_DRIFT, machines, matters, middles_s, rough_drift
 from autotune.profiling.alignment.intervals import feasible_intervals
@@ -19,9 +21,12 @@ if TYPE_CHECKING:
     from autotune.profiling.alignment.program import Drifts, Program
 
 MOST_MEMBERS = 20_000
-"""Limit on members of collectives in the convex program, which takes evenly spaced collectives.
+"""Members of collectives in the convex program, about; it takes evenly spaced collectives.
 
 The intervals always use all."""
+FEWEST_TIES = 8
+"""Collectives of the same members that connect ranks, so that none of them decides alone."""
+GOLDEN = (5**0.5 - 1) / 2
 SAMPLES = 16
 FEW_MEMBERS = 5_000
 """Above this, a quarter of the bootstrap samples is drawn."""
@@ -138,13 +143,69 @@ def _notes(
 
 
 def _thinned(observed: Observations) -> tuple[Observations, list[str]]:
-    """Reduce the collectives to evenly spaced ones of every family, where there are too many."""
+    """Reduce the collectives to evenly spaced ones of every family, where there are too many.
+
+    All ranks that the collectives connect stay connected, by `FEWEST_TIES` collectives or all.
+    """
     if observed.members <= MOST_MEMBERS:
         return observed, []
-    keep = max(int(observed.collectives * MOST_MEMBERS / observed.members), 8)
-    chosen = np.unique(np.linspace(0, observed.collectives - 1, keep).astype(np.int64))
-    what = f"{len(chosen)} of {observed.collectives} collectives, evenly spaced"
+    share = max(MOST_MEMBERS / observed.members, FEWEST_TIES / observed.collectives)
+    mask = _spaced(observed.family, min(share, 1.0))
+    for collectives in _ties(observed, mask):
+        places = np.linspace(0, len(collectives) - 1, min(FEWEST_TIES, len(collectives)))
+        mask[collectives[places.astype(np.int64)]] = True
+    chosen = np.flatnonzero(mask)
+    what = f"{len(chosen)} of {observed.collectives} collectives, evenly spaced in each family"
     return observed.chosen(chosen), [f"{what}, used to find the offsets"]
+
+
+def _spaced(family: IntArray, share: float) -> BoolArray:
+    """(K,) a mask of `share` of each family, evenly spaced.
+
+    Families begin at different phases of the spacing, so together they cover all steps.
+    """
+    order = np.argsort(family, kind="stable")
+    starts = np.concatenate([[0], np.flatnonzero(np.diff(family[order])) + 1])
+    sizes = np.diff([*starts, len(family)])
+    phase = np.repeat(np.arange(len(starts)) * GOLDEN % 1.0, sizes)
+    place = np.arange(len(family)) - np.repeat(starts, sizes)
+    mask = np.zeros(len(family), dtype=np.bool_)
+    mask[order] = np.floor((place + 1) * share + phase) > np.floor(place * share + phase)
+    return mask
+
+
+def _ties(observed: Observations, mask: BoolArray) -> Iterator[IntArray]:
+    """Collectives of the same members that the mask keeps too few of to connect their ranks.
+
+    Members that many collectives have in common come first; those that they connect need no more.
+    """
+    by_members: dict[bytes, list[int]] = {}
+    for number, (first, stop) in enumerate(pairwise(observed.first.tolist())):
+        by_members.setdefault(np.sort(observed.rank[first:stop]).tobytes(), []).append(number)
+    sets = sorted(by_members.items(), key=lambda item: -len(item[1]))
+    above = list(range(observed.ranks))
+
+    def root(rank: int) -> int:
+        while above[rank] != rank:
+            above[rank] = above[above[rank]]
+            rank = above[rank]
+        return rank
+
+    few: list[tuple[list[int], IntArray]] = []
+    for members, collectives in sets:
+        ranks = np.frombuffer(members, dtype=observed.rank.dtype).tolist()
+        numbers = np.array(collectives, dtype=np.int64)
+        if np.count_nonzero(mask[numbers]) < min(FEWEST_TIES, len(numbers)):
+            few.append((ranks, numbers))
+            continue
+        for rank in ranks:
+            above[root(rank)] = root(ranks[0])
+    for ranks, numbers in few:
+        roots = {root(rank) for rank in ranks}
+        if len(roots) > 1:
+            yield numbers
+            for one in roots:
+                above[one] = root(ranks[0])
 
 
 def _bootstrap(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,13 +35,12 @@ def rank_collectives(trace: RankTrace) -> list[TracedCollective]:
     A kernel takes name, size and group from its own arguments and from the host events that
     enclose its launch.
     """
-    launches = launch_events(trace)
     host_comms = _HostComms(trace)
     collectives = []
     for event in np.flatnonzero(trace.comm != MISSING).tolist():
         start_s = float(trace.start_s[event])
         if trace.category[event] == Category.KERNEL:
-            launch = launches.get(int(trace.correlation[event]), MISSING)
+            launch = int(trace.launch[event])
             hosts = host_comms.around(event, launch)
             comms = [int(trace.comm[one]) for one in (event, *hosts)]
             comm = _merged([trace.comms[number] for number in comms if number != MISSING])
@@ -62,12 +60,6 @@ def rank_collectives(trace: RankTrace) -> list[TracedCollective]:
         collectives.append(TracedCollective(event, start_s, end_s, issued_s, step, comm, functions))
     collectives.sort(key=lambda one: (one.issued_s, one.start_s))
     return _without_enclosed(trace, collectives)
-
-
-def launch_events(trace: RankTrace) -> Mapping[int, int]:
-    """Correlation id -> driver call."""
-    calls = np.flatnonzero((trace.category == Category.RUNTIME) & (trace.correlation >= 0))
-    return dict(zip(trace.correlation[calls].tolist(), calls.tolist(), strict=True))
 
 
 def step_of(trace: RankTrace, at_s: float) -> int:
