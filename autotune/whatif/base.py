@@ -95,6 +95,8 @@ class Base:
     - `last`: the op whose executions the step time lies between.
     - `measured_s`: that distance in the trace, independent of the graph.
     - `device`: the name of the device, "" for a CPU or if the trace does not state it.
+    - `recorded_s` (M,): durations of the recorded ops in the trace.
+    - `precision`: what a what-if lets products compute in, "" as recorded.
     - `waits_s`: collective -> the part of its duration in which it waits for other ranks. Only
       the traces of all its ranks show it.
     - `notes`: amounts that what-ifs assumed, and their sources, for reports.
@@ -121,10 +123,12 @@ class Base:
     by_priority: BoolArray
     loading_s: FloatArray
     between_s: FloatArray
+    recorded_s: FloatArray
     names: BaseNames
     last: int
     measured_s: float
     device: str = ""
+    precision: str = ""
     waits_s: Mapping[int, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 

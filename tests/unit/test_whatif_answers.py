@@ -18,14 +18,15 @@ from autotune.dfg.graph import Kind
 from autotune.errors import InvalidInput
 from autotune.plugins import UnknownName
 from autotune.profiling.formats.kineto import read_kineto
+from autotune.profiling.formats.op_inputs import OpInputs
 from autotune.profiling.traces.job import assemble
 from autotune.whatif.answers.answers import Answer, all_asked, answers, read_asked
 from autotune.whatif.answers.curves import bandwidth_curves, scaled_network, worker_curves
 from autotune.whatif.answers.limits import limits
 from autotune.whatif.answers.user_file import load_what_ifs
-from autotune.whatif.base import Base, steady
+from autotune.whatif.base import Base, Operator, steady
 from autotune.whatif.changes.processor import BF16_MATRIX, amp_cpu
-from autotune.whatif.changes.processor_optimizer import FUSED_OPTIMIZER, fused_adam_cpu
+from autotune.whatif.changes.processor_optimizer import FUSED_OPTIMIZER, fused_adam_cpu, is_fused
 from autotune.whatif.primitives import add, connect, scale
 from autotune.whatif.question import Question
 from autotune.whatif.recording.recorded import recorded_base
@@ -281,6 +282,21 @@ def test_changes_of_a_processor_scale_its_ops() -> None:
     for change in (amp_cpu, fused_adam_cpu):
         with pytest.raises(InvalidInput, match="has work of a device"):
             change(base_of(), Question())
+
+
+def test_a_processor_that_computes_in_16_bit_is_refused_and_other_fused_operators_are_not() -> None:
+    base = processor("Optimizer.step#SGD.step")
+    inputs = OpInputs(dims=((8, 8), (8, 8)), types=("c10::BFloat16", "c10::BFloat16"))
+    operators = tuple(replace(one, inputs=inputs) for one in base.names.operators)
+    half = replace(base, names=replace(base.names, operators=operators))
+    with pytest.raises(InvalidInput, match="already computes in 16 bit in 100%"):
+        amp_cpu(half, Question())
+    attention = Operator("aten::_fused_sdp_choice", ())
+    known = replace(base.names, operators=(*base.names.operators, attention))
+    assert not is_fused(replace(base, names=known), "")
+    update = replace(attention, name="aten::_fused_adamw_", optimizer="AdamW")
+    known = replace(base.names, operators=(*base.names.operators, update))
+    assert is_fused(replace(base, names=known), "AdamW")
 
 
 def test_each_optimizer_of_a_processor_is_fused_by_its_own_time_or_refused_by_name(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from autotune.profiling.traces.job import read_job
 from autotune.recordings.memory_file import RecordedMemory
 from autotune.whatif.answers.predict import Prediction, predict
 from autotune.whatif.base import Base
+from autotune.whatif.changes.precision import product_calls
 from autotune.whatif.memory import replica_memory
 from autotune.whatif.question import Question
 from autotune.whatif.recording.recorded import recorded_base
@@ -100,6 +102,72 @@ def test_predictions_are_finite_and_plausible(model: str, tmp_path: Path) -> Non
         if name in SLOWER:
             assert 0.1 < found.speedup <= 1 + 1e-6, name
             assert_memory_falls(found)
+
+
+def device_s(base: Base) -> float:
+    return float(base.duration_s[base.on_device].sum())
+
+
+def without_shapes(base: Base) -> Base:
+    operators = tuple(replace(one, inputs=None) for one in base.names.operators)
+    return replace(base, names=replace(base.names, operators=operators))
+
+
+@pytest.mark.parametrize("model", sorted(REFUSED))
+def test_traces_that_compute_in_16_bit_are_refused_by_types_or_by_names(model: str) -> None:
+    """Attention of fp32 traces, and copies, may use 16 bit in part: these stay accepted."""
+    half = recorded_base(read_job(TRACES / f"{model}.amp_bf16"), 0)
+    single = recorded_base(read_job(TRACES / f"{model}.fp32"), 0)
+    for name in ("amp", "amp_fp16", "tf32"):
+        for base in (half, without_shapes(half)):
+            with pytest.raises(InvalidInput, match=r"already computes in 16 bit in (9\d|100)%"):
+                predict(base, combined(name), Question())
+        assert device_s(predict(single, combined(name), Question()).base) < device_s(single)
+    for name in ("amp", "tf32"):
+        after = predict(without_shapes(single), combined(name), Question()).base
+        assert device_s(after) < device_s(single)
+    for names in ("amp+tf32", "amp+amp_fp16", "tf32+amp"):
+        with pytest.raises(InvalidInput, match="name only one of them"):
+            predict(single, combined(names), Question())
+
+
+@pytest.mark.parametrize(("name", "amount"), [("batch", 3.0), ("faster_gpu", 2.0)])
+@pytest.mark.parametrize("precision", ["amp", "tf32"])
+def test_precision_keeps_what_earlier_what_ifs_did_to_products(name, amount, precision) -> None:
+    """Both orders are of one training: its kernels take about as long.
+
+    Before, `batch+amp` predicted the products of the recorded batch.
+    """
+    base = recorded_base(read_job(TRACES / "gpt2.fp32"), 0)
+    one, other = (
+        predict(base, combined(names), Question(amounts={name: amount})).base
+        for names in (f"{name}+{precision}", f"{precision}+{name}")
+    )
+    assert device_s(one) == pytest.approx(device_s(other), rel=0.1)
+
+
+def test_products_of_repeated_passes_take_the_time_of_the_recorded_ones() -> None:
+    """Each product of the second part takes as long as that of the first one."""
+    base = recorded_base(read_job(TRACES / "gpt2.fp32"), 0)
+    after = predict(base, combined("accumulate+amp"), Question(amounts={"accumulate": 2.0})).base
+    products = [call.ops for call in product_calls(base)]
+    calls = {int(base.operator[ops[0]]) for ops in products}
+    of_products = after.on_device & np.isin(after.operator, list(calls))
+    names = {base.names.ops[op] for ops in products for op in ops.tolist()}
+    of_products &= np.array([name in names for name in after.names.ops])
+    recorded = after.event != NONE
+    first_s, second_s = (
+        float(after.duration_s[of_products & part].sum()) for part in (recorded, ~recorded)
+    )
+    assert second_s == pytest.approx(first_s, rel=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["amp", "tf32"])
+def test_precision_is_named_before_recomputation(precision: str) -> None:
+    base = recorded_base(read_job(TRACES / "gpt2.fp32"), 0)
+    with pytest.raises(InvalidInput, match="name the precision first"):
+        predict(base, combined(f"recompute+{precision}"), Question())
+    assert predict(base, combined(f"{precision}+recompute"), Question()).after_s > 0
 
 
 def assert_memory_falls(found: Prediction) -> None:

@@ -28,6 +28,7 @@ from autotune.whatif.kernels.factors import Roofline
 from autotune.whatif.kernels.h100_factors import H100
 from autotune.whatif.kernels.kernel_classes import KernelClass
 from autotune.whatif.kernels.operator_work import ProductWork, product_work
+from autotune.whatif.kernels.precisions import Precision, precision_of
 from autotune.whatif.primitives import select
 from autotune.whatif.question import Factor, Question, Reading
 from autotune.whatif.recording.recorded import recorded_base
@@ -132,6 +133,42 @@ def test_a_fused_optimizer_takes_its_share_and_no_other_launch(base: Base) -> No
     fused = fused_adam(base, ASKED, TABLE)
     assert step_us(fused) == pytest.approx(6 * KERNEL_US + 2 * UPDATE_US, rel=0.01)
     assert len(fused.launched) == len(base.launched) - 3
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        "void at::native::multi_tensor_apply_kernel<at::native::FusedOptimizerTensorListMetadata<4>"
+        ", at::native::FusedAdamMathFunctor<float, 4, (at::native::ADAM_MODE)1>>",
+        "void multi_tensor_apply_kernel<TensorListMetadata<4>, AdamFunctor<float, float>>",
+    ],
+)
+def test_a_fused_optimizer_is_not_fused_again(base: Base, kernel: str) -> None:
+    is_update = base.on_device & (base.kind == Kind.UPDATE)
+    names = [kernel if is_update[op] else name for op, name in enumerate(base.names.ops)]
+    fused = replace(base, names=replace(base.names, ops=tuple(names)))
+    with pytest.raises(InvalidInput, match="fused already: it launches 'void"):
+        fused_adam(fused, ASKED, TABLE)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "precision"),
+    [
+        ("nvjet_sm90_tst_192x128_64x5_1x2_h_bz_coopB_TNT", Precision.HALF),
+        ("nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNT", Precision.HALF),
+        ("ampere_fp16_s16816gemm_fp16_128x64_ldg8_stages_32x6_nn", Precision.HALF),
+        ("volta_h884gemm_128x64_ldg8_tn", Precision.HALF),
+        ("Cijk_Alik_Bljk_HHS_BH_MT128x128x32_MI32x32x8x1", Precision.HALF),
+        ("Cijk_Ailk_Bljk_SB_MT128x64x16_SN_1LDSB0", None),
+        ("sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3", None),
+        ("cutlass_80_tensorop_s1688gemm_128x256_16x3_nn_align4", Precision.TF32),
+        ("sm80_xmma_gemm_f32f32_tf32f32_f32_nn_n_tilesize128x128x16", Precision.TF32),
+        ("void cutlass::Kernel2<cutlass_80_simt_sgemm_256x128_8x4_nn_align1>", None),
+        ("ampere_sgemm_128x64_nn", None),
+    ],
+)
+def test_kernels_of_products_state_their_precision(kernel, precision) -> None:
+    assert precision_of(kernel) is precision
 
 
 def test_a_kernel_for_each_tensor_takes_at_least_its_least_time(base: Base) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +19,9 @@ from autotune.whatif.question import Question
 from autotune.whatif.registry import what_if
 
 FOREACH = "multi_tensor_apply"
+FUSED = re.compile(r"Fused(?:Adam|Sgd|Adagrad)|(?:Adam|Sgd|SGD)Functor")
+"""Kernels of torch's fused optimizers, and of Apex's."""
+FUSED_OPERATOR = re.compile(r"aten::_fused_(?:adamw?|sgd|adagrad)_?$")
 
 
 @what_if(
@@ -35,6 +39,7 @@ def fused_adam(base: Base, question: Question, table: FactorTable = H100) -> Bas
     """
     base = table.noted(base)
     update = _update(base)
+    _refuse_fused(base, update)
     first, rest = update[:1], update[1:]
     total_s = float(base.duration_s[update].sum())
     duration_s = base.duration_s.copy()
@@ -122,6 +127,19 @@ def _update(base: Base) -> IntArray:
             "with torch.profiler, which marks Optimizer.step"
         )
     return update
+
+
+def _refuse_fused(base: Base, update: IntArray) -> None:
+    """Raise `InvalidInput` if an operator or a kernel of the update is a fused one."""
+    for op in update.tolist():
+        call = int(base.operator[op])
+        operator = None if call == NONE else base.names.operators[call]
+        names = () if operator is None else (operator.name, *operator.around)
+        if any(FUSED_OPERATOR.match(name) for name in names) or FUSED.search(base.names.ops[op]):
+            raise InvalidInput(
+                "a fused optimizer replaces kernels of an unfused one, but the trace's optimizer "
+                f"is fused already: it launches {base.names.ops[op][:100]!r}"
+            )
 
 
 def _between_launches(base: Base, update: IntArray) -> IntArray:

@@ -12,11 +12,13 @@ from autotune.arrays import FloatArray, IntArray
 from autotune.dfg.graph import NONE, Kind
 from autotune.errors import InvalidInput
 from autotune.whatif.base import Base
+from autotune.whatif.changes.recomputation import RECOMPUTED
 from autotune.whatif.kernels.factors import FactorTable
 from autotune.whatif.kernels.h100_factors import H100
 from autotune.whatif.kernels.kernel_classes import KernelClass, kernel_classes
 from autotune.whatif.kernels.operator_work import ProductWork, product_work
 from autotune.whatif.kernels.parameters import gradient_bytes, parameter_shapes
+from autotune.whatif.kernels.precisions import Precision, refuse_precision
 from autotune.whatif.primitives import connect, insert, remove, select
 from autotune.whatif.question import Question, Reading
 from autotune.whatif.registry import what_if
@@ -54,14 +56,11 @@ def amp(base: Base, question: Question, table: FactorTable = H100) -> Base:
 
 def _in_16_bit(base: Base, question: Question, table: FactorTable) -> Base:
     base = table.noted(base)
-    if not _has_products(base):
-        raise InvalidInput(
-            "autocast speeds up matrix products and convolutions on a device, but the trace shows "
-            "no kernel of one"
-        )
+    _require_fp32(base, "autocast speeds up", Precision.HALF)
     classes = kernel_classes(base)
     faster = _scaled(base, classes, table, question.reading)
     faster = _products(faster, base, table, 1.0, question.reading)
+    faster = replace(faster, precision=Precision.HALF)
     return _casts(faster, base, table, question.reading)
 
 
@@ -106,19 +105,11 @@ def tf32(base: Base, question: Question, table: FactorTable = H100) -> Base:
     """
     _require_ampere(base, "TF32", "fp32 stays as it is there")
     base = table.noted(base)
-    if not _has_products(base):
-        raise InvalidInput(
-            "TF32 speeds up matrix products and convolutions on a device, but the trace shows no "
-            "kernel of one"
-        )
+    _require_fp32(base, "TF32 speeds up", Precision.HALF, Precision.TF32)
     factor = 2 * table.tf32.at(question.reading)
-    return _products(
-        _without_shapes(base, table, factor, question.reading),
-        base,
-        table,
-        factor,
-        question.reading,
-    )
+    faster = _without_shapes(base, table, factor, question.reading)
+    faster = _products(faster, base, table, factor, question.reading)
+    return replace(faster, precision=Precision.TF32)
 
 
 def _require_ampere(base: Base, precision: str, otherwise: str) -> None:
@@ -150,8 +141,21 @@ def channels_last(base: Base, question: Question) -> Base:
     return remove(base, layout)
 
 
-def _has_products(base: Base) -> bool:
-    return any(one in PRODUCTS for one in set(kernel_classes(base)[base.on_device].tolist()))
+def _require_fp32(base: Base, speeds_up: str, *refused: Precision) -> None:
+    """Raise `InvalidInput` without products, or if most of them have a refused precision."""
+    products = np.array([one in PRODUCTS for one in kernel_classes(base)], dtype=np.bool_)
+    products &= base.on_device
+    if not products.any():
+        raise InvalidInput(
+            f"{speeds_up} matrix products and convolutions on a device, but the trace shows no "
+            "kernel of one"
+        )
+    refuse_precision(base, products, *refused)
+    if any(name.startswith(RECOMPUTED) for name in base.names.ops):
+        raise InvalidInput(
+            "recomputed blocks take the time of the forward pass as it then is; name the precision "
+            "first, as in amp+recompute"
+        )
 
 
 def _scaled(base: Base, classes: np.ndarray, table: FactorTable, reading: Reading) -> Base:
@@ -169,12 +173,16 @@ class ProductCall:
 
 
 def product_calls(base: Base) -> list[ProductCall]:
-    """The products of a step whose work is known, without those of the optimizer."""
+    """The recorded products of a step whose work is known, without those of the optimizer.
+
+    What-ifs may have added kernels of an operator since: passes that repeat, and casts.
+    """
     works = [product_work(operator) for operator in base.names.operators]
     ops_of: dict[int, list[int]] = {}
     for op in base.launched.tolist():
         call = int(base.operator[op])
-        if call != NONE and works[call] is not None and base.kind[op] != Kind.UPDATE:
+        recorded = base.event[op] != NONE and base.kind[op] != Kind.UPDATE
+        if call != NONE and works[call] is not None and recorded:
             ops_of.setdefault(call, []).append(op)
     return [
         ProductCall(work, np.array(ops, dtype=np.int64))
@@ -186,7 +194,12 @@ def product_calls(base: Base) -> list[ProductCall]:
 def _products(
     faster: Base, base: Base, table: FactorTable, factor: float, reading: Reading
 ) -> Base:
-    """Let products take `factor` of their time in 16 bit; `base` has the times of before."""
+    """Let products take `factor` of their time in 16 bit; `base` has the times of before.
+
+    What-ifs named before may have changed these: a batch, a faster device. Their factor on the
+    recorded time stays. Kernels that they repeat change as the recorded ones do.
+    """
+    added = _added(base)
     duration_s = faster.duration_s.copy()
     gone = np.zeros(base.ops, dtype=np.bool_)
     behind: list[int] = []
@@ -194,6 +207,15 @@ def _products(
     for call in product_calls(base):
         roofline = table.products[call.work.kind]
         seconds = roofline.seconds(call.work, factor) * roofline.spread.at(reading)
+        before_s = max(float(base.duration_s[call.ops].sum()), 1e-12)
+        seconds *= before_s / max(float(base.recorded_s[call.ops].sum()), 1e-12)
+        names = {base.names.ops[op] for op in call.ops.tolist()}
+        repeated = [
+            op
+            for op in added.get(int(base.operator[call.ops[0]]), ())
+            if base.names.ops[op] in names
+        ]
+        duration_s[repeated] = base.duration_s[repeated] * (seconds / before_s)
         kept = _kept(base, call)
         gone[call.ops] = True
         gone[kept] = False
@@ -202,10 +224,19 @@ def _products(
         if call.work.layout:
             behind.append(int(kept[-1]))
             layout_s.append(table.layout_seconds(call.work, factor))
-    changed = remove(replace(faster, duration_s=duration_s), gone)
+    faster = remove(replace(faster, duration_s=duration_s), gone)
     if not behind:
-        return changed
-    return _insert(changed, behind, np.array(layout_s), LAYOUT_KERNEL)
+        return faster
+    return _insert(faster, behind, np.array(layout_s), LAYOUT_KERNEL)
+
+
+def _added(base: Base) -> dict[int, list[int]]:
+    """Call of an operator -> device ops that what-ifs have added to it."""
+    added: dict[int, list[int]] = {}
+    chosen = base.on_device & (base.event == NONE) & (base.operator != NONE)
+    for op in np.flatnonzero(chosen).tolist():
+        added.setdefault(int(base.operator[op]), []).append(op)
+    return added
 
 
 def _insert(base: Base, after: list[int], duration_s: FloatArray, name: str) -> Base:

@@ -16,6 +16,7 @@ from autotune.whatif.base import Base
 from autotune.whatif.changes.kernel_times import inputs_text, tensor_text
 from autotune.whatif.changes.measured_file import read_times
 from autotune.whatif.kernels.autocast import FLOAT, MATRIX, Autocast, Dims, autocast
+from autotune.whatif.kernels.precisions import Precision, refuse_precision
 from autotune.whatif.primitives import insert_calls, scale
 from autotune.whatif.question import Factor, Question
 from autotune.whatif.registry import what_if
@@ -75,12 +76,13 @@ def amp_cpu(base: Base, question: Question) -> Base:
         raise InvalidInput(
             "autocast speeds up matrix products and convolutions, but the trace shows none"
         )
+    refuse_precision(base, chosen, Precision.HALF)
     affected = autocast(base)
     path = question.files.get("amp_cpu")
     if path is None:
         note = f"bfloat16 on this processor: {BF16_MATRIX.source}; measure it with --measure"
         changed = scale(base, chosen, BF16_MATRIX.at(question.reading))
-        changed = replace(changed, notes=(*base.notes, note))
+        changed = replace(changed, precision=Precision.HALF, notes=(*base.notes, note))
         return _with_casts(changed, affected, HalfTimes(), CAST_RANGE.at(question.reading))
     times = read_half_times(Path(path))
     shares = np.ones(len(base.names.operators) + 1)  # NONE is the last one
@@ -92,7 +94,8 @@ def amp_cpu(base: Base, question: Question) -> Base:
         shares[number] = times.share(
             (one.name, inputs_text(one)), float(recorded_s[number]), MEMORY.at(question.reading)
         )
-    changed = replace(base, duration_s=base.duration_s * shares[base.operator])
+    duration_s = base.duration_s * shares[base.operator]
+    changed = replace(base, precision=Precision.HALF, duration_s=duration_s)
     return _with_casts(changed, affected, times, 1.0)
 
 

@@ -12,6 +12,7 @@ from autotune.dfg.graph import NONE, Kind
 from autotune.errors import InvalidInput
 from autotune.whatif.base import Base
 from autotune.whatif.changes.measured_file import read_times
+from autotune.whatif.changes.optimizer import FUSED_OPERATOR
 from autotune.whatif.changes.processor import require_processor
 from autotune.whatif.question import Factor, Question
 from autotune.whatif.registry import what_if
@@ -102,7 +103,7 @@ def _shares(base: Base, names: list[str], question: Question) -> dict[str, float
 def is_fused(base: Base, optimizer: str) -> bool:
     """Whether an optimizer of the trace, "" for any, has one operator for all parameters."""
     return any(
-        one.name.startswith("aten::_fused_") and optimizer in ("", one.optimizer)
+        FUSED_OPERATOR.match(one.name) and optimizer in ("", one.optimizer)
         for one in base.names.operators
     )
 

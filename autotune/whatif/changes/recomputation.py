@@ -16,6 +16,8 @@ from autotune.whatif.primitives import insert
 from autotune.whatif.question import Factor, Question
 from autotune.whatif.registry import what_if
 
+RECOMPUTED = "recompute block"
+"""Names of the kernels that compute a block again."""
 FEWEST_BLOCKS = 3
 """A part of the forward pass that repeats itself this often is a model's stack of blocks."""
 LEAST_SHARE = 0.5
@@ -89,7 +91,7 @@ def recompute(base: Base, question: Question) -> Base:
     device_s *= again
     host_s = np.array([_host_s(base, block) for block in ops])
     at = backward[np.arange(blocks.count) * len(backward) // blocks.count]
-    names = [f"recompute block {block}" for block in reversed(range(blocks.count))]
+    names = [f"{RECOMPUTED} {block}" for block in reversed(range(blocks.count))]
     grown = insert(base, at, device_s[::-1], names, Kind.BACKWARD)
     duration_s = grown.duration_s.copy()
     duration_s[base.ops + blocks.count :] = host_s[::-1]

@@ -223,8 +223,10 @@ class _BaseBuild:
         for number, launcher in cut.launch.items():
             if number in self.new and launcher in self.new:
                 launch[self.new[number]] = self.new[launcher]
+        duration_s = np.array([op.duration_s for op in ops])
         return Base(
-            duration_s=np.array([op.duration_s for op in ops]),
+            duration_s=duration_s,
+            recorded_s=duration_s,
             gap_s=gap_s,
             size_bytes=np.array([op.size_bytes for op in ops]),
             queue=np.array([queue_of[op.lane] for op in ops], dtype=np.int32),
