@@ -97,6 +97,7 @@ class Base:
     - `device`: the name of the device, "" for a CPU or if the trace does not state it.
     - `recorded_s` (M,): durations of the recorded ops in the trace.
     - `precision`: what a what-if lets products compute in, "" as recorded.
+    - `messages`: the what-if that replaced the messages, "" for whole ones.
     - `waits_s`: collective -> the part of its duration in which it waits for other ranks. Only
       the traces of all its ranks show it.
     - `notes`: amounts that what-ifs assumed, and their sources, for reports.
@@ -129,6 +130,7 @@ class Base:
     measured_s: float
     device: str = ""
     precision: str = ""
+    messages: str = ""
     waits_s: Mapping[int, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 

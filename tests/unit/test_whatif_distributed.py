@@ -13,6 +13,7 @@ from autotune.cluster import Cluster, CollectiveFit
 from autotune.dfg.graph import NONE, Kind
 from autotune.errors import InvalidInput
 from autotune.lowering.device_costs import costs_of
+from autotune.lowering.traffic import Collective
 from autotune.whatif.answers.predict import changed
 from autotune.whatif.base import Base, steady
 from autotune.whatif.changes import all as changes
@@ -235,6 +236,31 @@ def test_blueconnect_needs_two_levels_and_wins_where_the_inner_links_are_fast() 
     ring = step_us(base, "distributed", question)
     staged = step_us(base, "distributed+blueconnect", question)
     assert staged < ring  # 2 (h - 1) / h of the bytes instead of 2 (n - 1) / n
+
+
+def test_stages_of_messages_have_the_names_of_their_collectives() -> None:
+    base = base_of()
+    question = ask(base, cluster((4, 1000.0), (4, 1000.0)), 2, 2)
+    parts = changed(base, combined("distributed+blueconnect"), question)
+    messages = np.flatnonzero(select(parts, kinds=[Kind.COLLECTIVE]))
+    kinds = [collective_of(parts.names.ops[op]) for op in messages.tolist()]
+    for kind in (Collective.REDUCE_SCATTER, Collective.ALL_REDUCE, Collective.ALL_GATHER):
+        assert kinds.count(kind) == len(messages) // 3 > 0
+
+
+@pytest.mark.parametrize("first", ["blueconnect", "deep_gradient_compression"])
+@pytest.mark.parametrize(
+    "then",
+    [
+        *("faster_network", "fp16_gradients", "sync_before_allreduce", "workers"),
+        *("blueconnect", "deep_gradient_compression"),
+    ],
+)
+def test_replaced_messages_are_not_changed_as_whole_ones(first: str, then: str) -> None:
+    base = base_of()
+    question = ask(base, cluster((4, 1000.0), (4, 1000.0)), 2, 2, workers=8)
+    with pytest.raises(InvalidInput, match=f"but {first} before has replaced them"):
+        changed(base, combined(f"distributed+{first}+{then}"), question)
 
 
 def test_compression_sends_a_share_and_costs_kernels() -> None:

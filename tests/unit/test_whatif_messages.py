@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from autotune.cluster import Cluster
 from autotune.profiling.traces.job import read_job
 from autotune.whatif.base import steady
+from autotune.whatif.changes.blueconnect import blueconnect
+from autotune.whatif.changes.compression import deep_gradient_compression
 from autotune.whatif.changes.distributed import collectives, distributed
+from autotune.whatif.changes.messages import fp16_gradients
 from autotune.whatif.changes.network import no_stragglers
 from autotune.whatif.question import Question
 from autotune.whatif.recording.gradients import gradients_of
 from autotune.whatif.recording.recorded import recorded_base
+from autotune.whatif.registry import Change
 from benchmarks.repository import ROOT
 from benchmarks.whatif_truth.messages import predicted_messages, recorded_messages
 from benchmarks.whatif_truth.scaling import Row, noise, on_hosts, workload_of
@@ -55,6 +61,30 @@ def test_recorded_messages_lose_their_waiting_and_take_the_time_of_the_cluster()
     on = distributed(base, Question(cluster=cluster((1, 1e5), (1, 1e5))))
     assert on.ops == base.ops and not on.waits_s
     assert on.duration_s[messages].sum() < 0.2 < base.duration_s[messages].sum()
+
+
+@pytest.mark.parametrize(
+    ("change", "ranks"), [(fp16_gradients, 1), (deep_gradient_compression, 1), (blueconnect, 2)]
+)
+def test_other_messages_wait_for_other_ranks_as_before(change: Change, ranks: int) -> None:
+    """`no_stragglers` then still removes this waiting. Before, it was shortened or left out."""
+    from synthetic_cluster import cluster
+
+    base = recorded_base(read_job([H100 / "vgg19.two_ranks"]), 0)
+    waits_s = sum(base.waits_s.values())
+    question = Question(cluster=cluster((ranks, 1e5), (ranks, 1e5)))
+    after = change(base, question)
+    assert after.waits_s == base.waits_s and waits_s > 5e-4
+    for op, wait_s in base.waits_s.items():
+        assert after.duration_s[op] > wait_s
+    together = no_stragglers(after, question)
+    assert after.duration_s.sum() - together.duration_s.sum() == pytest.approx(waits_s)
+
+
+def test_sixteen_bits_of_one_worker_only_cost_their_rounding() -> None:
+    base = recorded_base(read_job([H100 / "vgg19.two_ranks"]), 0)
+    after = fp16_gradients(base, Question(cluster=Cluster.local(1)))
+    assert (after.duration_s >= base.duration_s).all() and np.isfinite(after.duration_s).all()
 
 
 def test_tables_of_placements_have_equal_clusters_and_the_model_its_parameters() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from autotune.errors import InvalidInput
@@ -12,6 +14,7 @@ from autotune.whatif.changes.distributed import collectives, times_on
 from autotune.whatif.messages.cluster_size import training_cluster
 from autotune.whatif.messages.collective_times import collective_of
 from autotune.whatif.messages.message_stages import Stage, staged
+from autotune.whatif.messages.waiting import refuse_changed_messages
 from autotune.whatif.question import Question
 from autotune.whatif.registry import what_if
 
@@ -38,21 +41,22 @@ def blueconnect(base: Base, question: Question) -> Base:
             f"{times.most_on_a_host} devices"
         )
     messages = np.flatnonzero(collectives(base))
+    refuse_changed_messages(base)
     kinds = [collective_of(base.names.ops[op]) for op in messages]
     messages = messages[[kind is Collective.ALL_REDUCE for kind in kinds]]
     sizes_bytes = base.size_bytes[messages]
     inside = "network inside hosts"
     stages = (
         Stage(
-            "reduce-scatter",
+            "reduce_scatter",
             inside,
             times.seconds(Collective.REDUCE_SCATTER, sizes_bytes, Scope.HOSTS),
         ),
         Stage(
-            "all-reduce",
+            "all_reduce",
             "network between hosts",
             times.seconds(Collective.ALL_REDUCE, sizes_bytes, Scope.LEADERS),
         ),
-        Stage("all-gather", inside, times.seconds(Collective.ALL_GATHER, sizes_bytes, Scope.HOSTS)),
+        Stage("all_gather", inside, times.seconds(Collective.ALL_GATHER, sizes_bytes, Scope.HOSTS)),
     )
-    return staged(base, messages, stages)
+    return replace(staged(base, messages, stages), messages="blueconnect")

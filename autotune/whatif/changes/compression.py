@@ -15,6 +15,7 @@ from autotune.whatif.base import Base
 from autotune.whatif.changes.distributed import collectives, times_on
 from autotune.whatif.messages.cluster_size import training_cluster
 from autotune.whatif.messages.collective_times import collective_of
+from autotune.whatif.messages.waiting import refuse_changed_messages, with_sending
 from autotune.whatif.primitives import connect, insert, insert_calls
 from autotune.whatif.question import Question
 from autotune.whatif.registry import what_if
@@ -44,6 +45,7 @@ def deep_gradient_compression(base: Base, question: Question) -> Base:
     cluster = training_cluster(question)
     costs = costs_of("cuda" if base.on_device.any() else "cpu", base.device)
     messages = np.flatnonzero(collectives(base))
+    refuse_changed_messages(base)
     kinds = [collective_of(base.names.ops[op]) for op in messages]
     messages = messages[[kind is Collective.ALL_REDUCE for kind in kinds]]
     elements = base.size_bytes[messages] / VALUE_BYTES
@@ -51,11 +53,11 @@ def deep_gradient_compression(base: Base, question: Question) -> Base:
     sent_bytes = gathered * (VALUE_BYTES + INDEX_BYTES)
     find_s = costs["top_k_find_s"] + costs["top_k_find_s_per_element"] * elements
     add_s = costs["top_k_add_s"] + costs["top_k_add_s_per_element"] * gathered
-    durations_s = base.duration_s.copy()
-    durations_s[messages] = times_on(base, cluster).seconds(Collective.ALL_GATHER, sent_bytes)
+    gather_s = times_on(base, cluster).seconds(Collective.ALL_GATHER, sent_bytes)
+    base = with_sending(base, messages, gather_s)
     sizes_bytes = base.size_bytes.copy()
     sizes_bytes[messages] = sent_bytes
-    base = replace(base, duration_s=durations_s, size_bytes=sizes_bytes, waits_s={})
+    base = replace(base, size_bytes=sizes_bytes, messages="deep_gradient_compression")
     base = _read_later(base, messages, add_s)
     note = f"finding and adding the largest elements: {costs.top_k_find_s_per_element.source}"
     return replace(_found_before(base, messages, find_s), notes=(*base.notes, note))

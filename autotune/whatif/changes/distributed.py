@@ -19,6 +19,7 @@ from autotune.whatif.messages.collective_times import CollectiveTimes, collectiv
 from autotune.whatif.messages.ddp_buckets import buckets_of
 from autotune.whatif.messages.row_updates import with_rows_of_all
 from autotune.whatif.messages.synchronization import contended, synchronized
+from autotune.whatif.messages.waiting import refuse_changed_messages
 from autotune.whatif.primitives import select
 from autotune.whatif.question import Factor, Question, Reading
 from autotune.whatif.registry import what_if
@@ -117,6 +118,7 @@ def on_cluster(
     """
     if has_collectives(base):
         recorded = collectives(base)
+        refuse_changed_messages(base)
         seconds = seconds_of(base, recorded, times_on(base, cluster))
         durations_s = base.duration_s.copy()
         durations_s[recorded] = seconds * fit_error(cluster, question.reading)

@@ -19,6 +19,7 @@ from autotune.whatif.changes.distributed import (
 )
 from autotune.whatif.messages.cluster_size import training_cluster
 from autotune.whatif.messages.collective_times import collective_of
+from autotune.whatif.messages.waiting import ratio, refuse_changed_messages, sending_s, with_sending
 from autotune.whatif.question import Question
 from autotune.whatif.registry import what_if
 
@@ -63,6 +64,7 @@ def fp16_gradients(base: Base, question: Question) -> Base:
     the message's own time: nothing else of the bucket can run meanwhile. Accuracy is not predicted.
     """
     messages = collectives(base)
+    refuse_changed_messages(base)
     ops = np.flatnonzero(messages)
     summed = [collective_of(base.names.ops[op]) is Collective.ALL_REDUCE for op in ops.tolist()]
     ops = ops[np.array(summed, dtype=np.bool_) & (base.size_bytes[ops] > 0)]
@@ -77,7 +79,6 @@ def fp16_gradients(base: Base, question: Question) -> Base:
     before_s, after_s = (seconds_of(one, chosen, times) for one in (base, halved))
     costs = costs_of("cuda" if base.on_device.any() else "cpu", base.device)
     cast_s = (costs["cast_s_per_byte"] + costs["unpack_s_per_byte"]) * base.size_bytes[ops]
-    durations_s = base.duration_s.copy()
-    durations_s[ops] = durations_s[ops] * after_s / before_s + cast_s
+    after = with_sending(halved, ops, ratio(after_s, before_s) * sending_s(base, ops) + cast_s)
     note = f"rounding of gradients: {costs.cast_s_per_byte.source}"
-    return replace(halved, duration_s=durations_s, waits_s={}, notes=(*base.notes, note))
+    return replace(after, notes=(*base.notes, note))

@@ -16,6 +16,7 @@ from autotune.whatif.changes.distributed import CONTENTION, collectives, seconds
 from autotune.whatif.messages.cluster_size import training_cluster
 from autotune.whatif.messages.collective_times import faster_network as faster
 from autotune.whatif.messages.synchronization import uncontended
+from autotune.whatif.messages.waiting import ratio, refuse_changed_messages, sending_s, with_sending
 from autotune.whatif.primitives import connect, disconnect
 from autotune.whatif.question import Question, Reading
 from autotune.whatif.registry import what_if
@@ -40,20 +41,17 @@ def faster_network(base: Base, question: Question) -> Base:
     if not 0 < factor < np.inf:
         raise InvalidInput(f"a faster network needs a factor above 0, but it is {factor}")
     messages = collectives(base)
-    waits_s = np.zeros(base.ops)
-    waits_s[list(base.waits_s)] = list(base.waits_s.values())
+    refuse_changed_messages(base)
     if question.cluster is not None and question.reading is not Reading.OPTIMISTIC:
         cluster = training_cluster(question)
         before_s = seconds_of(base, messages, times_on(base, cluster))
         after_s = seconds_of(base, messages, times_on(base, faster(cluster, factor)))
-        ratio = np.divide(after_s, before_s, out=np.ones(len(before_s)), where=before_s > 0)
+        share = ratio(after_s, before_s)
     else:
-        share = 0.5 if question.reading is Reading.PESSIMISTIC else 1.0
-        ratio = np.full(int(messages.sum()), 1 - share + share / factor)
-    durations_s = base.duration_s.copy()
-    sending_s = durations_s[messages] - waits_s[messages]
-    durations_s[messages] = waits_s[messages] + ratio * sending_s
-    return replace(base, duration_s=durations_s)
+        falling = 0.5 if question.reading is Reading.PESSIMISTIC else 1.0
+        share = np.full(int(messages.sum()), 1 - falling + falling / factor)
+    ops = np.flatnonzero(messages)
+    return with_sending(base, ops, share * sending_s(base, ops))
 
 
 @what_if(
@@ -93,6 +91,7 @@ def sync_before_allreduce(base: Base, question: Question) -> Base:
     launches that follow.
     """
     messages = collectives(base)
+    refuse_changed_messages(base)
     alone = uncontended(base, messages, CONTENTION.at(question.reading))
     into = messages[alone.child] & ~messages[alone.parent] & (alone.later == 0)
     for message in np.flatnonzero(messages).tolist():
