@@ -28,6 +28,7 @@ from autotune.dfg.graph import NONE, Dfg, Discipline
 from autotune.dfg.replay import Timeline, replay
 from autotune.errors import InvalidInput
 from autotune.profiling.formats.op_inputs import OpInputs
+from autotune.profiling.traces.groups import Groups
 
 FEWEST_COPIES = 3
 """Two steps fill the queues and the third one shows the distance; edges may ask for more."""
@@ -98,6 +99,8 @@ class Base:
     - `recorded_s` (M,): durations of the recorded ops in the trace.
     - `precision`: what a what-if lets products compute in, "" as recorded.
     - `messages`: the what-if that replaced the messages, "" for whole ones.
+    - `groups`: the sets of ranks of the recorded collectives, as far as the trace states them;
+      `world_size`: all ranks of the job, None if unknown.
     - `waits_s`: collective -> the part of its duration in which it waits for other ranks. Only
       the traces of all its ranks show it.
     - `notes`: amounts that what-ifs assumed, and their sources, for reports.
@@ -129,6 +132,8 @@ class Base:
     last: int
     measured_s: float
     device: str = ""
+    groups: Groups = ()
+    world_size: int | None = None
     precision: str = ""
     messages: str = ""
     waits_s: Mapping[int, float] = field(default_factory=dict)

@@ -62,6 +62,46 @@ def test_every_bucket_is_a_variable_that_is_ready_when_its_gradients_are(tmp_pat
     assert (workload.device, workload.source) == ("cpu", "measured")
 
 
+def in_group(event: Event, ranks: str) -> Event:
+    """The collective as torch writes it, with its group's ranks."""
+    stated = {"Process Group Ranks": ranks, "Group size": ranks.count(",") + 1}
+    return {**event, "args": {**event["args"], **stated, "Process Group Name": ranks}}
+
+
+def grouped(folder: Path, ranks: tuple[str, str], world: int) -> Path:
+    """`STEP` whose two sums are of these ranks."""
+    first, second = (in_group(STEP[at], ranks[n]) for n, at in enumerate((5, 8)))
+    path = trace(folder, *STEP[:5], first, *STEP[6:8], second, *STEP[9:])
+    data = json.loads(path.read_text())
+    data["distributedInfo"]["world_size"] = world
+    path.write_text(json.dumps(data))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        (("[0, 1, 2, 3]", "[0, 2]"), "of the ranks 0-3 and 0, 2 of 4 ranks"),
+        (("[0, 2]", "[0, 2]"), "of the ranks 0, 2 of 4 ranks"),
+    ],
+)
+def test_sums_of_a_part_of_the_ranks_are_no_gradients_of_data_parallelism(
+    tmp_path: Path, ranks: tuple[str, str], message: str
+) -> None:
+    """Of tensor or hybrid parallelism; before, each sum counted as a bucket of gradients."""
+    with pytest.raises(InvalidInput, match=message):
+        workload_of(read_job(grouped(tmp_path, ranks, 4)))
+
+
+def test_several_groups_of_all_ranks_are_data_parallelism(tmp_path: Path) -> None:
+    """DDP has a second group of the same ranks, and groups of one rank send nothing."""
+    path = grouped(tmp_path, ("[0, 1, 2, 3]", "[0, 1, 2, 3]"), 4)
+    assert len(workload_of(read_job(path)).workload.variables) == 2
+    (other := tmp_path / "other").mkdir()
+    path = grouped(other, ("[0, 1, 2, 3]", "[0]"), 4)
+    assert len(workload_of(read_job(path)).workload.variables) == 2
+
+
 def test_a_trace_without_gradients_is_refused_in_words(tmp_path: Path) -> None:
     backward = span("autograd::engine::evaluate_function: MmBackward0", 4000, 2000)
     none = r"of the 0 collectives of rank 0's step 1 .* none is an all-reduce"

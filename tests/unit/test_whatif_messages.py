@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from autotune.cluster import Cluster
+from autotune.errors import InvalidInput
 from autotune.profiling.traces.job import read_job
 from autotune.whatif.base import steady
 from autotune.whatif.changes.blueconnect import blueconnect
@@ -79,6 +82,22 @@ def test_other_messages_wait_for_other_ranks_as_before(change: Change, ranks: in
         assert after.duration_s[op] > wait_s
     together = no_stragglers(after, question)
     assert after.duration_s.sum() - together.duration_s.sum() == pytest.approx(waits_s)
+
+
+@pytest.mark.parametrize(
+    "change", [distributed, fp16_gradients, deep_gradient_compression, blueconnect]
+)
+def test_collectives_of_a_part_of_the_ranks_have_no_time_on_the_cluster(change: Change) -> None:
+    """Each was priced as one of all ranks. Changes of anything else still apply."""
+    from synthetic_cluster import cluster
+
+    base = recorded_base(read_job([H100 / "vgg19.two_ranks"]), 0)
+    assert (base.groups, base.world_size) == (((0, 1),), 2)
+    question = Question(cluster=cluster((2, 1e5), (2, 1e5)))
+    hybrid = replace(base, groups=((0, 1), (0, 2)), world_size=4)
+    with pytest.raises(InvalidInput, match="of the ranks 0-1 and 0, 2 of 4 ranks"):
+        change(hybrid, question)
+    assert no_stragglers(hybrid, question).duration_s.sum() < base.duration_s.sum()
 
 
 def test_sixteen_bits_of_one_worker_only_cost_their_rounding() -> None:

@@ -24,6 +24,7 @@ from autotune.profiling.graph.stated_workload import (
 )
 from autotune.profiling.graph.traced_steps import StepChoice, TracedSteps
 from autotune.profiling.traces.collectives import TracedCollective
+from autotune.profiling.traces.groups import process_groups, require_one_group
 from autotune.profiling.traces.job import TraceJob
 from autotune.recordings.graph_file import StepGraph
 from autotune.workload import DTYPE_BYTES, Variable, Workload
@@ -54,7 +55,8 @@ def workload_of(
 ) -> TracedWorkload:
     """The workload of the first rank that has a trace.
 
-    Raises `InvalidInput` where its step sends no gradients in a backward pass.
+    Raises `InvalidInput` where its step sends no gradients in a backward pass, or something to a
+    part of the ranks.
     """
     if job.graph is not None:
         return _stated_workload(job, job.graph, step, model)
@@ -75,6 +77,7 @@ def workload_of(
         for op, one in enumerate(steps.parts(number)[0].ops.ops)
         if one.collective != MISSING
     }
+    require_one_group(process_groups(sent.values()), alone.ranks[0].world_size)
     candidates = [
         op for op, one in sent.items() if one.comm.name in SUMS and one.comm.size_bytes > 0
     ]

@@ -12,6 +12,7 @@ from autotune.dfg.graph import NONE, Kind
 from autotune.errors import InvalidInput
 from autotune.lowering import device_costs
 from autotune.lowering.traffic import Collective
+from autotune.profiling.traces.groups import require_one_group
 from autotune.whatif.base import Base
 from autotune.whatif.messages.bucket_messages import messages_of
 from autotune.whatif.messages.cluster_size import sized, training_cluster
@@ -49,6 +50,8 @@ def has_collectives(base: Base) -> bool:
 
 
 def times_on(base: Base, cluster: Cluster) -> CollectiveTimes:
+    """Times of collectives of all ranks; raises `InvalidInput` for those of other groups."""
+    require_one_group(base.groups, base.world_size)
     return CollectiveTimes(
         cluster, device_costs.costs_of("cuda" if base.on_device.any() else "cpu", base.device)
     )

@@ -16,6 +16,7 @@ from autotune.profiling.formats.rank_trace import MISSING, Category, RankTrace, 
 from autotune.profiling.graph.rank_ops import Cause, RankOps, TracedOp
 from autotune.profiling.graph.step_ops import step_ops
 from autotune.profiling.traces.collectives import TracedCollective
+from autotune.profiling.traces.groups import process_groups
 from autotune.profiling.traces.job import TraceJob
 from autotune.whatif.base import Base, BaseNames
 from autotune.whatif.recording.operators import operators_of
@@ -256,6 +257,10 @@ class _BaseBuild:
             last=self.new[cut.lasts[1]],
             measured_s=cut.measured_s,
             device=cut.trace.info.get("device_name", "") if any(cut.on_device) else "",
+            groups=process_groups(
+                cut.collectives[op.collective] for op in ops if op.collective != MISSING
+            ),
+            world_size=cut.trace.world_size,
             waits_s={
                 number: min(cut.waits_s[op.collective], op.duration_s)
                 for number, op in enumerate(ops)
