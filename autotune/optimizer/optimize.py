@@ -30,6 +30,12 @@ from autotune.workload import Workload
 ASSUMED_TIMES, ASSUMED_LINKS = "the workload's times", "the links"
 """Entries of `Optimized.assumed` for a workload or a cluster whose source is "assumed"."""
 
+AS_GLOO = (
+    "reduce-scatters, broadcasts and reduces, which move their bytes as gloo's do "
+    "(NCCL's reduce-scatter moves half of them)"
+)
+"""Entry for GPUs without a probed reduce-scatter: `lowering.traffic` knows gloo's collectives."""
+
 DDP = "DDP's default buckets"
 """Name of the start to compare with, unless the caller gives another strategy."""
 
@@ -162,6 +168,10 @@ def _assumed_figures(
         assumed.append(ASSUMED_TIMES)
     if problem.cluster.source == "assumed":
         assumed.append(ASSUMED_LINKS)
+    ranks = problem.cluster.world_size
+    probed = problem.cluster.fit("reduce_scatter", ranks) is not None
+    if problem.workload.device == "cuda" and ranks > 1 and not probed:
+        assumed.append(AS_GLOO)
     packing = costs_of(problem.workload.device, problem.workload.device_name).pack_s_per_byte
     if packing.is_assumed:
         assumed.append(f"packing and issuing messages ({packing.source})")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autotune.cluster import Cluster, Host
+from autotune.cluster import Cluster, CollectiveFit, Host
 from autotune.dfg.graph import Kind
 from autotune.dfg.utilisation import covered_s, covered_within_s
 from autotune.lowering.costs import Constant, RuntimeCosts
@@ -58,6 +58,17 @@ def test_a_search_names_assumed_costs_of_the_device() -> None:
         named = replace(workload, device_name=name)
         found = optimize(named, cluster, budget=Budget(replays=3, seconds=60.0))
         assert any("packing and issuing" in note for note in found.assumed) == expected
+
+
+def test_a_search_for_gpus_says_whose_reduce_scatter_it_assumes() -> None:
+    """NCCL's moves half of the bytes of gloo's, unless a probe shows its time."""
+    workload = assumed_ops("resnet50").workload()
+    cluster = Cluster("2 GPUs", (Host("a", 2, 12.5e9, 2e-5, 1.3e11, 5e-6),))
+    fit = CollectiveFit("reduce_scatter", 2, 1e-5, 1e-11, 0.0, 1, 2**30)
+    cases = ((workload, cluster, True), (workload, cluster.with_fits((fit,)), False))
+    for trained, on, expected in (*cases, (replace(workload, device="cpu"), cluster, False)):
+        found = optimize(trained, on, budget=Budget(replays=3, seconds=60.0))
+        assert any("NCCL's reduce-scatter" in note for note in found.assumed) == expected
 
 
 def test_messages_are_longer_while_a_gpu_computes() -> None:
