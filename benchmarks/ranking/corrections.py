@@ -146,7 +146,8 @@ class Kernels:
         sources = kernel_sources(self._points, domains)
         key = tuple(sources.tolist())
         if key not in self._learned:
-            draw = generator(0, "kernel", *sorted(domains))
+            names = sorted({self._points[index].domain for index in sources})
+            draw = generator(0, "kernel", *names)
             self._learned[key] = learned_kernel(residuals_of(self._points, sources), draw)
         return self._learned[key]
 
