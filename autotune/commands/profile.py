@@ -16,6 +16,7 @@ from autotune.canonical import to_data
 from autotune.commands.render.tables import table_text
 from autotune.errors import InvalidInput
 from autotune.jobs.record import clear_recording, record, recorded_files
+from autotune.masking import masked_command
 from autotune.recordings.job_file import JOB_FILE, RecordedJob, trace_name
 from autotune.recordings.memory_file import RecordedMemory
 from autotune.recordings.recorded_steps import CollectiveRow
@@ -109,7 +110,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
             profile_memory=options.memory,
             with_stack=options.stacks,
             reports=reports,
-            command=tuple(options.command),
+            command=masked_command(options.command),
         )
         status = record(command, settings, timeout_s)
     job = RecordedJob.read(folder)

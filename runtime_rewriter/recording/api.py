@@ -14,6 +14,7 @@ from typing import ParamSpec, TypeVar
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from autotune.masking import masked_command
 from runtime_rewriter.active import current_session
 from runtime_rewriter.pytorch.ddp import adopted, synchronizer_of
 from runtime_rewriter.pytorch.exchange.ranks import TRAINING_TIMEOUTS
@@ -63,7 +64,7 @@ class Recorder:
             record_shapes=record_shapes,
             profile_memory=profile_memory,
             with_stack=with_stack,
-            command=tuple(sys.argv),
+            command=masked_command(sys.argv),
         )
         self.written = False
         """Whether all ranks' traces and `job.json` are in the folder."""

@@ -26,8 +26,8 @@ class RecordSettings:
 
     `between`: ordinary steps between two recorded ones, None for as many as keep the cost of the
     stretch low (`turns`). `stop`: the script ends when all is written. `reports`: folder for the
-    report of each rank, "" without `autotune profile`. The last three options make the profiler see
-    more and cost more.
+    report of each rank, "" without `autotune profile`. `command`: for the record, without secrets.
+    The three options make the profiler see more and cost more.
     """
 
     __pydantic_config__ = {"extra": "forbid"}

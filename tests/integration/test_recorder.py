@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -247,6 +248,7 @@ def test_ordinary_steps_leave_nothing_in_the_traces_and_change_no_bit(ddp_job, t
 
 
 def until_written(rank: int, folder: str) -> int:
+    sys.argv = ["train.py", "--api-key", "bluebottle"]  # of this process alone
     wrapped = DistributedDataParallel(model())
     recorder = autotune.Recorder(wrapped, folder=folder, steps=RECORDED, warmup=WARMUP)
     step = autotune.profile(recorder)(Training(rank, wrapped).step)
@@ -261,6 +263,7 @@ def test_all_ranks_choose_the_same_number_of_ordinary_steps(tmp_path) -> None:
     steps = run_world(until_written, 2, str(tmp_path))
     job = RecordedJob.read(tmp_path)
     assert steps == [BEFORE + RECORDED + job.between * (RECORDED - 1)] * 2
+    assert job.command == ("train.py", "--api-key", "***")
     assert job.steps == RECORDED and 0 <= job.between <= MOST_BETWEEN
     assert [len(record.ordinary_s) for record in job.ranks] == [job.between * (RECORDED - 1)] * 2
     assert (job.recording_cost is None) == (job.between == 0)
