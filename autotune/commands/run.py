@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import InvalidInput
 from autotune.export import read_export
+from autotune.jobs.processes import shell_status
 from autotune.jobs.stopping import signals_passed_on
 from autotune.strategy_space.backend import backend_of
 from runtime_rewriter.world.command import read_command, with_launcher
@@ -20,7 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """Run the script to its end; the exit status is the script's."""
+    """Run the script to its end; the exit status is the script's.
+
+    With --json our stdout is reserved for the result, so that the script's goes to stderr.
+    """
     if not options.command:
         raise InvalidInput(
             "nothing to run: autotune run --strategy best.json -- "
@@ -39,10 +44,11 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     process = subprocess.Popen(
         with_launcher(command, export.world_size, launcher),
         env={**os.environ, **command.environment},
+        stdout=sys.stderr if options.json else None,
     )
     # torchrun, or mpirun, receives the signals and ends its ranks in its own time.
     with signals_passed_on(process, own_session=False):
-        status = process.wait()
+        status = shell_status(process.wait())
     chosen = export.strategy.id if export.strategy else "current setup"
     plan = export.plan()
     backend = None if plan is None else backend_of(plan, export.variables, export.library)

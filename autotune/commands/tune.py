@@ -24,6 +24,7 @@ from autotune.commands.render.terminal import Terminal
 from autotune.jobs.driver import Observer
 from autotune.jobs.files import Ask, refuse_lost_checkpoints, with_agreed_writes
 from autotune.jobs.places import Where, refuse_impossible
+from autotune.jobs.processes import shell_status
 from autotune.jobs.results import decision_text, job_facts, taken_under, training_text
 from autotune.jobs.settings import read_ports, read_settings, refuse_settings
 from autotune.jobs.signals import Interruption, terminable
@@ -145,8 +146,7 @@ def _text(job: Job, done: FinishedJob) -> str:
 
 def _exit_status(trained: Trained | None) -> int:
     """The script's own if its training was kept; a signal's as in a shell."""
-    status = trained.exit_status if trained else 0
-    return status if status >= 0 else 128 - status
+    return shell_status(trained.exit_status) if trained else 0
 
 
 class _KeptTraining:

@@ -21,6 +21,11 @@ ENDING_S = 40.0
 """torchrun gives its ranks 30 s to end."""
 
 
+def shell_status(status: int) -> int:
+    """The exit status of a process as a shell states it: 128 + N after a signal N."""
+    return status if status >= 0 else 128 - status
+
+
 class Launched:
     """The command `words` in its own session. Its output goes to our stderr.
 

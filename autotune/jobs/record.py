@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from autotune.errors import LaunchError
-from autotune.jobs.processes import Launched
+from autotune.jobs.processes import Launched, shell_status
 from autotune.recordings.graph_file import GRAPH_FILE
 from autotune.recordings.job_file import JOB_FILE, trace_name
 from autotune.recordings.memory_file import MEMORY_FILE
@@ -34,7 +34,7 @@ def clear_recording(folder: Path) -> None:
 
 
 def record(command: ScriptCommand, settings: RecordSettings, timeout_s: float) -> int:
-    """Run until everything is written and the script has ended; return its exit status.
+    """Run until everything is written and the script has ended; return its `shell_status`.
 
     The status is 0 if we stopped the script (`settings.stop`). Raises `LaunchError` if nothing was
     recorded.
@@ -65,7 +65,7 @@ def record(command: ScriptCommand, settings: RecordSettings, timeout_s: float) -
     if not written.exists():
         problem = f"nothing was recorded, and the script ended with status {status}"
         raise LaunchError(_failure_text(launched, reports, problem, command))
-    return 0 if settings.stop else status
+    return 0 if settings.stop else shell_status(status)
 
 
 def _failure_text(launched: Launched, reports: Path, problem: str, command: ScriptCommand) -> str:

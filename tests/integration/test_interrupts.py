@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -127,6 +128,23 @@ def test_a_terminated_run_ends_torchrun_and_its_ranks(tmp_path) -> None:
         "the end of torchrun and its ranks",
         40.0,
     )
+
+
+def test_a_run_prints_one_object_and_has_the_status_of_a_shell(tmp_path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, signal\n"
+        "print('from the script', flush=True)\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    os.kill(os.getppid(), signal.SIGKILL)\n"
+    )
+    best = tmp_path / "best.json"
+    export_of_the_small_model().write(best)
+    launch = ["--", "torchrun", "--standalone", "--nproc-per-node", "2", str(script)]
+    words = [sys.executable, "-m", "autotune", "run", "--json", "--strategy", str(best), *launch]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=START_S)
+    assert json.loads(done.stdout)["exit_status"] == done.returncode == 128 + signal.SIGKILL
+    assert "from the script" in done.stderr
 
 
 def export_of_the_small_model() -> Export:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from autotune.recordings.job_file import RecordedJob
+from autotune.jobs.record import record
+from autotune.recordings.job_file import JOB_FILE, RecordedJob
 from autotune.recordings.memory_file import RecordedMemory
+from runtime_rewriter.recording.settings import RecordSettings
+from runtime_rewriter.world.script_command import ScriptCommand
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "scripts" / "train_small.py"
@@ -60,7 +64,8 @@ ALONE = ("python",)
 
 
 def test_a_script_under_torchrun_is_recorded_and_ended(tmp_path) -> None:
-    done = run(tmp_path / "traces", "--json", "--", "--steps", "100000", command=TORCHRUN)
+    secret = ("env", "API_KEY=bluebottle", *TORCHRUN)
+    done = run(tmp_path / "traces", "--json", "--", "--steps", "100000", command=secret)
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
     job = RecordedJob.read(tmp_path / "traces")
@@ -81,6 +86,8 @@ def test_a_script_under_torchrun_is_recorded_and_ended(tmp_path) -> None:
         "rank1.json.gz",
     }
     assert job.command[-2:] == ("--steps", "100000")
+    stored = (tmp_path / "traces" / "job.json").read_text()
+    assert job.command[1] == "API_KEY=***" and "bluebottle" not in stored + done.stdout
     again = run(tmp_path / "traces", "--", "--steps", "1")
     assert again.returncode == 2 and "name another --output, or use --overwrite" in again.stderr
 
@@ -120,6 +127,18 @@ def test_a_script_that_goes_on_ends_by_itself_with_its_own_status(tmp_path) -> N
     )
     assert crashed.returncode == 7
     assert RecordedJob.read(tmp_path).workload is None
+
+
+def test_a_script_that_is_killed_has_the_status_of_a_shell(tmp_path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, pathlib, signal, sys\n"
+        "pathlib.Path(sys.argv[1]).write_text('{}')\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    command = ScriptCommand(str(script), (str(tmp_path / JOB_FILE),), False, None)
+    settings = RecordSettings(folder=str(tmp_path), stop=False, reports=str(tmp_path))
+    assert record(command, settings, timeout_s=120.0) == 128 + signal.SIGKILL
 
 
 def test_ordinary_steps_between_recorded_ones_are_stated(tmp_path) -> None:
