@@ -229,7 +229,9 @@ class StepRecorder:
     def _begin_memory(self) -> None:
         """Collective, under the same plan as the workload."""
         assert self._synchronizer is not None
-        self._memory = MemoryCapture(self._synchronizer, self._results.deferrable)
+        self._memory = MemoryCapture(
+            self._synchronizer, self._results.deferrable, script_ends=self.settings.stop
+        )
         self._restore.callback(self._memory.close)
         # under `autotune.profile` the last step ends in the next forward pass
         self._enter(RecordingPhase.MEMORY, MEMORY_STEPS + 1)

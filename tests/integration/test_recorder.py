@@ -40,11 +40,29 @@ BEFORE = WARMUP + 5 + 6 + 2
 """Steps before the first recorded one: warm-up, workload, memory, settling."""
 
 
+class Stateful(nn.Module):
+    """A forward pass changes its state: a replaced buffer, a frozen average, an attribute."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+        self.frozen = nn.Parameter(torch.zeros(40), requires_grad=False)
+        self.hidden = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = x.detach().mean(0)
+        self.mean = 0.9 * self.mean + 0.1 * mean.mean()
+        self.hidden = 0.5 * self.hidden + mean.sum()
+        self.frozen.data.mul_(0.9).add_(mean, alpha=0.1)
+        return x + 0.01 * (self.mean + self.hidden.tanh() + self.frozen)
+
+
 def model() -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(
-        nn.Linear(24, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 40), nn.Linear(40, 5)
-    )
+    layers = nn.Linear(24, 40), nn.BatchNorm1d(40), nn.ReLU(), nn.Linear(40, 40), nn.Linear(40, 5)
+    return nn.Sequential(*layers[:4], Stateful(), *layers[4:])
 
 
 def digest(module: nn.Module) -> str:
@@ -152,7 +170,7 @@ def test_buckets_buffers_and_the_scripts_own_collectives_have_the_same_transacti
     )
     in_step = [one for one in collectives[0] if one["step"] == 1]
     buckets = [one for one in in_step if one["origin"] == "bucket"]
-    variables = sum(p.numel() for p in model().parameters())
+    variables = sum(p.numel() for p in model().parameters() if p.requires_grad)
     assert len(buckets) > 1 and sum(one["in_elements"] for one in buckets) == variables
     assert [one["bucket"] for one in buckets] == list(range(len(buckets)))
     (scripts_own,) = (one for one in in_step if one["origin"] == "script")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import shutil
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -289,6 +290,24 @@ def _sharing(rank: int) -> RecordedMemory | None:
     memory = capture.finish()
     dist.barrier()
     return memory
+
+
+def _scripted(rank: int) -> tuple[str, list[str]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), torch.jit.script(nn.Linear(WIDTH, 2)))
+    wrapped: Any = PlannedDataParallel(module)
+    capture = MemoryCapture(wrapped.synchronizer, None)
+    while not capture.done:
+        module.zero_grad()
+        wrapped(torch.rand(8, WIDTH)).sum().backward()
+    assert capture.finish() is None
+    return capture.note, [name for name, part in module.named_modules() if part._forward_hooks]
+
+
+def test_a_scripted_part_has_no_recorded_memory_and_training_goes_on() -> None:
+    (note, hooked), _ = run_world(_scripted, 2)
+    assert "'1' is scripted" in note and not hooked
 
 
 def test_no_rank_computes_half_a_batch_alone_where_that_would_wait_for_the_others() -> None:

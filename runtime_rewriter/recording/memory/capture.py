@@ -3,8 +3,9 @@
 The steps run under a plan that sends its messages after the backward pass, as those that measure
 the workload do. So communication has a place of its own in every step, before the forward pass
 (buffers) and after the backward pass (gradients), and is left out. Only rank 0 is recorded, since
-replicas are equal. After the last step it also computes half of the batch, which shows how times
-shrink with it.
+replicas are equal. If the script ends with the recording, it also computes half of the last batch,
+which shows how times shrink with it. A module may keep state of which nothing is known here, so
+this would change the training of a script that goes on.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -41,11 +42,14 @@ class MemoryCapture(BackwardObserver):
 
     Building one is collective, between two steps. `done` becomes true at the boundary after the
     last step, equally on all ranks. `finish` is collective too and leaves no plan loaded. `note`:
-    the reason for a missing profile, else "".
+    the reason for a missing profile, else "". `script_ends`: the script ends with the recording.
     """
 
-    def __init__(self, synchronizer: GradientSynchronizer, plan: Plan | None) -> None:
+    def __init__(
+        self, synchronizer: GradientSynchronizer, plan: Plan | None, script_ends: bool = True
+    ) -> None:
         self._synchronizer = synchronizer
+        self._script_ends = script_ends
         self._steps = 0
         self._saw_backward = self._apart = False
         self.note = ""
@@ -108,7 +112,7 @@ class MemoryCapture(BackwardObserver):
         except InvalidInput as refusal:
             self._give_up(str(refusal))
             return
-        if self._steps == _WARMUP_STEPS:
+        if self._steps == _WARMUP_STEPS and self._script_ends:
             # before the recorded steps, in which the call would keep what the script drops
             module = self._synchronizer.module
             self._call_hooks = (

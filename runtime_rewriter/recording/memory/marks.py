@@ -129,6 +129,13 @@ class StepMarks:
             raise InvalidInput(
                 f"regions must be submodules of {kind}, but it has no {unknown[0]!r}"
             )
+        for name, part in named.items():
+            if isinstance(part, torch.jit.ScriptModule):
+                raise InvalidInput(
+                    "the memory of a module is recorded by hooks on its parts, which TorchScript "
+                    f"does not allow, but {name or 'the module'!r} is scripted; leave "
+                    "torch.jit.script out to record it"
+                )
         self.facts = [_facts(name, named) for name in regions]
         self._parameters = trainable_parameters(module)
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
