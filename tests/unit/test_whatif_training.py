@@ -171,6 +171,20 @@ def test_kernels_of_products_state_their_precision(kernel, precision) -> None:
     assert precision_of(kernel) is precision
 
 
+def test_autocast_from_tf32_reaches_the_time_of_autocast_from_fp32(base: Base) -> None:
+    """Without shapes, by the classes of kernels: a trace in TF32 has a part of the gain already."""
+    operators = tuple(replace(one, inputs=None) for one in base.names.operators)
+    single = replace(base, names=replace(base.names, operators=operators))
+    in_tf32 = tf32(single, ASKED, H100)
+    faster = in_tf32.duration_s < single.duration_s
+    kernel = "cutlass_80_tensorop_s1688gemm_128x256_16x3_nn_align4"
+    names = tuple(kernel if faster[op] else name for op, name in enumerate(base.names.ops))
+    recorded = replace(in_tf32, precision="", names=replace(in_tf32.names, ops=names))
+    assert faster.any()
+    after, expected = (amp(one, ASKED, H100) for one in (recorded, single))
+    assert after.duration_s[faster] == pytest.approx(expected.duration_s[faster])
+
+
 def test_a_kernel_for_each_tensor_takes_at_least_its_least_time(base: Base) -> None:
     each = for_each_optimizer(base, ASKED, TABLE)
     assert step_us(each) == pytest.approx(6 * KERNEL_US + 4 * 2 * 150, rel=0.01)

@@ -18,7 +18,7 @@ from autotune.whatif.kernels.h100_factors import H100
 from autotune.whatif.kernels.kernel_classes import KernelClass, kernel_classes
 from autotune.whatif.kernels.operator_work import ProductWork, product_work
 from autotune.whatif.kernels.parameters import gradient_bytes, parameter_shapes
-from autotune.whatif.kernels.precisions import Precision, refuse_precision
+from autotune.whatif.kernels.precisions import Precision, precision_of, refuse_precision
 from autotune.whatif.primitives import connect, insert, remove, select
 from autotune.whatif.question import Question, Reading
 from autotune.whatif.registry import what_if
@@ -159,8 +159,12 @@ def _require_fp32(base: Base, speeds_up: str, *refused: Precision) -> None:
 
 
 def _scaled(base: Base, classes: np.ndarray, table: FactorTable, reading: Reading) -> Base:
+    """Kernels take the factor of their class. Products in TF32 already have a part of it."""
     factors = {one: table.factor(one, reading) for one in KernelClass}
     factor = np.array([1.0 if one is None else factors[one] for one in classes])
+    for op, one in enumerate(classes):
+        if one in PRODUCTS and precision_of(base.names.ops[op]) is Precision.TF32:
+            factor[op] /= min(1.0, 2 * table.tf32.at(reading) * factor[op])
     return replace(base, duration_s=base.duration_s * factor)
 
 
