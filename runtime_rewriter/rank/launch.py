@@ -155,7 +155,9 @@ def _run_recorded(settings: Path, words: list[str]) -> int:
                 if end.code not in (None, 0):
                     raise
             session.script_ended()
-    except BaseException as error:  # noqa: BLE001 - every end of the user's script is reported, not swallowed
+    except BaseException as error:
+        if session.written and not session.settings.stop:
+            raise  # how a recorded script ends is its own affair
         session.report(
             error,
             f"the script ended with {error.code!r}"

@@ -111,22 +111,11 @@ def test_a_script_that_goes_on_ends_by_itself_with_its_own_status(tmp_path) -> N
     done = run(tmp_path, "--go-on", "--no-workload", "--", "--steps", "8", command=ALONE)
     assert done.returncode == 0, done.stderr
     assert "recorded 3 steps on 1 rank(s)" in done.stdout and "next: autotune replay" in done.stdout
-    crashed = run(
-        tmp_path,
-        "--go-on",
-        "--no-workload",
-        "--overwrite",
-        "--",
-        "--steps",
-        "9",
-        "--fault",
-        "exit",
-        "--fault-step",
-        "8",
-        command=ALONE,
-    )
-    assert crashed.returncode == 7
-    assert RecordedJob.read(tmp_path).workload is None
+    again = ("--go-on", "--no-workload", "--overwrite", "--", "--steps", "9", "--fault-step", "8")
+    for fault, status in (("exit", 7), ("status", 3)):
+        ended = run(tmp_path, *again, "--fault", fault, command=ALONE)
+        assert ended.returncode == status, ended.stderr
+        assert RecordedJob.read(tmp_path).workload is None
 
 
 def test_a_script_that_is_killed_has_the_status_of_a_shell(tmp_path) -> None:

@@ -33,6 +33,8 @@ def misbehave(kinds: list[str], file: Path | None) -> None:
         os._exit(7)
     if kind == "end":
         sys.exit()
+    if kind == "status":
+        sys.exit(3)
     if kind == "supervisor":
         os.kill(os.getppid(), signal.SIGKILL)
     if kind == "hang":
