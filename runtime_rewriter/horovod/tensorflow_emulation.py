@@ -30,11 +30,10 @@ _LOCAL = ("Size", "Rank", "Included")
 
 @dataclass(frozen=True)
 class _RecordedStep:
-    """Results, and the local gradient of each variable that has one: an array, or rows and their
-    indices."""
+    """Results, and the local gradient of each variable that has one, an array."""
 
     results: Any
-    gradients: Mapping[int, tuple[Any, ...]]
+    gradients: Mapping[int, Any]
 
 
 class TensorflowAccelerator(EmulatedAccelerator):
@@ -94,7 +93,7 @@ class TensorflowAccelerator(EmulatedAccelerator):
             self._wait_after(ready_s)
             for position in positions:
                 if position in recorded.gradients:
-                    synchronizer.ready(position, *recorded.gradients[position])
+                    synchronizer.ready(position, recorded.gradients[position])
         if self._timetable is not None:
             self._wait_after(self._timetable.backward_s)
         synchronizer.finish()
@@ -108,7 +107,7 @@ class TensorflowAccelerator(EmulatedAccelerator):
         synchronizer = self._of_tensorflow
 
         def hand_out(positions: Sequence[int], ready_s: float) -> list[Any]:
-            arrays = [array.copy() for p in positions for array in recorded.gradients[p]]
+            arrays = [recorded.gradients[position].copy() for position in positions]
             self._wait_after(ready_s)
             return arrays
 
@@ -121,29 +120,19 @@ class TensorflowAccelerator(EmulatedAccelerator):
             gradients: list[Any] = [None] * len(synchronizer.parameters)
             for due, ready_s in self._handed_out:
                 positions = [position for position in due if position in recorded.gradients]
-                kinds = [a.dtype for p in positions for a in recorded.gradients[p]]
+                kinds = [recorded.gradients[position].dtype for position in positions]
                 if not positions:
                     continue
                 # It has state: these functions run one after the other, in the order written here.
-                call = partial(hand_out, positions, ready_s)
-                arrays = iter(tf.numpy_function(call, [], kinds))
-                for position in positions:
-                    gradients[position] = self._gradient(recorded, position, arrays)
+                tensors = tf.numpy_function(partial(hand_out, positions, ready_s), [], kinds)
+                for position, tensor in zip(positions, tensors, strict=True):
+                    tensor.set_shape(recorded.gradients[position].shape)
+                    gradients[position] = tensor
             averages = synchronizer.own_averages(gradients)
             return [tf.numpy_function(end, [], tf.int32), *averages]
 
         function: Callable[[], Any] = tf.function(played, autograph=False)
         return function
-
-    def _gradient(self, recorded: _RecordedStep, position: int, arrays: Iterator[Any]) -> Any:
-        parts = recorded.gradients[position]
-        tensors = [next(arrays) for _ in parts]
-        for tensor, array in zip(tensors, parts, strict=True):
-            tensor.set_shape(array.shape)
-        if len(tensors) == 1:
-            return tensors[0]
-        shape = self._of_tensorflow.parameters[position].shape
-        return tf.IndexedSlices(*tensors, tf.constant(tuple(shape), tensors[1].dtype))
 
 
 def _transfers_in(graph: Any) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import ModuleType
@@ -38,6 +39,12 @@ THREADS_REFUSAL = (
 )
 
 
+CONCRETE_REFUSAL = (
+    "a step must be a call of its tf.function, but the script traces or calls a concrete function "
+    "of it; call train_step(batch) instead of a concrete function"
+)
+
+
 def refuse_optimizers(package: str, module: ModuleType, undo: ExitStack) -> None:
     """Refuse what wraps optimizers in Horovod's Keras modules, and callbacks that fail."""
     own: Any = module
@@ -69,6 +76,35 @@ def check_tape(horovod: Any, settings: TapeSettings) -> None:
             "use op=hvd.Average"
         )
     check_all_ranks(horovod, "tape", settings.process_set)
+
+
+def check_complete(
+    tuned: int, positions: Sequence[int], gradients: Sequence[Any], known: Sequence[int]
+) -> None:
+    """Raise `InvalidInput` unless these are the gradients of exactly the `tuned` variables.
+
+    `known`: the numbers of their gradients, and of those that are rows.
+    """
+    others = [one for n, one in enumerate(gradients) if n not in known and one is not None]
+    if others or sorted(positions) != list(range(tuned)):
+        raise InvalidInput(
+            f"each step must compute the gradients of the same {tuned} variables, but one "
+            f"computes those of {len(positions)} of them and of {len(others)} others; compute all "
+            "in one tape.gradient()"
+        )
+
+
+def check_dense(names: Sequence[str], gradients: Sequence[Any]) -> None:
+    """Raise `InvalidInput` if a gradient that a plan has is rows."""
+    import tensorflow as tf
+
+    for name, gradient in zip(names, gradients, strict=True):
+        if isinstance(gradient, tf.IndexedSlices):
+            raise InvalidInput(
+                "a gradient must stay dense if it is in the first step, but that of "
+                f"{name} has become rows (tf.IndexedSlices); pass sparse_as_dense=True to "
+                "hvd.DistributedGradientTape"
+            )
 
 
 def check_threads() -> None:

@@ -17,14 +17,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-import torch.distributed as dist
-
 from autotune.errors import InvalidInput
 from runtime_rewriter.horovod.connection import HorovodConnection
 from runtime_rewriter.horovod.importing import changed_on_import, replace_attribute
+from runtime_rewriter.horovod.joining import check_join
 from runtime_rewriter.horovod.tensorflow_refusals import (
-    check_tape,
-    check_threads,
+    CONCRETE_REFUSAL,
+    check_complete,
+    check_dense,
     refuse_elastic,
     refuse_optimizer,
     refuse_optimizers,
@@ -33,13 +33,13 @@ from runtime_rewriter.pytorch.ddp import ModelObserver
 from runtime_rewriter.pytorch.exchange.ranks import Timeouts
 
 if TYPE_CHECKING:
+    from runtime_rewriter.horovod.tensorflow_building import TunedVariables
     from runtime_rewriter.horovod.tensorflow_synchronizer import (
         Switches,
         TapeSettings,
         TensorflowSynchronizer,
     )
-
-_ADDRESS_BYTES = 256
+    from runtime_rewriter.horovod.tensorflow_tape import AveragedGraphs
 
 
 @contextmanager
@@ -67,7 +67,8 @@ class _Steering:
         self._connection: HorovodConnection
         self._synchronizer: TensorflowSynchronizer | None = None
         self._switches: Switches | None = None
-        self._positions: dict[Any, int] = {}
+        self._tuned_variables: TunedVariables
+        self._averaged: AveragedGraphs
         self._steps: WeakSet[Any] = WeakSet()  # functions of TensorFlow that compute gradients
         self._called = threading.local()
         self._failure: Exception | None = None
@@ -76,20 +77,28 @@ class _Steering:
     def change(self, horovod: ModuleType, undo: ExitStack) -> None:
         """Replace functions of `horovod.tensorflow`, and where TensorFlow begins a step."""
         import tensorflow as tf
-        from tensorflow.python.eager.polymorphic_function import polymorphic_function
+        from tensorflow.python.eager.polymorphic_function import (
+            concrete_function,
+            polymorphic_function,
+        )
 
+        from runtime_rewriter.horovod.tensorflow_building import broadcast_text
+        from runtime_rewriter.horovod.tensorflow_tape import AveragedGraphs
+
+        self._averaged = AveragedGraphs()
         own: Any = horovod
         self._horovod = own
         self._connection = HorovodConnection(
             own.init,
             own.shutdown,
             lambda: (own.rank(), own.size()),
-            partial(_broadcast_text, own),
+            partial(broadcast_text, own),
             stall_s=self._waits.message_s if self._tuned else None,
             timeout_s=self._waits.message_s,
         )
         tape = own.DistributedGradientTape
         function: Any = polymorphic_function.Function
+        concrete: Any = concrete_function.ConcreteFunction
         places: tuple[tuple[Any, str, Any], ...] = (
             (own, "init", self._initializing(own.init)),
             (own.mpi_ops, "init", self._initializing(own.init)),
@@ -102,7 +111,11 @@ class _Steering:
                 partial(refuse_optimizer, "horovod.tensorflow.DistributedOptimizer"),
             ),
             (own.elastic, "run", refuse_elastic),
+            (own, "join", self._joining(own.join)),
+            (own.mpi_ops, "join", self._joining(own.join)),
             (function, "__call__", self._calling(function.__call__)),
+            (function, "get_concrete_function", self._tracing(function.get_concrete_function)),
+            (concrete, "__call__", self._calling_concrete(concrete.__call__)),
             (tf.GradientTape, "__enter__", self._entering(tf.GradientTape.__enter__)),
         )
         for module, name, value in places:
@@ -127,6 +140,14 @@ class _Steering:
 
         return add_process_set
 
+    def _joining(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def join() -> Any:
+            check_join(self._synchronizer)
+            return original()
+
+        return join
+
     # -- steps
 
     def _calling(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,6 +156,9 @@ class _Steering:
         @wraps(original)
         def call(function: Any, *args: Any, **kwargs: Any) -> Any:
             if getattr(self._called, "function", None) is not None:
+                if function in self._steps:  # it may have been traced before
+                    with self._noted_failure():
+                        self._note_step()
                 return original(function, *args, **kwargs)
             self._called.function = function
             try:
@@ -149,6 +173,47 @@ class _Steering:
                 self._called.function = None
 
         return call
+
+    def _tracing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Implements a trace without a call, which may turn out to be a step's."""
+
+        @wraps(original)
+        def trace(function: Any, *args: Any, **kwargs: Any) -> Any:
+            if getattr(self._called, "function", None) is not None:
+                return original(function, *args, **kwargs)
+            try:
+                return original(function, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - it is raised again, or its cause is
+                raise self._cause(error) from None
+
+        return trace
+
+    def _calling_concrete(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def call(concrete: Any, *args: Any, **kwargs: Any) -> Any:
+            synchronizer = self._synchronizer
+            if synchronizer is not None and concrete.graph in synchronizer.graphs:
+                with self._noted_failure():
+                    raise InvalidInput(CONCRETE_REFUSAL)
+            return original(concrete, *args, **kwargs)
+
+        return call
+
+    def _note_step(self) -> None:
+        """Note the function under call as a step. Raises `InvalidInput` if it cannot be one."""
+        import tensorflow as tf
+
+        from runtime_rewriter.horovod.tensorflow_tape import outermost_graph
+
+        assert self._synchronizer is not None
+        recorder = self._synchronizer.graph_recorder
+        if tf.executing_eagerly() or (recorder is not None and recorder.capturing):
+            return
+        graph, function = outermost_graph(), getattr(self._called, "function", None)
+        if function is None:
+            raise InvalidInput(CONCRETE_REFUSAL)
+        self._steps.add(function)
+        self._synchronizer.graphs.add(graph)
 
     def _step(
         self, function: Any, run: Callable[[], Any], args: Sequence[Any], kwargs: dict[str, Any]
@@ -195,6 +260,14 @@ class _Steering:
             failure, self._synchronizer.failure = self._synchronizer.failure, None
         return failure or error
 
+    @contextmanager
+    def _noted_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._failure = error
+            raise
+
     # -- tapes
 
     def _tape(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -215,6 +288,10 @@ class _Steering:
         if settings.grouped and self._synchronizer is None:
             self._connection.execute_groups_alone(False)
         own, gradient = tape._allreduce_grads, tape.gradient
+        alone = own
+        if settings.grouped:  # Horovod fails where a group has no gradients
+            ungrouped = original(**{**options, "groups": None, "num_groups": 0})
+            alone = ungrouped._allreduce_grads
         target: list[Any] = []
 
         def noting_target(loss: Any, sources: Any, *rest: Any, **named: Any) -> Any:
@@ -224,7 +301,12 @@ class _Steering:
 
         def averages(gradients: Any, variables: Any, generic_names: bool = False) -> Any:
             return self._averages(
-                settings, list(gradients), list(variables), target[0], generic_names, own
+                settings,
+                list(gradients),
+                list(variables),
+                target[0],
+                partial(own, use_generic_names=generic_names),
+                partial(alone, use_generic_names=generic_names),
             )
 
         tape.gradient = wraps(gradient)(self._unconverted(noting_target))
@@ -238,11 +320,8 @@ class _Steering:
 
         @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
         def call(*args: Any, **kwargs: Any) -> Any:
-            try:
+            with self._noted_failure():
                 return function(*given, *args, **kwargs)
-            except Exception as error:
-                self._failure = error
-                raise
 
         unconverted: Callable[..., Any] = call
         return unconverted
@@ -253,13 +332,17 @@ class _Steering:
         gradients: list[Any],
         variables: list[Any],
         target: Any,
-        generic_names: bool,
-        own: Callable[..., Any],
+        own: Callable[[list[Any], list[Any]], Any],
+        alone: Callable[[list[Any], list[Any]], Any],
     ) -> Any:
-        """Implements the averaging of a tape's gradients."""
+        """Implements the averaging of a tape's gradients.
+
+        `own`: Horovod's own averages of gradients of variables; `alone`: without groups.
+        """
         import tensorflow as tf
 
         from runtime_rewriter.horovod import tensorflow_tape as tapes
+        from runtime_rewriter.horovod.tensorflow_building import SynchronizerBuilder
 
         if settings.sparse_as_dense:
             gradients = [
@@ -267,56 +350,63 @@ class _Steering:
                 for one in gradients
             ]
         eager = tf.executing_eagerly()
-        graph = None if eager else tapes.outermost_graph()
+        if not eager:
+            tapes.outermost_graph()  # refuses loops before any rank waits for another
         if self._synchronizer is None:
-            self._synchronizer = self._built(settings, gradients, variables)
+            assert self._switches is not None, "hvd.init() has found the world"
+            build = SynchronizerBuilder(
+                self._horovod, self._connection, self._switches, self._waits, settings
+            )
+            self._tuned_variables, self._synchronizer = build(gradients, variables)
+            self._session.model_built(self._synchronizer)
         synchronizer = self._synchronizer
         if synchronizer.graph_recorder is not None and synchronizer.graph_recorder.capturing:
-            return own(gradients, variables, generic_names)
-        known = [number for number, one in enumerate(variables) if one.ref() in self._positions]
+            return own(gradients, variables)
+        positions_of, with_rows = self._tuned_variables.positions, self._tuned_variables.in_rows
+        known = [number for number, one in enumerate(variables) if one.ref() in positions_of]
         if not known:
-            return own(gradients, variables, generic_names)  # another model's
-        positions = [self._positions[variables[number].ref()] for number in known]
-        self._check_complete(positions, gradients, known)
+            return own(gradients, variables)  # another model's
+        in_rows = [
+            number
+            for number, (one, gradient) in enumerate(zip(variables, gradients, strict=True))
+            if one.ref() in with_rows and gradient is not None
+        ]
+        positions = [positions_of[variables[number].ref()] for number in known]
+        check_complete(len(positions_of), positions, gradients, [*known, *in_rows])
+        local, rows = ([gradients[number] for number in some] for some in (known, in_rows))
+        check_dense([synchronizer.names[position] for position in positions], local)
         self._start()
 
-        def horovods(local: list[Any]) -> list[Any]:
-            """Horovod's own averages of gradients in the order of `known`."""
+        def averaged(average: Any, numbers: list[int], some: list[Any]) -> list[Any]:
             whole: list[Any] = [None] * len(variables)
-            for number, gradient in zip(known, local, strict=True):
+            for number, gradient in zip(numbers, some, strict=True):
                 whole[number] = gradient
-            results = own(whole, variables, generic_names)
-            return [results[number] for number in known]
+            results = average(whole, variables)
+            return [results[number] for number in numbers]
 
-        local = [gradients[number] for number in known]
+        def horovods(local: list[Any]) -> list[Any]:
+            """Horovod's own averages of gradients in the order of `known`, and of rows."""
+            return averaged(own, [*known, *in_rows], [*local, *rows])
+
+        def of_rows() -> list[Any]:
+            return averaged(alone, in_rows, rows) if in_rows else []
+
         if eager:
-            averages = self._averaged_eagerly(synchronizer, positions, local, horovods)
+            averages = self._averaged_eagerly(synchronizer, positions, local, horovods, of_rows)
         else:
             synchronizer.mark_unclean()  # tracing takes time
-            self._steps.add(self._called.function)
-            synchronizer.graphs.add(graph)
+            self._note_step()
+            self._averaged.note()
             synchronizer.own_averages = lambda by_position: horovods(
                 [by_position[position] for position in positions]
             )
             averages = tapes.averaged_in_graph(
-                synchronizer, positions, local, target, partial(horovods, local)
+                synchronizer, positions, local, target, partial(horovods, local), of_rows
             )
         results: list[Any] = [None] * len(gradients)
-        for number, average in zip(known, averages, strict=True):
+        for number, average in zip([*known, *in_rows], averages, strict=True):
             results[number] = average
         return results
-
-    def _check_complete(
-        self, positions: Sequence[int], gradients: Sequence[Any], known: Sequence[int]
-    ) -> None:
-        """Raise `InvalidInput` unless these are the gradients of exactly the tuned variables."""
-        others = [one for n, one in enumerate(gradients) if n not in known and one is not None]
-        if others or sorted(positions) != list(range(len(self._positions))):
-            raise InvalidInput(
-                f"each step must compute the gradients of the same {len(self._positions)} "
-                f"variables, but one computes those of {len(positions)} of them and of "
-                f"{len(others)} others; compute all in one tape.gradient()"
-            )
 
     def _averaged_eagerly(
         self,
@@ -324,6 +414,7 @@ class _Steering:
         positions: Sequence[int],
         gradients: list[Any],
         own: Callable[[list[Any]], list[Any]],
+        rows: Callable[[], list[Any]],
     ) -> list[Any]:
         from runtime_rewriter.horovod.tensorflow_tape import EAGER_REFUSAL, averaged_eagerly
 
@@ -336,59 +427,5 @@ class _Steering:
             self._end()
             return averages
         self._started = False
-        return averaged_eagerly(synchronizer, positions, gradients)
-
-    def _built(
-        self, settings: TapeSettings, gradients: Sequence[Any], variables: Sequence[Any]
-    ) -> TensorflowSynchronizer:
-        """The synchronizer of the variables that have a gradient on any rank. Collective."""
-        import tensorflow as tf
-
-        from runtime_rewriter.horovod.tensorflow_emulation import TensorflowAccelerator
-        from runtime_rewriter.horovod.tensorflow_synchronizer import TensorflowSynchronizer
-        from runtime_rewriter.horovod.tensorflow_variables import TensorflowStep, unique_names
-
-        check_tape(self._horovod, settings)
-        check_threads()
-        names = unique_names(variables)
-        world = self._connection.world
-        present = [(one is not None, isinstance(one, tf.IndexedSlices)) for one in gradients]
-        everywhere: list[Any] = [None] * self._horovod.size()
-        with world.as_default():
-            dist.all_gather_object(everywhere, dict(zip(names, present, strict=True)))
-        chosen = []
-        for name, variable in zip(names, variables, strict=True):
-            of_ranks = [of_rank.get(name, (False, False)) for of_rank in everywhere]
-            if any(has for has, _ in of_ranks):
-                chosen.append((name, variable, any(sparse for _, sparse in of_ranks)))
-        if not chosen:
-            raise InvalidInput("tape.gradient() gave no gradient of any variable on any rank")
-        self._positions = {one.ref(): position for position, (_, one, _) in enumerate(chosen)}
-        assert self._switches is not None, "hvd.init() has found the world"
-        synchronizer = TensorflowSynchronizer(
-            TensorflowStep(chosen),
-            settings,
-            self._horovod,
-            self._connection,
-            self._switches,
-            self._waits,
-        )
-        synchronizer.accelerator_of = TensorflowAccelerator
-        absent = {name for name, (has, _) in zip(names, present, strict=True) if not has}
-        synchronizer.missing = frozenset(
-            position for position, (name, _, _) in enumerate(chosen) if name in absent
-        )
-        self._session.model_built(synchronizer)
-        return synchronizer
-
-
-def _broadcast_text(horovod: Any, text: str) -> str:
-    """Rank 0's text on all ranks. Horovod's own function for objects would unpickle them."""
-    import numpy as np
-    import tensorflow as tf
-
-    encoded = np.zeros(_ADDRESS_BYTES, np.uint8)
-    encoded[: len(text)] = list(text.encode())
-    with tf.device("CPU:0"):
-        sent = horovod.broadcast(tf.constant(encoded), root_rank=0, name="autotune.address")
-    return bytes(sent.numpy().tolist()).rstrip(b"\0").decode()
+        of_rows = rows()
+        return [*averaged_eagerly(synchronizer, positions, gradients), *of_rows]

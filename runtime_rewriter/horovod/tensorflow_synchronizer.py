@@ -3,6 +3,10 @@
 The tape (tensorflow_tape.py) reports each gradient to `ready` and takes the averages from `finish`.
 It does so inside the script's own graph, whatever the plan, so a switch of plans traces nothing. A
 gradient that is None on this rank and not on all counts as zeros.
+
+Plans have no variables whose gradients are rows (`tf.IndexedSlices`). Horovod returns the rows of
+all ranks, also those of equal index, and optimizers and norms take each by itself. So Horovod's own
+operations average them under every plan.
 """
 
 # mypy: untyped-calls-exclude=torch, allow-untyped-calls, allow-untyped-decorators
@@ -30,6 +34,10 @@ from runtime_rewriter.horovod.tensorflow_variables import TensorflowStep, to_num
 from runtime_rewriter.pytorch.exchange.ranks import Timeouts
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 
+AVERAGED_TWICE = (
+    "a step must average the gradients of the same variables once, but one does it several times; "
+    "add up the losses, and compute all gradients in one tape.gradient()"
+)
 NO_CROSSING = "tape.gradient() returns the averages, so it waits for all of them"
 
 
@@ -74,7 +82,8 @@ class Switches:
 class TensorflowSynchronizer(GradientSynchronizer):
     """The synchronizer of the variables of a step. `horovod` is the module `horovod.tensorflow`.
 
-    Building one is collective over all ranks.
+    `in_rows`: the step's variables whose gradients are rows. Building one is collective over all
+    ranks.
     """
 
     def __init__(
@@ -85,12 +94,15 @@ class TensorflowSynchronizer(GradientSynchronizer):
         connection: HorovodConnection,
         switches: Switches,
         waits: Timeouts,
+        in_rows: Sequence[str] = (),
     ) -> None:
         self._horovod, self._settings, self._connection = horovod, settings, connection
         self.planned, self.recording = switches.planned, switches.recording
         self.missing: frozenset[int] = frozenset()
         """Variables without a gradient on this rank in the first step."""
-        self._recorded: dict[int, tuple[Any, ...]] = {}
+        self._in_rows = tuple(in_rows)
+        self._recorded: dict[int, Any] = {}
+        self._reported: set[int] = set()  # in this pass
         self.graphs: WeakSet[Any] = WeakSet()
         """The outermost graphs that compute the gradients."""
         self.own_averages: Callable[[list[Any]], list[Any]]
@@ -101,6 +113,7 @@ class TensorflowSynchronizer(GradientSynchronizer):
                 timeout_s=waits.message_s,
                 agreement_timeout_s=waits.agreement_s,
                 refusal_reason=self._refusal_reason,
+                emulation_refusal=self._emulation_refusal,
                 on_byte_scale=_no_byte_scale,
                 lanes=partial(TensorflowLanes, horovod, settings.process_set),
                 summed=settings.op == horovod.Sum,
@@ -120,11 +133,20 @@ class TensorflowSynchronizer(GradientSynchronizer):
             return "the tape was built with an op other than hvd.Average and hvd.Sum"
         return None
 
+    def _emulation_refusal(self) -> str | None:
+        if self._in_rows:
+            return (
+                f"the gradients of {', '.join(self._in_rows[:3])} are rows, which are not "
+                "recorded; pass sparse_as_dense=True to hvd.DistributedGradientTape"
+            )
+        return self._refusal_reason()
+
     def load(self, plan: Plan | None, *, deferred: bool = False) -> None:
         with self._connection.world.as_default():
             super().load(plan, deferred=deferred)
             if self._settings.grouped:
                 self._connection.execute_groups_alone(plan is not None)
+        self._reported.clear()
         packing: Any = self._packing
         packing.write = partial(self._write_anew, packing.write)
         with tf.init_scope():
@@ -149,12 +171,7 @@ class TensorflowSynchronizer(GradientSynchronizer):
         gradients: Mapping[int, Tensor | None],
     ) -> None:
         """Write averages to new memory: the gradients' own belongs to TensorFlow."""
-        write(
-            {
-                position: gradient if gradient is not None and gradient.is_sparse else None
-                for position, gradient in gradients.items()
-            }
-        )
+        write(dict.fromkeys(gradients))
 
     # -- a step
 
@@ -169,25 +186,25 @@ class TensorflowSynchronizer(GradientSynchronizer):
         with self._lock, self._kept_failures():
             self._begin()
 
-    def ready(self, position: int, values: Any, indices: Any = None) -> None:
-        """Call when the gradient of a variable is final: an array, or rows and their indices."""
+    def ready(self, position: int, values: Any) -> None:
+        """Call when the gradient of a variable, an array, is final."""
         with self._lock, self._kept_failures():
             self._begin()
-            parameter = self.parameters[position]
-            if indices is None:
-                parameter.grad = to_torch(values)
-            else:
-                parameter.grad = _rows(values, indices, parameter)
+            if position in self._reported:
+                raise InvalidInput(AVERAGED_TWICE)
+            self._reported.add(position)
+            self.parameters[position].grad = to_torch(values)
             self._pass.ready(position)
 
     def finish(self) -> list[Any]:
-        """Wait for the averages of all variables: arrays, or pairs of rows and their indices."""
+        """Wait for the averages of all variables, which are arrays."""
         with self._kept_failures():
             self._begin()
             super()._finish()
             averages = [_average(parameter.grad) for parameter in self.parameters]
             for parameter in self.parameters:
                 parameter.grad = None
+            self._reported.clear()
             return averages
 
     def check_missing(self, missing: frozenset[int]) -> None:
@@ -213,9 +230,8 @@ class TensorflowSynchronizer(GradientSynchronizer):
     # -- recording of one step
 
     @contextmanager
-    def recording_gradients(self) -> Iterator[dict[int, tuple[Any, ...]]]:
-        """Copies of the local gradients of a step inside, by position: an array, or rows and their
-        indices."""
+    def recording_gradients(self) -> Iterator[dict[int, Any]]:
+        """Copies of the local gradients of a step inside: arrays, by position."""
         self._recorded = {}
         self.recording.assign(True)
         try:
@@ -223,11 +239,10 @@ class TensorflowSynchronizer(GradientSynchronizer):
         finally:
             self.recording.assign(False)
 
-    def record(self, owners: Sequence[int], arrays: Sequence[Any]) -> None:
-        """Keep the parts of gradients; `owners`: the position of each part."""
-        for position, array in zip(owners, arrays, strict=True):
-            parts = self._recorded.get(position, ())
-            self._recorded[position] = (*parts, np.array(array))
+    def record(self, positions: Sequence[int], arrays: Sequence[Any]) -> None:
+        """Keep the gradients of a step."""
+        for position, array in zip(positions, arrays, strict=True):
+            self._recorded[position] = np.array(array)
 
     def _begin(self) -> None:
         if self._begun:
@@ -259,22 +274,9 @@ class _KeptFailures:
                 self._synchronizer._broken = str(error)
 
 
-def _rows(values: Any, indices: Any, parameter: Tensor) -> Tensor:
-    """Rows as a gradient of their own memory, which keeps its form when it is written."""
-    return torch.sparse_coo_tensor(
-        to_torch(indices).long()[None],
-        to_torch(values).clone(),
-        parameter.shape,
-        check_invariants=False,
-    )
-
-
 def _average(gradient: Tensor | None) -> Any:
     assert gradient is not None, "every variable of the plan has an average"
-    if not gradient.is_sparse:
-        return to_numpy(gradient)
-    rows = gradient.coalesce()
-    return to_numpy(rows.values()), to_numpy(rows.indices()[0])
+    return to_numpy(gradient)
 
 
 def _no_byte_scale(byte_scale: float) -> None:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 import torch
 from torch import Tensor, nn
@@ -35,15 +37,15 @@ _OF_TENSORFLOW = {
 
 
 class TensorflowStep(nn.Module):
-    """A parameter for each variable, in the script's order. `sparse`: see `SparseVariable`."""
+    """A parameter for each variable, in the script's order."""
 
-    def __init__(self, variables: Sequence[tuple[str, Any, bool]]) -> None:
+    def __init__(self, variables: Sequence[tuple[str, Any]]) -> None:
         super().__init__()
         self._named: list[tuple[str, nn.Parameter]] = []
         self.parts = nn.ModuleList()
-        for name, variable, sparse in variables:
+        for name, variable in variables:
             parameter = nn.Parameter(torch.empty(tuple(variable.shape), dtype=_dtype(variable)))
-            self.parts.append(SparseVariable(parameter) if sparse else _Variable(parameter))
+            self.parts.append(_Variable(parameter))
             self._named.append((name, parameter))
 
     def named_parameters(
@@ -59,19 +61,56 @@ class _Variable(nn.Module):
         self.weight = parameter
 
 
-class SparseVariable(nn.Embedding):
-    """A variable whose gradients are `tf.IndexedSlices`: by DDP's rule, an embedding's weight."""
-
-    def __init__(self, parameter: nn.Parameter) -> None:
-        nn.Module.__init__(self)
-        self.weight, self.sparse = parameter, True
-
-
 def check_variables(sources: Any) -> None:
     """Raise `InvalidInput` for variables of Keras 3, which Horovod cannot take."""
     for source in tf.nest.flatten(sources):
         if not hasattr(source, "ref"):
             raise InvalidInput(KERAS_VARIABLES.format(name=getattr(source, "path", str(source))))
+
+
+@dataclass(frozen=True)
+class GradientForm:
+    """`used`: whether a rank has a gradient of a variable; `rows`: whether it is IndexedSlices."""
+
+    used: bool
+    rows: bool
+
+    @staticmethod
+    def of(gradient: Any) -> GradientForm:
+        return GradientForm(gradient is not None, isinstance(gradient, tf.IndexedSlices))
+
+
+def used_names(
+    names: Sequence[str], ranks: Sequence[Mapping[str, GradientForm]]
+) -> tuple[list[str], list[str]]:
+    """The variables that have a dense gradient on any rank, and those that have rows on all ranks.
+
+    `ranks`: the forms of each rank's gradients. Raises `InvalidInput` if no plan can have these.
+    """
+    dense: list[str] = []
+    in_rows: list[str] = []
+    unused = GradientForm(False, False)
+    for name in names:
+        with_rows = [n for n, forms in enumerate(ranks) if forms.get(name, unused).rows]
+        if with_rows and len(with_rows) < len(ranks):
+            raise InvalidInput(
+                "a gradient that is rows (tf.IndexedSlices) must be rows on every rank, but those "
+                f"of {name} are rows on rank {', '.join(map(str, with_rows))} only; use the "
+                "variable on every rank"
+            )
+        if with_rows:
+            in_rows.append(name)
+        elif any(forms.get(name, unused).used for forms in ranks):
+            dense.append(name)
+    if in_rows and not dense:
+        raise InvalidInput(
+            "a plan needs a dense gradient, but all gradients of tape.gradient() are rows "
+            f"({', '.join(in_rows[:3])}), which Horovod's own operations average; pass "
+            "sparse_as_dense=True to hvd.DistributedGradientTape"
+        )
+    if not dense:
+        raise InvalidInput("tape.gradient() gave no gradient of any variable on any rank")
+    return dense, in_rows
 
 
 def unique_names(variables: Sequence[Any]) -> list[str]:
@@ -109,7 +148,8 @@ def _dtype(variable: Any) -> torch.dtype:
 
 
 def to_torch(array: Any) -> Tensor:
-    """A tensor on the memory of a numpy array that TensorFlow filled."""
+    """A tensor on the memory of a numpy array that TensorFlow filled; a scalar is a number."""
+    array = np.asarray(array)
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view("int16")).view(torch.bfloat16)
     return torch.from_numpy(array)

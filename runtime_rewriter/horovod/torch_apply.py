@@ -5,11 +5,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 from torch import nn
 
 from autotune.errors import InvalidInput
+from runtime_rewriter.horovod.importing import replace_function
+from runtime_rewriter.horovod.joining import check_join
 from runtime_rewriter.horovod.modules import module_of
 from runtime_rewriter.horovod.torch_scripts import check_optimizer, connection_of
 from runtime_rewriter.horovod.torch_synchronizer import HorovodSynchronizer
@@ -48,4 +52,16 @@ def attach_to_horovod(model: nn.Module, optimizer: Any, waits: Timeouts) -> Horo
     sets = horovod.mpi_ops._basics._get_process_set_ids_and_ranks()
     connection = connection_of(horovod, waits, tuned=False)
     connection.adopt(process_sets=len(sets) - 1)
-    return HorovodSynchronizer(model, optimizer, horovod, connection, waits)
+    synchronizer = HorovodSynchronizer(model, optimizer, horovod, connection, waits)
+    operations = horovod.mpi_ops
+    joining = wraps(operations.join)(partial(_join, operations.join, synchronizer))
+    replace_function("horovod.torch", operations, "join", joining, synchronizer.at_close)
+    return synchronizer
+
+
+def _join(
+    original: Callable[..., Any], synchronizer: HorovodSynchronizer, *args: Any, **kwargs: Any
+) -> Any:
+    """Implements `hvd.join`."""
+    check_join(synchronizer)
+    return original(*args, **kwargs)

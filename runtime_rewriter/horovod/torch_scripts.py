@@ -19,6 +19,7 @@ from runtime_rewriter.horovod.importing import (
     replace_attribute,
     replace_function,
 )
+from runtime_rewriter.horovod.joining import check_join
 from runtime_rewriter.horovod.modules import module_of
 from runtime_rewriter.horovod.process_sets import check_all_ranks
 from runtime_rewriter.horovod.torch_synchronizer import HorovodSynchronizer
@@ -44,6 +45,7 @@ class _Steering:
     def __init__(self, session: ModelObserver, waits: Timeouts, tuned: bool) -> None:
         self._session, self._waits, self._tuned = session, waits, tuned
         self._taken = False
+        self._synchronizer: HorovodSynchronizer | None = None
 
     def change(self, horovod: ModuleType, undo: ExitStack) -> None:
         """Replace functions of `horovod.torch`, whose other modules take them from each other."""
@@ -68,7 +70,7 @@ class _Steering:
             replace_attribute(module, name, value, undo)
         for name, limited in (
             ("synchronize", connection.stalls.waiting),
-            ("join", connection.stalls.unlimited),
+            ("join", partial(self._joining, connection)),
         ):
             waiting = wraps(getattr(operations, name))(
                 partial(_inside, limited, getattr(operations, name))
@@ -91,10 +93,18 @@ class _Steering:
             self._taken = True
             check_optimizer(horovod, optimizer)
             module = module_of(optimizer._requires_update or optimizer._parameter_names)
-            self._session.model_built(
-                HorovodSynchronizer(module, optimizer, horovod, connection, self._waits)
+            self._synchronizer = HorovodSynchronizer(
+                module, optimizer, horovod, connection, self._waits
             )
+            self._session.model_built(self._synchronizer)
         return optimizer
+
+    @contextmanager
+    def _joining(self, connection: HorovodConnection) -> Iterator[None]:
+        """Around `hvd.join()`, which may wait for the other ranks' remaining steps."""
+        check_join(self._synchronizer)
+        with connection.stalls.unlimited():
+            yield
 
 
 def connection_of(horovod: Any, waits: Timeouts, tuned: bool) -> HorovodConnection:

@@ -11,7 +11,7 @@ without a gradient counts as zeros, and its `.grad` is written on all ranks, as 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -66,6 +66,7 @@ class HorovodSynchronizer(HookedSynchronizer):
         self.cross_step.outer = optimizer
         self.cross_step.script.norms_are_reads = True
         note_wrapper(type(optimizer))
+        self.at_close = ExitStack()
         self._own_synchronize = optimizer.synchronize
         optimizer.synchronize = self._synchronize
 
@@ -88,6 +89,7 @@ class HorovodSynchronizer(HookedSynchronizer):
     def close(self) -> None:
         with self._connection.world.as_default():
             super().close()
+        self.at_close.close()
         vars(self._optimizer).pop("synchronize", None)
 
     # -- the optimizer

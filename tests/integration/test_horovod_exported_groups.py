@@ -68,6 +68,8 @@ def test_horovod_executes_an_export_by_its_groups_and_by_one_line(tmp_path: Path
     assert len(set(re.findall(r"(?:groups|apply) ([0-9a-f]{64})", done.stdout))) == 1
     assert done.stdout.count("restarts 1 ") == 2
     assert "carried out by Horovod, 2 operations" in done.stdout
+    refused = f"join every rank must make the same number of steps under a plan (here {plan.id})"
+    assert done.stdout.count(refused) == 2
 
 
 def test_a_run_enacts_an_export_under_torchrun(tmp_path: Path) -> None:

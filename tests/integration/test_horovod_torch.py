@@ -401,8 +401,12 @@ def refusals(rank: int) -> dict[str, str]:
     def some_ranks() -> None:
         wrapped(Net(), process_set=hvd.add_process_set([0]))
 
+    def join() -> None:
+        train(model := Net(), wrapped(model), rank, steps=1)
+        hvd.join()
+
     messages = {}
-    for script in (adasum, part_of_a_module, maximum, different_plans, elastic, some_ranks):
+    for script in (adasum, part_of_a_module, maximum, different_plans, elastic, some_ranks, join):
         session = PlanSession(lambda module: None, in_trial=False)
         with launched(session):
             try:
@@ -471,6 +475,7 @@ def test_a_script_that_cannot_be_tuned_is_told_why(found) -> None:
         "different_plans": "every rank must hold the same plan",
         "elastic": "elastic Horovod cannot be controlled",
         "some_ranks": "its process set has ranks 0 of 2; tune with only these ranks",
+        "join": "drop the extra batches",
     }
     for of_rank in found:
         assert of_rank["refusals"].keys() == expected.keys()

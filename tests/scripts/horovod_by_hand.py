@@ -3,7 +3,7 @@
 First by its code for Horovod alone, then by `autotune.apply`, which restarts Horovod since the
 variable of the code is gone. The script itself must not: Horovod's own rendezvous keeps addresses
 of the first start, and on a busy machine aborts the second one. Each way writes a timeline, and
-prints a digest of the parameters.
+prints a digest of the parameters. Under the plan `hvd.join()` is refused.
 """
 
 import os
@@ -20,6 +20,7 @@ import horovod.torch as hvd
 import torch
 
 import autotune
+from autotune.errors import InvalidInput
 
 FOLDER, STEPS = Path(sys.argv[1]), int(sys.argv[2])
 
@@ -52,4 +53,8 @@ hvd.init()
 train("groups", best_horovod.distributed)
 del os.environ["HOROVOD_DISABLE_GROUP_FUSION"]
 train("apply", by_autotune)
+try:
+    hvd.join()
+except InvalidInput as refusal:
+    print("join", refusal, flush=True)
 hvd.shutdown()

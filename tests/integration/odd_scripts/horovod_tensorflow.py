@@ -180,6 +180,53 @@ def sparse_as_dense(run: TensorflowRun) -> None:
     _embedding(run, sparse_as_dense=True)
 
 
+def rows_in_groups(run: TensorflowRun) -> None:
+    """Horovod gathers rows in a group of their own."""
+    _embedding(run, num_groups=2)
+
+
+def _words(run: TensorflowRun, wrapped: Callable[..., Any]) -> None:
+    """Adam squares each row by itself, also those of equal index, and the norm is that of all."""
+    import horovod.tensorflow as hvd
+    import keras
+    import tensorflow as tf
+
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    model = keras.Sequential([layers.Embedding(12, 4), layers.Dense(3, "tanh"), layers.Dense(2)])
+    model.build((None, 6))
+    scale = keras.Variable(1.5, name="scale")  # a gradient without dimensions
+    optimizer = keras.optimizers.Adam(0.02)
+    held = [*model.trainable_variables, scale]
+    optimizer.build(held)
+
+    @wrapped
+    def train_step(tokens: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((scale.value * model(tokens)) ** 2)
+        gradients = hvd.DistributedGradientTape(tape).gradient(loss, of_tensorflow(held))
+        clipped, norm = tf.clip_by_global_norm(gradients, 0.1)
+        optimizer.apply_gradients(zip(clipped, held, strict=True))
+        return norm, gradients[0].values, gradients[0].indices
+
+    for step in range(STEPS):
+        tokens = np.random.default_rng(100 * run.rank + step).integers(0, 12, (2, 6))
+        run.see(values(train_step(tf.constant(tokens))))
+    run.see(values(held), values(optimizer.variables))
+
+
+def words(run: TensorflowRun) -> None:
+    """An embedding under an optimizer of Keras."""
+    import tensorflow as tf
+
+    _words(run, tf.function)
+
+
+def words_eagerly(run: TensorflowRun) -> None:
+    """The same without tf.function."""
+    _words(run, lambda step: step)
+
+
 def summed_in_groups(run: TensorflowRun) -> None:
     """op=Sum, and gradients that Horovod executes together; one variable is never used."""
     import horovod.tensorflow as hvd
@@ -251,6 +298,22 @@ def two_models(run: TensorflowRun) -> None:
     run.see(values(first.variables), values(second.variables))
 
 
+def inside(run: TensorflowRun) -> None:
+    """A function is a step by itself, and from the fourth step on within another one."""
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    variables, train = step_of(hvd, run.rank)
+
+    @tf.function
+    def outer() -> Any:
+        return train(0)
+
+    for step in range(2 * STEPS):
+        run.see(values([train(0) if step < 3 else outer()]))
+    run.see(values(variables))
+
+
 def fitted(run: TensorflowRun) -> None:
     """Keras's own loop around a train_step of the script."""
     import horovod.tensorflow as hvd
@@ -289,9 +352,13 @@ TENSORFLOW_SCRIPTS: dict[str, Callable[[TensorflowRun], None]] = {
         clipping,
         sparse,
         sparse_as_dense,
+        rows_in_groups,
+        words,
+        words_eagerly,
         summed_in_groups,
         local_layer,
         two_models,
+        inside,
         fitted,
     )
 }

@@ -14,6 +14,7 @@ from typing import Any
 from torch_plans import uniform
 
 from odd_scripts.horovod_tensorflow import batch, network, step_of
+from runtime_rewriter.pytorch.emulation import accelerator_of
 
 Script = Callable[[int, Any], None]
 
@@ -73,6 +74,22 @@ def loop(rank: int, session: Any) -> None:
     import tensorflow as tf
 
     train = step_of(hvd, rank)[1]
+
+    @tf.function
+    def steps() -> None:
+        for _ in tf.range(2):
+            train(0)
+
+    steps()
+
+
+def loop_later(rank: int, session: Any) -> None:
+    """The function of the step was traced by a call outside of the loop."""
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    train = step_of(hvd, rank)[1]
+    train(0)
 
     @tf.function
     def steps() -> None:
@@ -196,6 +213,146 @@ def other_gradients_in_a_graph(rank: int, session: Any) -> None:
     _other_gradients(session, tf.function)
 
 
+def _table(dense: bool = True) -> tuple[Any, list[Any]]:
+    """A function of the loss of rows of a table, and its variables."""
+    import tensorflow as tf
+
+    table, head = tf.Variable(tf.ones((8, 2)), name="table"), tf.Variable(tf.ones(2), name="head")
+
+    def loss_of(used: bool) -> Any:
+        rows = tf.reduce_sum(tf.gather(table, [1, 3, 3])) if used else tf.constant(0.0)
+        return rows + tf.reduce_sum(head) if dense else rows
+
+    return loss_of, [table, head] if dense else [table]
+
+
+def rows_on_one_rank(rank: int, session: Any) -> None:
+    """Horovod itself waits for ever for the other rank's rows."""
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    loss_of, variables = _table()
+    with tf.GradientTape() as tape:
+        loss = loss_of(used=rank == 0)
+    hvd.DistributedGradientTape(tape).gradient(loss, variables)
+
+
+def rows_alone(rank: int, session: Any) -> None:
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    loss_of, variables = _table(dense=False)
+    with tf.GradientTape() as tape:
+        loss = loss_of(used=True)
+    hvd.DistributedGradientTape(tape).gradient(loss, variables)
+
+
+def rows_later(rank: int, session: Any) -> None:
+    """The first step has a dense gradient of the table, and the second one rows."""
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    table = tf.Variable(tf.ones((8, 2)), name="table")
+    for dense in (True, False):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(table if dense else tf.gather(table, [1, 3]))
+        hvd.DistributedGradientTape(tape).gradient(loss, [table])
+
+
+def rows_emulated(rank: int, session: Any) -> None:
+    """Emulated accelerators would have to send rows, too."""
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    loss_of, variables = _table()
+    with tf.GradientTape() as tape:
+        loss = loss_of(used=True)
+    hvd.DistributedGradientTape(tape).gradient(loss, variables)
+    accelerator_of(session.synchronizer, None)
+
+
+def averaged_twice(rank: int, session: Any) -> None:
+    """Two losses of a step, each with a tape of its own."""
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    head = tf.Variable(tf.ones(2), name="head")
+
+    @tf.function
+    def train_step() -> None:
+        for power in (2, 3):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(head**power)
+            (gradient,) = hvd.DistributedGradientTape(tape).gradient(loss, [head])
+            head.assign_sub(0.1 * gradient)
+
+    train_step()
+
+
+def averaged_twice_inside(rank: int, session: Any) -> None:
+    """One trace of an inner function, which a step calls twice."""
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    head = tf.Variable(tf.ones(200_000), name="head")
+    bias = tf.Variable(tf.ones(200_000), name="bias")
+
+    @tf.function
+    def gradient(power: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(head**power + bias)
+        return hvd.DistributedGradientTape(tape).gradient(loss, [head, bias])
+
+    @tf.function
+    def train_step() -> Any:
+        return gradient(tf.constant(2.0)), gradient(tf.constant(3.0))
+
+    train_step()
+    session.synchronizer.load(uniform(session.synchronizer.module, 2))
+    for _ in range(20):
+        train_step()
+
+
+def concrete(rank: int, session: Any) -> None:
+    """The step is traced without a call."""
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    head = tf.Variable(tf.ones(2), name="head")
+
+    @tf.function
+    def train_step() -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(head * head)
+        return hvd.DistributedGradientTape(tape).gradient(loss, [head])
+
+    train_step.get_concrete_function()()
+
+
+def concrete_later(rank: int, session: Any) -> None:
+    """Further steps call the graph of the first one."""
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    head = tf.Variable(tf.ones(2), name="head")
+
+    @tf.function
+    def train_step() -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(head * head)
+        return hvd.DistributedGradientTape(tape).gradient(loss, [head])
+
+    train_step()
+    train_step.get_concrete_function()()
+
+
+def join(rank: int, session: Any) -> None:
+    import horovod.tensorflow as hvd
+
+    step_of(hvd, rank)[1](0)
+    hvd.join()
+
+
 TAPE = "tape = hvd.DistributedGradientTape(tape)"
 THREADS = "but has 1; call tf.config.threading.set_inter_op_parallelism_threads(2)"
 REFUSED: dict[Script, str] = {
@@ -207,6 +364,7 @@ REFUSED: dict[Script, str] = {
     maximum: "op other than hvd.Average and hvd.Sum",
     keras_variables: "[variable.value for variable in model.trainable_variables]",
     loop: "a tf.function of one step in a Python loop",
+    loop_later: "a tf.function of one step in a Python loop",
     elastic: "elastic Horovod cannot be controlled",
     some_ranks: "its process set has ranks 0 of 2; tune with only these ranks",
     one_core: THREADS,
@@ -216,4 +374,13 @@ REFUSED: dict[Script, str] = {
     recorded_shapes: "arguments of one shape, but a call differs from the first one (train_step)",
     other_gradients_eagerly: "those of bias are not; compute each in every step",
     other_gradients_in_a_graph: "those of bias are not; compute each in every step",
+    rows_on_one_rank: "rows on every rank, but those of table are rows on rank 0 only",
+    rows_alone: "pass sparse_as_dense=True to hvd.DistributedGradientTape",
+    rows_later: "but that of table has become rows",
+    rows_emulated: "the gradients of table are rows, which are not recorded",
+    averaged_twice: "add up the losses",
+    averaged_twice_inside: "add up the losses",
+    concrete: "call train_step(batch) instead of a concrete function",
+    concrete_later: "call train_step(batch) instead of a concrete function",
+    join: "drop the extra batches",
 }
