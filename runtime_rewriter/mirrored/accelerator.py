@@ -16,6 +16,7 @@ import tensorflow as tf
 from autotune.errors import InvalidInput
 from autotune.strategy_space.plan import Plan
 from runtime_rewriter.emulation import Timetable
+from runtime_rewriter.mirrored.kept_traces import KeptTraces
 from runtime_rewriter.mirrored.recorded import RecordedRows, RecordedStep
 from runtime_rewriter.mirrored.script_sums import ScriptSums
 from runtime_rewriter.tensorflow.emulation import waited
@@ -31,7 +32,7 @@ class MirroredAccelerator:
     def __init__(self, timetable: Timetable, script_sums: ScriptSums) -> None:
         self._timetable, self._script_sums = timetable, script_sums
         self._recorded: dict[Hashable, RecordedStep] = {}
-        self._steps: dict[tuple[int, str, bool], Any] = {}
+        self._steps = KeptTraces()
         self.overrun = 0.0
 
     def recorded(self, kind: Hashable) -> RecordedStep | None:
@@ -57,10 +58,12 @@ class MirroredAccelerator:
 
     def play(self, recorded: RecordedStep, plan: Plan | None, gated: bool, sums: Sums) -> None:
         """Play a step. `sums`: those of the step under `plan`, with the gate if it is `gated`."""
-        key = (id(recorded), "" if plan is None else plan.id, gated)
-        if key not in self._steps:
-            self._steps[key] = tf.function(lambda: self._played(recorded, sums), autograph=False)
-        self.overrun = float(self._steps[key]()) / self._timetable.compute_s
+
+        def build() -> Any:
+            return tf.function(lambda: self._played(recorded, sums), autograph=False)
+
+        step = self._steps.get(plan, (id(recorded), gated), build)
+        self.overrun = float(step()) / self._timetable.compute_s
 
     def _played(self, recorded: RecordedStep, sums: Sums) -> Any:
         """Return the largest lateness of the waits, in seconds."""

@@ -1,6 +1,8 @@
 """The training step of a script: the `tf.function` in which gradients are summed.
 
-Each plan has a trace of its own, so a plan that is used again needs no further trace.
+Each plan has a trace of its own, so a plan that is used again soon needs no further trace. Other
+functions that sum gradients of the same variables keep the script's own messages: they are traced
+once, whatever plan is loaded.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from autotune.strategy_space.plan import Plan
 from autotune.workload import Variable
 from runtime_rewriter.mirrored.accelerator import MirroredAccelerator
 from runtime_rewriter.mirrored.gate import ComparedSums
+from runtime_rewriter.mirrored.kept_traces import KeptTraces
 from runtime_rewriter.mirrored.named import described, is_gradient
 from runtime_rewriter.mirrored.observed import Observation, Stamps
 from runtime_rewriter.mirrored.recorded import RecordedStep
@@ -77,8 +80,9 @@ class Steps:
         """Known from the first step on."""
         self._observer, self._before_call = observer, before_call
         self._step: Any = None
-        self._traces: dict[tuple[str, bool, bool, bool], Any] = {}
+        self._traces = KeptTraces()
         self._inside = False
+        self._may_be_step = False  # the present call
         self._others = 0
         self._summed_in: list[Any] = []  # function graphs of the present call
         self._variables: list[Variable] | None = None
@@ -116,14 +120,13 @@ class Steps:
             results = self._played(self.accelerator, original, args, keywords)
             self._observer.stepped(None)
             return results
-        key = (self.plan.id if self.plan else "", self.observed, bool(self.turns), self.gated)
-        if key not in self._traces:
-            self._traces[key] = self._clone()
+        kind = (self.observed, bool(self.turns), self.gated)
+        trace = self._traces.get(self.plan, kind, self._clone)
         if self.turns is not None:
             self.turns.wait()
         start_s = time.time()
         with self._entered():
-            results = original(self._traces[key], *args, **keywords)
+            results = original(trace, *args, **keywords)
         observation = None
         if self.observed and self._stamps is not None:
             observation = self._stamps.read(start_s, time.time())
@@ -161,18 +164,18 @@ class Steps:
     ) -> Any:
         """A function that may turn out to be the step when it is traced."""
         self._others += 1
-        with self._entered():
+        with self._entered(may_be_step=self._step is None):
             results = original(function, *args, **keywords)
         if self._step is None and self._summed_in:
             self._step, self._others = function, 0
-            self._traces["" if self.plan is None else self.plan.id, False, False, False] = function
+            self._traces.put(self.plan, (False, False, False), function)
             self._observer.stepped(None)
         return results
 
     @contextmanager
-    def _entered(self) -> Iterator[None]:
+    def _entered(self, may_be_step: bool = True) -> Iterator[None]:
         """Within a call. What was refused while it was traced is raised at its end."""
-        self._inside = True
+        self._inside, self._may_be_step = True, may_be_step
         self._summed_in.clear()
         try:
             yield
@@ -200,7 +203,8 @@ class Steps:
             if self._step is None and any(id(one) in self._eager for one in flat):
                 raise InvalidInput(f"{_ONE_CALL}; decorate the function with @tf.function")
             return original(own, operation, value, *rest)
-        if not self._inside or self._problem or not any(map(is_gradient, flat)):
+        stepping = self._inside and self._may_be_step
+        if not stepping or self._problem or not any(map(is_gradient, flat)):
             return original(own, operation, value, *rest)
         try:
             return self._summed(original, own, operation, value, rest)
@@ -259,6 +263,11 @@ def _refuse_place(graph: Any, summed_in: list[Any]) -> None:
         outer = graph.outer_graph
         if outer is None or not getattr(outer, "building_function", False):
             break
+        if not getattr(outer, "is_control_flow_graph", False):
+            raise InvalidInput(
+                f"{_ONE_CALL}, but the gradients are summed in another tf.function inside of one, "
+                "which would keep the messages of its first trace; remove the inner @tf.function"
+            )
         graph = outer
     if any(graph is other for other in summed_in):
         raise InvalidInput(

@@ -129,7 +129,8 @@ def pair(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def trained(pair) -> dict[str, list[np.ndarray]]:
     """What the workers have trained, by the name of the file."""
-    files = [path for name in ("own", "planned", "cast") for path in pair.glob(f"{name}_*.npz")]
+    names = ("own", "planned", "cast", "alone")
+    files = [path for name in names for path in pair.glob(f"{name}_*.npz")]
     return {path.stem: list(np.load(path).values()) for path in files}
 
 
@@ -139,6 +140,12 @@ def test_plans_that_change_every_step_train_what_the_script_trains_itself(traine
             np.testing.assert_array_equal(own, planned)  # two workers: sums in any order are equal
     for first, second in zip(trained["own_0"], trained["own_1"], strict=True):
         np.testing.assert_array_equal(first, second)
+
+
+def test_a_second_function_of_the_same_step_keeps_the_script_s_own_messages(trained) -> None:
+    for rank in range(RANKS):
+        for own, alone in zip(trained[f"own_{rank}"], trained[f"alone_{rank}"], strict=True):
+            np.testing.assert_array_equal(own, alone)
 
 
 def test_a_worker_on_a_busy_machine_is_not_given_up(pair) -> None:
@@ -170,5 +177,6 @@ def test_steps_that_are_no_single_call_are_refused_with_what_to_write(pair) -> N
         assert "for batch in dataset: train_step(batch)" in noted["twice"]
         assert "it sums gradients several times" in noted["twice"]
         assert "summed in a loop or branch" in noted["loop"]
+        assert "remove the inner @tf.function" in noted["inner"]
         assert "decorate the function with @tf.function" in noted["eager"]
         assert "train in step, but the servers of tf.distribute.P" in noted["servers"]

@@ -1,7 +1,7 @@
 """One of two workers: trains by the script's own messages, and again with a plan per step.
 
 Words: a script, and the folder for what the worker has trained: `own_<rank>.npz`,
-`planned_<rank>.npz`, `cast_<rank>.npz`, and `noted_<rank>.json` with refusals.
+`planned_<rank>.npz`, `cast_<rank>.npz`, `alone_<rank>.npz`, and `noted_<rank>.json` with refusals.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def changed(whole: Plan, change) -> Plan:
     return replace(whole, messages=tuple(messages))
 
 
-def train(plans: list[Plan], name: str) -> None:
+def reset() -> list[Any]:
+    """Give the script's variables their first values, and return them."""
     held = [*model.variables, *optimizer.variables]
     for number, variable in enumerate(held):
         random = np.random.default_rng(number)
@@ -95,11 +96,25 @@ def train(plans: list[Plan], name: str) -> None:
             drawn.astype(variable.dtype) if number < len(model.variables) else 0 * drawn
         )
     optimizer.learning_rate.assign(0.1)
+    return held
+
+
+def train(plans: list[Plan], name: str, step: Any = None) -> None:
+    held = reset()
     observer.plans = plans
     losses = []
     for _, batch in zip(range(STEPS), distributed, strict=False):
-        losses.append(float(script["train_step"](batch)))
+        losses.append(float((step or script["train_step"])(batch)))
     np.savez(RESULTS / f"{name}_{os.environ['RANK']}.npz", losses, *[one.numpy() for one in held])
+
+
+def train_alone(loaded: Plan, name: str) -> None:
+    """Train by another function of the same step, which is first called while a plan is loaded."""
+    import tensorflow as tf
+
+    observer.plans = [loaded]
+    script["train_step"](next(iter(distributed)))
+    train([], name, tf.function(script["train_step"].python_function))
 
 
 def refusal(run: Callable[[], Any]) -> str:
@@ -147,9 +162,11 @@ def refused_steps() -> dict[str, str]:
         for _ in tf.range(3):
             strategy.run(replica_step, args=(1,))
 
+    inner = tf.function(lambda: strategy.run(replica_step, args=(1,)))
     return {
         "twice": refusal(tf.function(lambda: strategy.run(replica_step, args=(2,)))),
         "loop": refusal(tf.function(epoch)),
+        "inner": refusal(tf.function(lambda: inner())),
         "eager": refusal(lambda: strategy.run(replica_step, args=(1,))),
         "servers": refusal(lambda: tf.distribute.ParameterServerStrategy(None)),
     }
@@ -171,6 +188,7 @@ with mirrored_steered(lambda undo: steered.enter_context(observer.steps.steered(
     train([], "own")
     train([apart, halves, backwards, bucket, halves, apart], "planned")
     train([changed(bucket, cast)] * STEPS, "cast")
+    train_alone(changed(bucket, cast), "alone")
     observer.steps.gated = True
     train([halves, changed(bucket, cast)], "gated")
     with mock.patch.object(script_sums, "summed", wrong_sums):
