@@ -27,7 +27,8 @@ FINALISTS = JobSpec.finalists
 FEWEST = 2
 """Settings of the last rounds, and of the smallest family that is swept."""
 BROAD = 0.72
-"""Share of the budget for the first round of a family that is larger than the budget."""
+"""Share of the budget for the first round of a family that is larger than the budget: of 25 trials
+18, which try all sizes of parameter servers and of BytePS once."""
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
@@ -85,7 +86,7 @@ def neighbors(setting: str, settings: Sequence[str]) -> list[str]:
     """Return the settings whose names differ from it in one number only, by the smallest step."""
     words, own = _read(setting)
     places = {one: numbers for one in settings for text, numbers in [_read(one)] if text == words}
-    found = []
+    adjacent = []
     for axis in range(len(own)):
         along = sorted(
             (numbers[axis], one)
@@ -93,8 +94,8 @@ def neighbors(setting: str, settings: Sequence[str]) -> list[str]:
             if numbers[:axis] + numbers[axis + 1 :] == own[:axis] + own[axis + 1 :]
         )
         at = along.index((own[axis], setting))
-        found += [one for _, one in along[max(at - 1, 0) : at + 2] if one != setting]
-    return found
+        adjacent += [one for _, one in along[max(at - 1, 0) : at + 2] if one != setting]
+    return adjacent
 
 
 def _read(setting: str) -> tuple[str, tuple[float, ...]]:
