@@ -183,7 +183,7 @@ class _Ranks:
     frozen: Frozen
     say: Say
     options: Mapping[str, object]
-    """Of DDP, as in the domain's closing comparison."""
+    """The options of DDP in the domain's closing comparison."""
 
     def block(self, source: str, side: HookSide) -> tuple[float, ...]:
         """Measure a block of a side with ranks of its own."""

@@ -216,8 +216,8 @@ class _Gradients:
             str(feed.tensor): self._batch[feed.name][rows] if feed.split else self._batch[feed.name]
             for feed in self._feeds
         }
-        found: Sketches = self._session.run(self._sketches, fed, options=self._options)
-        return found
+        sketches: Sketches = self._session.run(self._sketches, fed, options=self._options)
+        return sketches
 
     def reseed(self, number: int) -> None:
         """Let random numbers differ from those of another `number`."""

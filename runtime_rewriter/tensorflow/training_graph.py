@@ -94,7 +94,7 @@ class TrainingGraph:
 
     @cached_property
     def row_readers(self) -> Mapping[str, RowReaders]:
-        """What restricts how the rows of each sparse gradient are sent."""
+        """How the rows of each sparse gradient may be sent."""
         if self.program_readers is not None:
             return self.program_readers
         return {

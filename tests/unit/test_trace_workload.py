@@ -88,7 +88,7 @@ def grouped(folder: Path, ranks: tuple[str, str], world: int) -> Path:
 def test_sums_of_a_part_of_the_ranks_are_no_gradients_of_data_parallelism(
     tmp_path: Path, ranks: tuple[str, str], message: str
 ) -> None:
-    """Of tensor or hybrid parallelism; before, each sum counted as a bucket of gradients."""
+    """Those of tensor or hybrid parallelism; each sum counted as a bucket of gradients before."""
     with pytest.raises(InvalidInput, match=message):
         workload_of(read_job(grouped(tmp_path, ranks, 4)))
 
