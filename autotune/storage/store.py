@@ -293,7 +293,12 @@ class Store:
             for row in rows:
                 number, profiled = row["number"], history.profiled
                 if number not in history.disturbed | looks:
-                    assert profiled is not None, "a trial has a profile before it"
+                    steady_s = history.steady_by_number.get(number)
+                    if profiled is None or steady_s is None:
+                        raise InvalidInput(
+                            f"a trial must be among its job's events, behind a profile, but trial "
+                            f"{number} of job {job.id} is not; the store is damaged"
+                        )
                     strategy = bodies.get("strategies", Strategy, row["strategy_id"])
                     workload = bodies.get("workloads", Workload, row["workload_id"])
                     cluster = bodies.get("clusters", Cluster, row["cluster_id"])
@@ -304,7 +309,7 @@ class Store:
                         workload=workload,
                         cluster=cluster,
                         median_s=median_s,
-                        steady_s=history.steady_by_number[number],
+                        steady_s=steady_s,
                         accelerators=accelerators,
                         software=profiled.software,
                         op_fusions=profiled.op_fusions,

@@ -27,6 +27,7 @@ import tensorflow as tf
 
 from autotune.memory.graph_peak import AllocatingNode, Output, graph_peak
 from autotune.strategy_space.builders import collectives
+from autotune.strategy_space.builders.rows import with_rows
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Synchronizer
 from autotune.workload import Workload
@@ -104,7 +105,8 @@ def settings(workload: Workload) -> dict[str, Plan]:
     plans["one message"] = collectives.all_reduce_chunks(workload, count)
     synchronizer = Synchronizer.REDUCE_SCATTER_ALL_GATHER
     plans["one reduce-scatter"] = collectives.single_bucket(workload, synchronizer)
-    return {name: plan(one, workload, RANKS) for name, one in plans.items()}
+    # An optimizer of Keras takes each row for itself, so its rows cannot be sent dense.
+    return {name: plan(with_rows(one, workload), workload, RANKS) for name, one in plans.items()}
 
 
 def cases(model: str) -> Iterator[MemoryCase]:
