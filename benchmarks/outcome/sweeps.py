@@ -84,21 +84,23 @@ def round_of(
 
 def neighbors(setting: str, settings: Sequence[str]) -> list[str]:
     """Return the settings whose names differ from it in one number only, by the smallest step."""
-    words, own = _read(setting)
-    places = {one: numbers for one in settings for text, numbers in [_read(one)] if text == words}
+    words, own_numbers = _words_and_numbers(setting)
+    read = {one: _words_and_numbers(one) for one in settings}
+    places = {one: numbers for one, (text, numbers) in read.items() if text == words}
     adjacent = []
-    for axis in range(len(own)):
+    for axis in range(len(own_numbers)):
         along = sorted(
             (numbers[axis], one)
             for one, numbers in places.items()
-            if numbers[:axis] + numbers[axis + 1 :] == own[:axis] + own[axis + 1 :]
+            if numbers[:axis] == own_numbers[:axis]
+            and numbers[axis + 1 :] == own_numbers[axis + 1 :]
         )
-        at = along.index((own[axis], setting))
+        at = along.index((own_numbers[axis], setting))
         adjacent += [one for _, one in along[max(at - 1, 0) : at + 2] if one != setting]
     return adjacent
 
 
-def _read(setting: str) -> tuple[str, tuple[float, ...]]:
+def _words_and_numbers(setting: str) -> tuple[str, tuple[float, ...]]:
     """Return the words of a setting's name, and its numbers."""
     return _NUMBER.sub("#", setting), tuple(map(float, _NUMBER.findall(setting)))
 

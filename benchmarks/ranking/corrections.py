@@ -177,8 +177,8 @@ def held_out(
 def _unseen(points: Sequence[Point], sources: IntArray, domain: str, held_out: HeldOut) -> IntArray:
     """Return the sources that do not share the held-out property of the domain."""
     target = point_of(points, domain)
-    kept = [index for index in sources if not seen(points[index], target, held_out)]
-    return np.array(kept, dtype=np.int64)
+    unseen = [index for index in sources if not seen(points[index], target, held_out)]
+    return np.array(unseen, dtype=np.int64)
 
 
 def corrected(points: Sequence[Point], held: Held, own: int) -> tuple[Correction, IntArray]:

@@ -34,9 +34,9 @@ class TensorflowLanes(Lanes):
     `horovod` is the module `horovod.tensorflow`. Messages are enqueued in plan order: each begins
     when the one before it has begun, and in its first step, when that is complete. Horovod executes
     operations in the order in which they became ready on all ranks, and those that become ready in
-    one cycle in the order of their last execution. TensorFlow does not say when it has enqueued an
-    operation: on a busy machine one may overtake the one before it, on all ranks alike. The other
-    collectives, and groups in another order, use our process groups.
+    one cycle in the order of their last execution. TensorFlow does not tell when it has enqueued an
+    operation, so on a busy machine two of them may change places; all ranks still execute them in
+    one order. The other collectives, and groups in another order, use our process groups.
     """
 
     def __init__(

@@ -11,8 +11,8 @@ from typing import Any
 from autotune.strategy_space.plan import Plan
 
 MOST_PLANS = 8
-"""The final comparison alternates between fewer. A plan that is used after so many others is traced
-again."""
+"""More than the final comparison alternates between. A plan that returns after this many others is
+traced again."""
 
 
 class KeptTraces:

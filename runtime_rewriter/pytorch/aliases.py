@@ -9,7 +9,7 @@ public call for this number. Where `COUNTS_ALIASES` is False, plans that cross t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -103,6 +103,12 @@ def aliased(tensors: Sequence[Tensor]) -> set[int]:
         ):
             with_alias.difference_update(positions)
     return with_alias
+
+
+def without_alias(tensors: Mapping[int, Tensor]) -> set[int]:
+    """The keys of the tensors that are not `aliased`."""
+    places = aliased(list(tensors.values()))
+    return {key for place, key in enumerate(tensors) if place not in places}
 
 
 def _overlap(tensors: Sequence[Tensor]) -> bool:

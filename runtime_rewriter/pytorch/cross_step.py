@@ -35,7 +35,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from autotune.errors import SynchronizationError
-from runtime_rewriter.pytorch.aliases import COUNTS_ALIASES, NO_COUNT, aliased, state_is_held
+from runtime_rewriter.pytorch.aliases import COUNTS_ALIASES, NO_COUNT, state_is_held, without_alias
 from runtime_rewriter.pytorch.exchange.device import Device
 from runtime_rewriter.pytorch.exchange.norms import GradientNorms, NormExchange
 from runtime_rewriter.pytorch.learned_reads import LearnedReads
@@ -266,7 +266,7 @@ class CrossStepUpdates:
             # Without a gradient, step() would take the variable for unused.
             if pending.gradient is not None and can_watch(pending.gradient)
         }
-        watchable = _without_alias(gradients)
+        watchable = without_alias(gradients)
         unseen = self.unseen
         parameters = {
             position: self._parameters[position]
@@ -275,7 +275,7 @@ class CrossStepUpdates:
             and position not in unseen
             and can_watch(self._parameters[position])
         }
-        return self._pending.keys() - watchable, self._pending.keys() - _without_alias(parameters)
+        return self._pending.keys() - watchable, self._pending.keys() - without_alias(parameters)
 
     def _on_read(self, position: int, _: Tensor) -> None:
         self.flush_variables((position,))
@@ -506,9 +506,3 @@ class CrossStepUpdates:
     def _stop_watching_calls(self) -> None:
         self._modules.stop()
         self._functions.stop()
-
-
-def _without_alias(tensors: Mapping[int, Tensor]) -> set[int]:
-    """The positions of the tensors that nothing else shares memory with."""
-    places = aliased(list(tensors.values()))
-    return {position for place, position in enumerate(tensors) if place not in places}

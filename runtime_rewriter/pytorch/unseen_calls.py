@@ -78,7 +78,8 @@ _COPYING: tuple[tuple[Any, str], ...] = (
     (dlpack, "to_dlpack"),
     (torch._C, "_to_dlpack"),
 )
-"""Functions that take the values of their arguments without asking them; most have no tensors."""
+"""Functions that copy the values of their arguments without asking them."""
+_REPLACED = _FUNCTIONS + _COPYING
 _READS_NONE = "torch.autograd.profiler"
 """The module that calls one of them around every step of an optimizer, and reads no tensor."""
 
@@ -97,11 +98,11 @@ class UnseenFunctions:
         everyone = UnseenFunctions._watching
         if not everyone:
             _get_builtin_table()  # built from torch's functions, which are replaced here
-            places = _FUNCTIONS + _COPYING
-            UnseenFunctions._own = tuple(getattr(place, name) for place, name in places)
-            for (place, name), own in zip(places, UnseenFunctions._own, strict=True):
-                replaced = _announced(own) if (place, name) in _FUNCTIONS else noticing(own)
-                setattr(place, name, replaced)
+            replace = [_announced] * len(_FUNCTIONS) + [noticing] * len(_COPYING)
+            UnseenFunctions._own = tuple(getattr(place, name) for place, name in _REPLACED)
+            originals = zip(_REPLACED, UnseenFunctions._own, replace, strict=True)
+            for (place, name), own, replacement in originals:
+                setattr(place, name, replacement(own))
         if self not in everyone:
             everyone.append(self)
 
@@ -110,8 +111,7 @@ class UnseenFunctions:
         if self in everyone:
             everyone.remove(self)
             if not everyone:
-                places = _FUNCTIONS + _COPYING
-                for (place, name), own in zip(places, UnseenFunctions._own, strict=True):
+                for (place, name), own in zip(_REPLACED, UnseenFunctions._own, strict=True):
                     setattr(place, name, own)
 
 

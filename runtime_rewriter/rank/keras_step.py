@@ -150,10 +150,10 @@ def _losses_of_rows(model: Any) -> Iterator[None]:
 
 
 def _of_rows(model: Any, loss: Any) -> Callable[[Any, Any], Any]:
-    own = loss.call
+    loss_of_rows = loss.call
 
     def call(y_true: Any, y_pred: Any) -> Any:
-        values = own(y_true, y_pred)
+        values = loss_of_rows(y_true, y_pred)
         if reason := _not_of_rows(loss, values, tree.flatten(y_pred)[0]):
             raise InvalidInput(
                 f"`fit` of {type(model).__name__!r} cannot be split between ranks: the loss "

@@ -42,14 +42,16 @@ Sketches = dict[str, np.ndarray]
 SKETCH = 4096
 """Numbers, or rows of a sparse gradient, per variable."""
 REPEATS = 4
-FEWEST_ROWS = 16
-MOST_TRIES = 16
-"""Gradients are compared of so many rows, until they look like those of a mean, so that random
-masks even out. They are taken for those of a sum where the square of their ratio is above
-sqrt(REPEATS): half way between the bounds of a mean and of a sum, by factors.
+"""How often rows are repeated. The loss counts as a sum if the squared ratio of the gradients is
+above sqrt(REPEATS), the geometric middle between the bounds of a mean and of a sum.
 """
+FEWEST_ROWS = 16
+"""Rows of all tries together, at least, before the loss counts as a mean: random masks even out."""
+MOST_TRIES = 16
+"""Tries, each with other rows, until the gradients look like those of a mean."""
 TOLERANCES = {False: (1e-2, 1e-3), True: (1e-1, 1e-2)}
-"""Of a variable's gradient, and of all gradients: for float32, and with 16-bit floats.
+"""Relative differences allowed for the gradient of a variable, and for all gradients together: for
+float32, and with 16-bit floats.
 
 A mean differs by rounding only; a loss of another kind, by as much as rows differ.
 """
@@ -182,11 +184,11 @@ class _Gradients:
         )
         for node in training.graph_def.node:
             if node.name in needed:
-                own = graph_def.node.add()
-                own.CopyFrom(node)
-                own.device = target.devices[0]
-                if own.op == "VarHandleOp":
-                    own.attr["container"].s = _CONTAINER.encode()
+                copy = graph_def.node.add()
+                copy.CopyFrom(node)
+                copy.device = target.devices[0]
+                if copy.op == "VarHandleOp":
+                    copy.attr["container"].s = _CONTAINER.encode()
         with tf.Graph().as_default() as self._graph, tf.device(target.devices[0]):
             tf.graph_util.import_graph_def(graph_def, name="")
             self._sketches = {one.variable: self._sketch(one) for one in training.gradients}

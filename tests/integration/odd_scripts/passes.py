@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from odd_scripts.basics import STEPS, Net, Run, adam, data, loss_of, sgd
+
+Other = Callable[[Net], Tensor]
 
 
 class TwoHeads(nn.Module):
@@ -24,35 +27,33 @@ class TwoHeads(nn.Module):
         return self.first(hidden).tanh(), self.second(hidden).tanh()
 
 
-def penalty_with_a_pass_of_its_own(run: Run) -> None:
-    """Its graph is built before the backward pass, and does not pass through the model."""
-    net = Net()
-    model = run.wrap(net)
-    optimizer = sgd(model)
+def with_another_pass(run: Run, net: Net, optimizer: Any, model: Any, other: Other) -> None:
+    """The graph of `other` is built before the backward pass, outside the model."""
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = loss_of(run, model, step)
-        penalty = sum(p.abs().sum() for p in net.parameters()) if step > 3 else None
+        value = other(net)
         loss.backward()
-        if isinstance(penalty, Tensor):
-            (0.01 * penalty).backward()
+        if step > 3:
+            value.backward()
         optimizer.step()
         run.see(loss)
+
+
+def penalty_with_a_pass_of_its_own(run: Run) -> None:
+    net = Net()
+    model = run.wrap(net)
+
+    def penalty(net: Net) -> Tensor:
+        return 0.01 * torch.stack([p.abs().sum() for p in net.parameters()]).sum()
+
+    with_another_pass(run, net, sgd(model), model, penalty)
 
 
 def part_of_the_model_with_a_pass_of_its_own(run: Run) -> None:
     net = Net()
     model = run.wrap(net)
-    optimizer = adam(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = loss_of(run, model, step)
-        inner = net.c(torch.ones(2, 8)).sum()
-        loss.backward()
-        if step > 3:
-            inner.backward()
-        optimizer.step()
-        run.see(loss)
+    with_another_pass(run, net, adam(model), model, lambda net: net.c(torch.ones(2, 8)).sum())
 
 
 def no_sync_between_forward_and_backward(run: Run) -> None:

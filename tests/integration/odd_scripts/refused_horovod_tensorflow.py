@@ -313,8 +313,8 @@ def averaged_twice_inside(rank: int, session: Any) -> None:
         train_step()
 
 
-def concrete(rank: int, session: Any) -> None:
-    """The step is traced without a call."""
+def squared_step() -> Any:
+    """A step that averages the gradient of one variable."""
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
@@ -326,22 +326,17 @@ def concrete(rank: int, session: Any) -> None:
             loss = tf.reduce_sum(head * head)
         return hvd.DistributedGradientTape(tape).gradient(loss, [head])
 
-    train_step.get_concrete_function()()
+    return train_step
+
+
+def concrete(rank: int, session: Any) -> None:
+    """The step is traced without a call."""
+    squared_step().get_concrete_function()()
 
 
 def concrete_later(rank: int, session: Any) -> None:
     """Further steps call the graph of the first one."""
-    import horovod.tensorflow as hvd
-    import tensorflow as tf
-
-    head = tf.Variable(tf.ones(2), name="head")
-
-    @tf.function
-    def train_step() -> Any:
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(head * head)
-        return hvd.DistributedGradientTape(tape).gradient(loss, [head])
-
+    train_step = squared_step()
     train_step()
     train_step.get_concrete_function()()
 
