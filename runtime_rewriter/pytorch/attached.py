@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,34 +18,11 @@ from torch.utils.hooks import RemovableHandle
 from autotune.strategy_space.plan import Plan
 from runtime_rewriter.pytorch.byte_scale import parts_of
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
+from runtime_rewriter.pytorch.module_hooks import ModuleHook
 from runtime_rewriter.pytorch.native_buckets import ModuleBackend
 from runtime_rewriter.pytorch.observers import Accelerator
 
 BROADCAST_BYTES = 250 * 2**20  # as torch's DDP
-
-
-class ForwardHook:
-    """A hook of the synchronizer on a module; it does nothing on a copied or unpickled module."""
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-
-    def __call__(self, *arguments: object) -> None:
-        self._call(*arguments)
-
-    @property
-    def owner(self) -> object:
-        return getattr(self._call, "__self__", None)
-
-    def __deepcopy__(self, memo: object) -> ForwardHook:
-        return ForwardHook(_nothing)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ForwardHook, (_nothing,)
-
-
-def _nothing(*arguments: object) -> None:
-    """The hook of a copy."""
 
 
 class HookedSynchronizer(GradientSynchronizer, ABC):
@@ -56,8 +32,8 @@ class HookedSynchronizer(GradientSynchronizer, ABC):
         super().__init__(module, *arguments, **options)
         self._own_forward: dict[str, Any] | None = None  # while an accelerator replaces it
         self._forward_handles: list[RemovableHandle] = [
-            module.register_forward_pre_hook(ForwardHook(self._before), prepend=True),
-            module.register_forward_hook(ForwardHook(self._after)),
+            module.register_forward_pre_hook(ModuleHook(self._before), prepend=True),
+            module.register_forward_hook(ModuleHook(self._after)),
         ]
 
     @abstractmethod
@@ -184,6 +160,6 @@ def attach(
 def attached_to(module: nn.Module) -> GradientSynchronizer | None:
     """The synchronizer that `attach` created for this module, or None."""
     owners = (
-        hook.owner for hook in module._forward_pre_hooks.values() if isinstance(hook, ForwardHook)
+        hook.owner for hook in module._forward_pre_hooks.values() if isinstance(hook, ModuleHook)
     )
     return next((owner for owner in owners if isinstance(owner, GradientSynchronizer)), None)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import shutil
 import time
 import warnings
@@ -313,6 +315,29 @@ def test_a_scripted_part_has_no_recorded_memory_and_training_goes_on() -> None:
 def test_no_rank_computes_half_a_batch_alone_where_that_would_wait_for_the_others() -> None:
     memory, _ = run_world(_sharing, 2)
     assert memory is not None and memory.fixed is None
+
+
+def _copying(rank: int) -> list[bool]:
+    module = Stack()
+    wrapped: Any = PlannedDataParallel(module)
+    capture = MemoryCapture(wrapped.synchronizer, None)
+    same = []
+    while not capture.done:
+        module.zero_grad()
+        wrapped(torch.rand(8, WIDTH)).sum().backward()
+        saved = io.BytesIO()
+        torch.save(module, saved)
+        saved.seek(0)
+        for copied in (copy.deepcopy(module), torch.load(saved, weights_only=False)):
+            copied(torch.rand(8, WIDTH)).sum().backward()
+            state = copied.state_dict()
+            same += [torch.equal(state[name], value) for name, value in module.state_dict().items()]
+    capture.finish()
+    return same
+
+
+def test_a_script_may_copy_and_save_its_module_while_its_memory_is_recorded() -> None:
+    assert all(same and all(same) for same in run_world(_copying, 2))
 
 
 # -- under plans, on two ranks ---------------------------------------------------------------------

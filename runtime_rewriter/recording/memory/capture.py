@@ -25,6 +25,7 @@ from autotune.recordings.memory_profile import FixedShare
 from autotune.strategy_space.plan import Plan
 from runtime_rewriter.pytorch.agreement import assumed_workload
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
+from runtime_rewriter.pytorch.module_hooks import ModuleHook
 from runtime_rewriter.pytorch.observers import BackwardObserver
 from runtime_rewriter.pytorch.profile import profiling_plan
 from runtime_rewriter.pytorch.reads import script_compiles
@@ -116,8 +117,8 @@ class MemoryCapture(BackwardObserver):
             # before the recorded steps, in which the call would keep what the script drops
             module = self._synchronizer.module
             self._call_hooks = (
-                module.register_forward_pre_hook(self._called, with_kwargs=True),
-                module.register_forward_hook(self._returned),
+                module.register_forward_pre_hook(ModuleHook(self._called), with_kwargs=True),
+                module.register_forward_hook(ModuleHook(self._returned)),
             )
         elif recorder.done:
             self._measure_fixed_share(recorder.batch)

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from autotune.errors import InvalidInput
 from runtime_rewriter.pytorch.agreement import trainable_parameters
+from runtime_rewriter.pytorch.module_hooks import ModuleHook
 
 
 class At(Enum):
@@ -143,7 +144,8 @@ class StepMarks:
         self.looks_at_rows = True
         self.sparse_bytes: dict[str, int] = {}
         self.batches: set[int] = set()
-        self._handles: list[RemovableHandle] = [module.register_forward_hook(self._returned)]
+        returned = ModuleHook(self._returned)
+        self._handles: list[RemovableHandle] = [module.register_forward_hook(returned)]
         numbers = {id(named[name]): number for number, name in enumerate(regions)}
         for part in named.values():
             self._hook(part, numbers.get(id(part)))
@@ -154,7 +156,8 @@ class StepMarks:
 
     def _hook(self, part: nn.Module, region: int | None) -> None:
         if region is not None:
-            enter, exit_ = partial(self._enter, region), partial(self._exit, region)
+            enter = ModuleHook(partial(self._enter, region))
+            exit_ = ModuleHook(partial(self._exit, region))
             self._handles += [
                 part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
                 part.register_forward_hook(exit_, with_kwargs=True),
@@ -162,7 +165,8 @@ class StepMarks:
         names = [self._names.get(id(parameter)) for parameter in part.parameters(recurse=False)]
         variables = tuple(name for name in names if name is not None)
         if variables:
-            self._handles.append(part.register_forward_pre_hook(partial(self._read, variables)))
+            read = ModuleHook(partial(self._read, variables))
+            self._handles.append(part.register_forward_pre_hook(read))
 
     def close(self) -> None:
         for handle in self._handles:
