@@ -162,7 +162,8 @@ class Search:
             return None
         plan = self.replays.plan_of(state)
         own = (state.fusion, state.compute_factor)
-        key = (plan.messages, plan.limit, plan.ring_order, plan.op_fusion, *own)
+        limits = (plan.limit, plan.in_flight)
+        key = (plan.messages, *limits, plan.ring_order, plan.op_fusion, *own)
         step_s = self._step_s.get(key)
         if step_s is None:
             problem = self.problem

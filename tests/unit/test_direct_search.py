@@ -15,7 +15,9 @@ from autotune.optimizer.budget import Budget
 from autotune.optimizer.edits import exchanged
 from autotune.optimizer.optimize import optimize
 from autotune.optimizer.passes.direct_exchange import DirectExchange
+from autotune.optimizer.registry import default_passes
 from autotune.optimizer.replays import Replays
+from autotune.optimizer.search import Search
 from autotune.optimizer.state import Problem, State
 from autotune.strategy_space.builders.collectives import single_bucket
 from autotune.strategy_space.plan import plan
@@ -85,6 +87,14 @@ def test_a_search_on_mixed_hosts_exchanges_directly_and_comes_close_to_the_bound
     assert owners and all(shares is not None and shares[3] < 0.05 for shares in owners)
     assert found.predicted_step_s < 0.85 * ring.predicted_step_s
     assert found.predicted_step_s < 1.3 * least_transfer_s(MIXED, WORKLOAD.grad_bytes)
+
+
+def test_a_search_replays_a_plan_for_each_number_of_pieces_in_flight() -> None:
+    replays = Replays(Problem(WORKLOAD, MIXED, SPACE))
+    search = Search(replays.problem, replays, default_passes(), Budget())
+    states = [State(replace(bucket(None), in_flight=count)) for count in (1, 2)]
+    assert [search.step_s(state) for state in states] == [replays.step_s(one) for one in states]
+    assert len({search.step_s(state) for state in states}) == 2
 
 
 def test_a_pass_leaves_other_plans_alone_and_keeps_whole_what_must_be_whole() -> None:
