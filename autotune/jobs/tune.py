@@ -8,11 +8,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from typing import Protocol
 
 from autotune.errors import InvalidInput, LaunchError
 from autotune.jobs.driver import Observer, drive
 from autotune.jobs.files import protected_folders
+from autotune.jobs.past_jobs import past_jobs
 from autotune.jobs.places import Ranks, Where, placed_world, refuse_elsewhere
 from autotune.jobs.preparation import prepare_in_background
 from autotune.jobs.results import Results, write_results
@@ -140,7 +142,8 @@ def run_job(
     spec, script = job.spec, read_command(job.command)
     if spec.trusted_network:
         script = replace(script, environment={**script.environment, NETWORK: TRUSTED})
-    proposer = Proposer(spec, SIMULATORS)
+    known = partial(past_jobs, store, job.id, spec.conditions.accelerators)
+    proposer = Proposer(spec, SIMULATORS, past=known)
     ranks = Ranks(
         script,
         spec.workers,

@@ -16,6 +16,7 @@ import numpy as np
 
 from autotune.arrays import FloatArray
 from autotune.features.extract import StrategyFeatures
+from autotune.features.timeline import TIMELINE_FEATURES
 from autotune.simulators.gaussian_process import Correction, Experience, Kernel, Residuals
 from autotune.simulators.interface import Example
 
@@ -43,12 +44,27 @@ class CorrectedTimes:
     ranking_s: FloatArray
 
 
+def experience(residuals: Residuals) -> Experience:
+    """What the trials of other jobs teach, by the fixed kernel."""
+    return Experience(KERNEL, residuals)
+
+
+NO_EXPERIENCE = experience(
+    Residuals(np.zeros((0, len(TIMELINE_FEATURES))), np.zeros(0), np.zeros(0, dtype=np.int64))
+)
+
+
 def corrected_times(
-    examples: Sequence[Example], candidates: Sequence[StrategyFeatures]
+    examples: Sequence[Example],
+    candidates: Sequence[StrategyFeatures],
+    others: Experience = NO_EXPERIENCE,
 ) -> CorrectedTimes:
-    """Correct candidates, at least one, by this job's examples; all are replayed with timelines."""
+    """Correct candidates, at least one, by this job's examples; all are replayed with timelines.
+
+    `others`: what earlier jobs teach. It must be of replays with the same kind of constants.
+    """
     replayed_s = _replayed_s(candidates)
-    correction = _correction(examples, candidates)
+    correction = _correction(examples, candidates, others)
     # The offset of the whole job leaves the order alone, and so does a common uncertainty.
     favoured = STRENGTH * (correction.mean - OPTIMISM * correction.sd)
     return CorrectedTimes(
@@ -56,13 +72,14 @@ def corrected_times(
     )
 
 
-def _correction(examples: Sequence[Example], candidates: Sequence[StrategyFeatures]) -> Correction:
+def _correction(
+    examples: Sequence[Example], candidates: Sequence[StrategyFeatures], others: Experience
+) -> Correction:
     own_x = _rows([example.features for example in examples])
     x = _rows(candidates)
     measured_s = np.array([example.step_s for example in examples])
     own_r = np.log(measured_s / _replayed_s([example.features for example in examples]))
-    nobody = Residuals(np.zeros((0, x.shape[1])), np.zeros(0), np.zeros(0, dtype=np.int64))
-    return Experience(KERNEL, nobody).correct(x, own_x, own_r)
+    return others.correct(x, own_x, own_r)
 
 
 def _rows(features: Sequence[StrategyFeatures]) -> FloatArray:

@@ -1,8 +1,8 @@
 """One round of proposals: sample, score and select (AutoSync Fig. 1), or one of the baselines.
 
 Samples and the optimizer's results depend only on the job, its seed and the history. The machine
-decides which simulators have time to be trained. A round is recorded as an event, so a resumed job
-never proposes it again.
+decides which simulators have time to be trained, and earlier jobs correct the first ranking. A
+round is recorded as an event, so a resumed job never proposes it again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from autotune.optimizer.budget import Budget, Deadline
 from autotune.rng import generator
 from autotune.sampler.bayesian_proposer import BAYESIAN, BayesianProposer
 from autotune.sampler.job_space import JobSpace
+from autotune.sampler.past_jobs import PastJobs, no_past_jobs
 from autotune.sampler.pool import (
     AGAIN,
     NEIGHBOURS,
@@ -79,13 +80,14 @@ class Proposer:
         pool_slices: int = POOL_SLICES,
         narrow: Callable[[SearchSpace], SearchSpace] = lambda space: space,
         budgets: tuple[Budget, Budget] = (OPTIMIZER, AGAIN),
+        past: PastJobs = no_past_jobs,
     ) -> None:
         """`clock`: seconds, for the safety limit of the optimizer's search. `pool_slices`: about
         the most slices of a round's plans. `narrow` returns the part of the job's space to search.
-        `budgets`: of the optimizer in the first and in a later round.
+        `budgets`: of the optimizer in the first and in a later round. `past` loads earlier jobs.
         """
         self._spec, self._clock = spec, clock
-        self._scorer = Scorer(spec, simulators)
+        self._scorer = Scorer(spec, simulators, past=past)
         allowed = JobSpace(spec, narrow)
         self._bayesian = BayesianProposer(spec, allowed)
         self._builder = PoolBuilder(spec, allowed, self._scorer, clock, pool_slices, budgets)

@@ -16,11 +16,13 @@ from autotune.features.extract import Extractor, StrategyFeatures, job_extractor
 from autotune.optimizer.budget import NO_DEADLINE, Deadline
 from autotune.records import RankingQuality
 from autotune.rng import generator
-from autotune.sampler.correction import corrected_times
+from autotune.sampler.correction import NO_EXPERIENCE, corrected_times, experience
+from autotune.sampler.past_jobs import PastJobs, evenly, no_past_jobs, past_residuals
 from autotune.simulators.calibration import OutOfTime, calibrate
 from autotune.simulators.constants import with_constants
 from autotune.simulators.contradictions import contradicted
 from autotune.simulators.evaluation import REPLAY, UNLEARNED, choose_ranker, evaluate, k_fold
+from autotune.simulators.gaussian_process import Experience
 from autotune.simulators.interface import Example, Simulator
 from autotune.strategy_space.plan import PlannedStrategy
 from autotune.tuning.history import History
@@ -102,7 +104,9 @@ class Scores:
 class Scorer:
     """Scores the candidates of one job. `simulators` builds each learned simulator anew.
 
-    `trained_shards`: most shards of all measured strategies from which simulators learn.
+    `trained_shards`: most shards of all measured strategies from which simulators learn. `past`
+    loads earlier jobs. The replay is corrected by them until it is calibrated on this
+    job's own trials, since their residuals are those of stated constants.
     """
 
     def __init__(
@@ -110,8 +114,11 @@ class Scorer:
         spec: JobSpec,
         simulators: Mapping[str, Callable[[], Simulator]],
         trained_shards: int = TRAINED_SHARDS,
+        past: PastJobs = no_past_jobs,
     ) -> None:
         self._spec, self._trained_shards = spec, trained_shards
+        self._past = past
+        self._others: Experience | None = None
         self._make = {name: simulators[name] for name in simulators if name in spec.simulators}
         self._training_s: dict[str, float] = {}
         self._last_training_s: dict[str, float] = {}
@@ -142,13 +149,27 @@ class Scorer:
         if len(examples) < SMALLEST_TRAINING:
             count = len(examples)
             reason = f"{count} measured strategies are too few to train on, so the replay ranks"
-            return _ranked(REPLAY, reason, pool, extractor, None, examples, (), deadline, replayed)
+            others = self._experience(history, learning)
+            if others.trials:
+                reason = f"{reason}, corrected by {others.trials} trials of earlier jobs"
+            return _ranked(
+                REPLAY, reason, pool, extractor, None, examples, others, (), deadline, replayed
+            )
         quality, left_out = self._train(examples, history, learning)
         choice = choose_ranker(quality)
         simulator = None if choice.ranker in UNLEARNED else self._trained[choice.ranker]
         reason = "; ".join([choice.reason, *left_out])
         return _ranked(
-            choice.ranker, reason, pool, extractor, simulator, examples, quality, deadline, replayed
+            choice.ranker,
+            reason,
+            pool,
+            extractor,
+            simulator,
+            examples,
+            self._experience(history, learning),
+            quality,
+            deadline,
+            replayed,
         )
 
     def finish(self, history: History, deadline: Deadline = NO_DEADLINE) -> dict[str, Simulator]:
@@ -176,6 +197,16 @@ class Scorer:
             if not deadline.passed():
                 in_time[name] = simulator
         return in_time
+
+    def _experience(self, history: History, deadline: Deadline) -> Experience:
+        """What earlier jobs teach about replays with the stated constants, learned once."""
+        assert history.profiled is not None
+        if self._calibrated is not None:
+            return NO_EXPERIENCE
+        if self._others is None:
+            jobs = self._past(history.profiled.software)
+            self._others = experience(past_residuals(jobs, deadline))
+        return self._others
 
     def _train(
         self, examples: Sequence[Example], history: History, deadline: Deadline
@@ -315,10 +346,7 @@ class Scorer:
 def calibration_trials(measured_s: Mapping[str, float]) -> list[str]:
     """Return at most `MOST_CALIBRATED` strategies, evenly from the fastest to the slowest."""
     ranked = sorted(measured_s, key=lambda strategy_id: (measured_s[strategy_id], strategy_id))
-    if len(ranked) <= MOST_CALIBRATED:
-        return ranked
-    places = np.linspace(0, len(ranked) - 1, MOST_CALIBRATED).round().astype(np.int64)
-    return [ranked[place] for place in places.tolist()]
+    return [ranked[place] for place in evenly(len(ranked), MOST_CALIBRATED)]
 
 
 def _ranked(
@@ -328,6 +356,7 @@ def _ranked(
     extractor: Extractor,
     simulator: Simulator | None,
     examples: Sequence[Example],
+    others: Experience,
     quality: tuple[RankingQuality, ...],
     deadline: Deadline,
     replayed: int,
@@ -335,8 +364,8 @@ def _ranked(
     """Rank candidates without a replay, then replay the optimizer's and the best and rank these
     anew.
 
-    The others follow them. Without a simulator, `examples` correct the replay. The first half of
-    the time is for the first ranking.
+    The others follow them. Without a simulator, `examples` and the `others` of earlier jobs correct
+    the replay. The first half of the time is for the first ranking.
     """
     guessed = list(_guesses(pool, extractor, simulator, deadline.share(0.5)))
     predicted_s = np.concatenate([guess.step_s for guess in guessed])
@@ -353,7 +382,7 @@ def _ranked(
     shortlist, rest = first[: len(described)], first[len(described) :]
     hidden = shown_s = sd = None
     if simulator is None:
-        corrected = corrected_times(examples, described)
+        corrected = corrected_times(examples, described, others)
         shown_s = predicted_s * float(np.median(corrected.shown_s / predicted_s[shortlist]))
         predicted_s *= float(np.median(corrected.ranking_s / predicted_s[shortlist]))
         sd = np.full(len(predicted_s), np.nan)

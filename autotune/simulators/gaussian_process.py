@@ -109,6 +109,11 @@ class Experience:
         self._factor = cholesky(covariance, lower=True) if count else covariance
         self._white = self._whitened(others.r[:, None])[:, 0]
 
+    @property
+    def trials(self) -> int:
+        """Trials of other domains, n."""
+        return len(self._others.r)
+
     def correct(self, x: FloatArray, own_x: FloatArray, own_r: FloatArray) -> Correction:
         """Predict at `x` (m, F) after own trials at `own_x` (k, F) with residuals `own_r` (k,).
 

@@ -272,16 +272,18 @@ class Store:
             )
             add_to_outbox(db, job_id, "finish", {})
 
-    def past_trials(self, excluding: str | None = None) -> list[PastTrial]:
+    def past_trials(
+        self, excluding: str | None = None, newest: int | None = None
+    ) -> list[PastTrial]:
         """Undisturbed, measured candidates of all jobs but `excluding`, oldest job first.
 
-        First looks are left out, since another trial of the same strategy replaces them.
+        First looks are left out, since another trial of the same strategy replaces them. `newest`:
+        most jobs, those created last.
         """
         trials: list[PastTrial] = []
         bodies = _Bodies(self.database)
-        for job in self.jobs():
-            if job.id == excluding:
-                continue
+        jobs = [job for job in self.jobs() if job.id != excluding]
+        for job in jobs if newest is None else jobs[max(len(jobs) - newest, 0) :]:
             history = self.history(job.id)
             looks = {trial.request.number for trial in history.candidates if trial.first_look}
             accelerators = self.job(job.id).conditions.accelerators

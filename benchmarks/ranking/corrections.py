@@ -8,8 +8,9 @@ plans. It ranks at full strength, and at the strength that
 the other domains support: the one with the best order in the fastest quarter of each of them, by a
 process and a kernel that have seen neither that domain nor the tested one.
 
-The tuner's own ranker learns nothing from other domains. It calibrates on at most
-`MOST_CALIBRATED` own plans, and has a fixed kernel, strength and optimism (`TUNER`).
+The tuner's own ranker calibrates on at most `MOST_CALIBRATED` own plans. Until it calibrates,
+residuals of the other domains by stated constants correct it, as earlier jobs do. Its kernel,
+strength and optimism are fixed (`TUNER`).
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ import numpy as np
 from autotune.arrays import FloatArray, IntArray
 from autotune.features.timeline import TIMELINE_FEATURES
 from autotune.rng import generator
-from autotune.sampler.correction import CorrectedTimes, corrected_times
-from autotune.sampler.scoring import calibration_trials
+from autotune.sampler.correction import NO_EXPERIENCE, CorrectedTimes, corrected_times, experience
+from autotune.sampler.scoring import FEWEST_CALIBRATED, calibration_trials
 from autotune.simulators.evaluation import REPLAY
 from autotune.simulators.gaussian_process import (
     Correction,
@@ -232,14 +233,22 @@ def supported_strength(
 
 
 def as_the_tuner(
-    learned: Sequence[Point], parts: Parts, own: int, calibrate: Calibrate
+    points: Sequence[Point], held: Held, own: int, calibrate: Calibrate
 ) -> CorrectedTimes:
-    """Return the times of the test part after the first `own` plans, by the tuner's own code."""
-    training = own_part(parts, own)
-    calibrated = replaced(learned, calibrate(parts.domain, _calibrating(learned, training)))
+    """Return the times of the test part after the first `own` plans, by the tuner's own code.
+
+    `points` are replayed with stated constants, as earlier jobs are in a job without a calibration.
+    """
+    training = own_part(held.parts, own)
+    others = NO_EXPERIENCE
+    if own < FEWEST_CALIBRATED:
+        others = experience(residuals_of(points, held.sources))
+    calibrating = _calibrating(points, training)
+    calibrated = replaced(points, calibrate(held.parts.domain, calibrating))
     return corrected_times(
         [calibrated[index].example for index in training],
-        [calibrated[index].example.features for index in parts.test],
+        [calibrated[index].example.features for index in held.parts.test],
+        others,
     )
 
 
@@ -288,7 +297,7 @@ def judged(
                 correction, _ = corrected(mixed, held, own)
                 replayed_s = replayed_of(mixed, held.parts.test)
                 scaled_s = _scale(mixed, training) * replayed_s
-                tuner = as_the_tuner(learned, held.parts, own, calibrate)
+                tuner = as_the_tuner(points, held, own, calibrate)
                 guesses += [
                     Guess(REPLAY, own, _scale(points, training) * stated_s),
                     Guess(CALIBRATED, own, scaled_s),

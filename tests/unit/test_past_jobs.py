@@ -1,0 +1,139 @@
+"""A job without trials of its own learns from earlier jobs how wrong the replay is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from synthetic_cluster import cluster
+from synthetic_job import SyntheticWorld, decided, job_spec
+
+from autotune.features.extract import Extractor, job_extractor
+from autotune.jobs.past_jobs import past_jobs
+from autotune.optimizer.budget import Budget, Deadline
+from autotune.records import CURRENT_SETUP, Accelerators, Measured, Role, TrialRequest
+from autotune.sampler.past_jobs import MOST_TRIALS, PastJob, past_residuals
+from autotune.sampler.proposer import Proposer
+from autotune.sampler.scoring import FEWEST_CALIBRATED
+from autotune.storage.store import Store
+from autotune.strategy_space.builders.registry import seed_strategies
+from autotune.strategy_space.plan import plan
+from autotune.strategy_space.space import SearchSpace
+from autotune.tuning.events import Profiled, TrialFinished
+from autotune.tuning.history import History
+from autotune.tuning.job import JobSpec
+from autotune.workload import Variable, Workload
+
+EVEN, MIXED = cluster(*[(1, 400)] * 4), cluster((1, 2000), (1, 1000), (1, 1000), (1, 500))
+LONGER = 1.2
+"""Every trial of the earlier jobs takes this much longer than replayed."""
+SOFTWARE = {"torch": "2.13.0"}
+
+
+def model(variables: int) -> Workload:
+    return Workload(
+        "m", tuple(Variable(f"v{i}", (300, 200)) for i in range(variables)), (), 0.1, 0.2
+    )
+
+
+def predictor(workload: Workload, on: object = EVEN) -> Extractor:
+    return job_extractor(workload, on, Accelerators.REAL, SOFTWARE)  # type: ignore[arg-type]
+
+
+def past_job(extractor: Extractor, longer: float = LONGER) -> PastJob:
+    workload, on = extractor.workload, extractor.cluster
+    seeds = [strategy for _, strategy in seed_strategies(workload, on, SearchSpace.default())]
+    replayed = [extractor.steps.step_s(plan(each, workload, on.world_size)) for each in seeds]
+    return PastJob(
+        extractor,
+        tuple((each, longer * step_s) for each, step_s in zip(seeds, replayed, strict=True)),
+    )
+
+
+PAST = (past_job(predictor(model(9))), past_job(predictor(model(14), MIXED)))
+
+
+def test_residuals_of_earlier_trials_are_those_of_their_own_replays() -> None:
+    residuals = past_residuals(PAST)
+    np.testing.assert_allclose(residuals.r, np.log(LONGER))
+    counts = [min(len(job.trials), MOST_TRIALS) for job in PAST]
+    assert np.bincount(residuals.domain).tolist() == counts
+    many = replace(PAST[0], trials=PAST[0].trials * 5)
+    assert len(past_residuals([many]).r) == MOST_TRIALS
+    gone = replace(PAST[0], extractor=predictor(model(8)))  # of other variables
+    assert len(past_residuals([gone]).r) == 0
+    over = Deadline.after(0.0, lambda: 0.0)
+    assert len(past_residuals(PAST, over).r) == 0
+
+
+def first_round(past: Sequence[PastJob], measured: int = 0) -> tuple[float, str]:
+    """Median of predicted over replayed steps in the next round, and its reason."""
+    workload = model(6)
+    spec = JobSpec(("torchrun", "train.py"), 4, EVEN, samples_per_round=20)
+    extractor = predictor(workload)
+    history = History((Profiled(workload, EVEN, 1.0, SOFTWARE),), 0.1)
+    proposer = Proposer(spec, {}, budgets=(Budget(100), Budget(50)), past=lambda software: past)
+    proposed = proposer.propose(history, 0, 8)
+    if measured:
+        history = history.then(_finished(0, CURRENT_SETUP, None, 1.0)).then(proposed)
+        for number, proposal in enumerate(proposed.proposals[:measured], start=1):
+            planned = plan(proposal.strategy, workload, 4)
+            step_s = extractor.steps.step_s(planned)
+            history = history.then(_finished(number, proposal.strategy.id, planned.id, step_s))
+        proposed = proposer.propose(history, 1, 8)
+    ratios = [
+        proposal.predicted_s / extractor.steps.step_s(plan(proposal.strategy, workload, 4))
+        for proposal in proposed.proposals
+        if proposal.predicted_s is not None
+    ]
+    return float(np.median(ratios)), proposed.reason
+
+
+def _finished(number: int, key: str, plan_id: str | None, step_s: float) -> TrialFinished:
+    role = Role.REFERENCE if plan_id is None else Role.CANDIDATE
+    request = TrialRequest(number, key, role, 0, 3)
+    return TrialFinished(request, Measured(((step_s,) * 3,)), plan_id, float(number))
+
+
+def test_a_first_round_predicts_what_earlier_jobs_measured() -> None:
+    alone, reason = first_round(())
+    assert alone == pytest.approx(1.0) and "earlier jobs" not in reason
+    ratio, reason = first_round(PAST)
+    assert 1.1 < ratio < 1.25
+    assert reason.endswith(f"corrected by {len(past_residuals(PAST).r)} trials of earlier jobs")
+
+
+def test_a_job_that_is_calibrated_trusts_its_own_trials() -> None:
+    ratio, reason = first_round(PAST, FEWEST_CALIBRATED)
+    assert ratio == pytest.approx(1.0, abs=0.03) and "earlier jobs" not in reason
+
+
+def test_earlier_jobs_of_a_store_are_those_of_the_same_runtime(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = job_spec()
+    here = spec.conditions.accelerators
+    history, _ = decided(spec, SyntheticWorld())
+    with Store.open(tmp_path / "autotune.db") as store:
+        for job_id in ("one", "two", "three"):
+            store.create_job(job_id, spec)
+            for seq, event in enumerate(history.events):
+                store.append(job_id, seq, event)
+        software = store.past_trials()[0].software
+        trials = store.past_trials(excluding="three")
+        jobs = past_jobs(store, "three", here, software)
+        assert [len(job.trials) for job in jobs] == [len(trials) // 2] * 2
+        newest = store.past_trials(newest=1)
+        assert {trial.job_id for trial in newest} == {"three"}
+        assert list(jobs[0].trials) == [(trial.strategy, trial.steady_s) for trial in newest]
+        for other in set(Accelerators) - {here}:
+            assert past_jobs(store, "three", other, software) == []
+        assert past_jobs(store, "three", here, {"tensorflow": "2.21"}) == []
+        store.database.connection.execute("DELETE FROM events WHERE job = 'one'")
+        with caplog.at_level(logging.WARNING, "autotune"):
+            assert past_jobs(store, "three", here, software) == []
+        assert "learns from no earlier one" in caplog.text
