@@ -411,6 +411,33 @@ def test_an_overflow_on_one_rank_is_seen_by_all_once() -> None:
     run_world(check_not_finite, 2)
 
 
+class Spare(nn.Module):
+    """A layer of it takes part in no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.spare = nn.Linear(20, 30), nn.Linear(20, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+@on_ranks(2)
+def test_an_overflow_does_not_stay_in_the_residual_of_an_unused_variable(rank: int) -> None:
+    """A block of int8 runs across variables, so the overflow of one reaches the other."""
+    model = PlannedDataParallel(Spare(), find_unused_parameters=True)
+    x = images(rank, 1).flatten(1)[:, :20]
+    for kind in (Synchronizer.ALL_REDUCE, Synchronizer.DIRECT_EXCHANGE):
+        model.synchronizer.load(uniform(model.module, 2, kind, Compressor.INT8, groups=1))
+        for value in (1.0, math.inf, 1.0):
+            model.zero_grad()
+            (model(x).square().sum() * (value if rank else 1.0)).backward()
+            finite = [bool(p.grad.isfinite().all()) for p in model.module.layer.parameters()]
+            assert all(finite) == math.isfinite(value), (kind, value)
+            for index in range(len(model.synchronizer.names)):
+                assert bool(residual(model.synchronizer, index).isfinite().all()), (kind, value)
+
+
 @on_ranks(2)
 def test_one_plan_may_mix_compressors_and_gradients_may_accumulate(rank: int) -> None:
     """Also with tied weights, dropout and BatchNorm."""

@@ -113,11 +113,14 @@ class Sending(ABC):
         if self._lanes.ranks.rank == 0:
             self._add_to_residuals(self._unused.keys())
         for part in self.message.slices:
-            packed = self._unused.get(part.variable)
+            if part.variable not in self._unused:
+                continue
+            packed = self._unused[part.variable]
             if packed is not None:
-                residual = self._residuals.residual_of(part)
-                residual.sub_(slice_of(dense_of(packed), part))
-                residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # as `drop_non_finite_`
+                self._residuals.residual_of(part).sub_(slice_of(dense_of(packed), part))
+            waiting = self._residuals.waiting(part)
+            if waiting is not None:  # the sum may have overflowed, as in `drop_non_finite_`
+                waiting.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _release_residuals(self) -> None:
         """The message has arrived, and the residuals with it."""
