@@ -22,6 +22,8 @@ HEARTBEAT_S = 1.0
 """A training process reports its progress at most this often."""
 KEEPS_TRAINING = "AUTOTUNE_KEEPS_TRAINING"
 """Environment variable of ranks whose training goes on after the trials: "1"."""
+STEP_TIMEOUT = "AUTOTUNE_STEP_TIMEOUT"
+"""Environment variable of tuned ranks: the seconds of silence after which the driver gives up."""
 
 
 class _Message:

@@ -9,7 +9,8 @@
 
 A tuned rank reads these environment variables: AUTOTUNE_ROUND_ROBIN=1 requests round-robin
 scheduling, AUTOTUNE_BYTE_SCALE=K messages with 1/K of their bytes, AUTOTUNE_FILE_VIEW a view of
-files, AUTOTUNE_KEEPS_TRAINING=1 a training that goes on after the trials.
+files, AUTOTUNE_KEEPS_TRAINING=1 a training that goes on after the trials, AUTOTUNE_STEP_TIMEOUT=S
+a driver that waits S seconds for a step.
 """
 
 from __future__ import annotations
@@ -81,16 +82,22 @@ def _own_line(descriptor: int) -> ControlLine:
 
 def _run_tuned(line: ControlLine, words: list[str]) -> int:
     round_robin = _under_round_robin()  # before torch starts its threads: they inherit it
-    from runtime_rewriter.protocol import KEEPS_TRAINING, RankFailed
+    from runtime_rewriter.protocol import KEEPS_TRAINING, STEP_TIMEOUT, RankFailed
     from runtime_rewriter.rank.activities import NumericsFailure
     from runtime_rewriter.rank.session import TuningSession
 
     kept = os.environ.pop(KEEPS_TRAINING, "") == "1"
-    session = TuningSession(line, round_robin, float(os.environ.get(BYTE_SCALE, "1")), kept)
+    session = TuningSession(
+        line,
+        round_robin,
+        float(os.environ.get(BYTE_SCALE, "1")),
+        kept,
+        float(os.environ.pop(STEP_TIMEOUT, "0")),
+    )
     failure: RankFailed | None = None
     status = 1
     try:
-        with _steered_by(session):
+        with _steered_by(session, tuned=not kept):
             _run_script(words)
     except SystemExit as end:
         if end.code not in (None, 0):
@@ -172,20 +179,22 @@ def _run_recorded(settings: Path, words: list[str]) -> int:
 
 
 @contextlib.contextmanager
-def _steered_by(session: Session) -> Iterator[None]:
-    """Let `session` steer the models that the script builds."""
+def _steered_by(session: Session, tuned: bool = False) -> Iterator[None]:
+    """Let `session` steer the models that the script builds.
+
+    `tuned`: the driver starts the script again if a rank waits too long for another one.
+    """
     from runtime_rewriter.horovod.tensorflow_scripts import tensorflow_horovod_steered
     from runtime_rewriter.horovod.torch_scripts import horovod_steered
     from runtime_rewriter.mirrored.scripts import mirrored_steered
     from runtime_rewriter.pytorch.ddp import replaced_ddp
-    from runtime_rewriter.pytorch.exchange.ranks import TUNING_TIMEOUTS
     from runtime_rewriter.rank.keras_scripts import keras_steered
     from runtime_rewriter.rank.own_ranks import spawned_ranks_controlled
 
     waits = session.timeouts
     ddp = replaced_ddp(session, timeout_s=waits.message_s, agreement_timeout_s=waits.agreement_s)
-    horovod = horovod_steered(session, waits, tuned=waits == TUNING_TIMEOUTS)
-    tensorflow = tensorflow_horovod_steered(session, waits, tuned=waits == TUNING_TIMEOUTS)
+    horovod = horovod_steered(session, waits, tuned)
+    tensorflow = tensorflow_horovod_steered(session, waits, tuned)
     mirrored = mirrored_steered(partial(_steer_mirrored, session))
     keras, spawned = keras_steered(), spawned_ranks_controlled()
     with ddp, horovod, tensorflow, mirrored, keras, spawned, active_session(session):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autotune.errors import InvalidInput, InvalidStrategy
 from autotune.records import FailureKind
@@ -39,7 +40,7 @@ class TuningSession:
 
     `round_robin`: whether the process runs under round-robin scheduling, for the driver.
     `byte_scale`: see `GradientSynchronizer.scale_bytes`. `kept`: the training goes on after the
-    trials.
+    trials. The driver gives up after `step_timeout_s` of silence, so messages may take as long.
     """
 
     def __init__(
@@ -48,8 +49,10 @@ class TuningSession:
         round_robin: bool = False,
         byte_scale: float = 1.0,
         kept: bool = False,
+        step_timeout_s: float = 0.0,
     ) -> None:
-        self.timeouts = TRAINING_TIMEOUTS if kept else TUNING_TIMEOUTS
+        least = TRAINING_TIMEOUTS if kept else TUNING_TIMEOUTS
+        self.timeouts = replace(least, message_s=max(least.message_s, step_timeout_s))
         self.line = line
         """To the supervisor of this rank."""
         self._followers: Sequence[ControlLine] = ()

@@ -15,6 +15,7 @@ from runtime_rewriter.failures import NO_STEP_FIX, failure_of_exit, root_cause
 from runtime_rewriter.protocol import (
     HEARTBEAT_S,
     KEEPS_TRAINING,
+    STEP_TIMEOUT,
     EmulationAnswer,
     EndScript,
     Heartbeat,
@@ -298,8 +299,10 @@ class RunningScript:
         self._log_paths = launch.log_paths
         words = list(launch.command.as_python_words())
         self._exits.clear()
+        added = {STEP_TIMEOUT: repr(self.step_timeout_s)}
+        added |= KEPT if self._keeps_training else DISCARDED
         for rank, worker in enumerate(self._placement.workers):
-            environment = launch.environments[rank] | (KEPT if self._keeps_training else DISCARDED)
+            environment = launch.environments[rank] | added
             worker.start(words, environment, launch.directory, launch.log_paths[rank])
         self.restarts += 1
 

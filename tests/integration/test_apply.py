@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,11 @@ from autotune.workload import Workload
 from runtime_rewriter.active import active_session
 from runtime_rewriter.control import ControlLine
 from runtime_rewriter.pytorch.agreement import assumed_workload
-from runtime_rewriter.pytorch.exchange.ranks import TRAINING_TIMEOUTS, TUNING_TIMEOUTS
+from runtime_rewriter.pytorch.exchange.ranks import (
+    TRAINING_TIMEOUTS,
+    TUNING_TIMEOUTS,
+    SynchronizerGroups,
+)
 from runtime_rewriter.rank.exported import ExportSession
 from runtime_rewriter.rank.session import TuningSession
 
@@ -188,6 +193,15 @@ def test_ordinary_training_waits_long_for_messages_and_a_minute_for_agreement(
     for synchronizer in (under_run, by_itself):
         assert synchronizer.ranks.control_timeout_s == TRAINING_TIMEOUTS.agreement_s == 60.0
         assert _timeout_s(synchronizer.ranks.first) == TRAINING_TIMEOUTS.message_s == 1800.0
+
+
+def test_a_message_waits_as_long_as_the_scripts_own_group_in_ordinary_training(alone) -> None:
+    group = dist.new_group([0], timeout=timedelta(hours=3))
+    for waits, allowed_s in ((TRAINING_TIMEOUTS, 10800.0), (TUNING_TIMEOUTS, 60.0)):
+        ranks = SynchronizerGroups.of(group, waits.message_s, waits.agreement_s)
+        assert ranks.timeout_s == _timeout_s(ranks.first) == _timeout_s(ranks.second) == allowed_s
+        assert _timeout_s(ranks.control) == waits.agreement_s
+        ranks.destroy()
 
 
 def _timeout_s(group: dist.ProcessGroup) -> float:

@@ -164,6 +164,21 @@ def test_a_script_that_dies_at_its_start_is_reported_with_its_own_error(
         make_world(script=script).run_trial(REQUEST, None)
 
 
+TELLS_ITS_TIMEOUT = """
+import torch
+torch.distributed.init_process_group("gloo")
+ranks = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2)).synchronizer.ranks
+raise ValueError(f"a message may take {ranks.timeout_s:g} s")
+"""
+
+
+def test_a_message_may_take_as_long_as_the_driver_waits_for_a_step(make_world, tmp_path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TELLS_ITS_TIMEOUT)
+    with pytest.raises(LaunchError, match="a message may take 300 s"):
+        make_world(script=script, ranks=1, step_timeout_s=300.0).run_trial(REQUEST, None)
+
+
 class Doomed(ProcessSupervisor):
     """Is lost with its first trial."""
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -25,7 +25,8 @@ class Timeouts:
 
 TUNING_TIMEOUTS = Timeouts(60.0, 20.0)
 TRAINING_TIMEOUTS = Timeouts(1800.0, 60.0)
-"""Ordinary training: a rank may write a checkpoint for as long as torch's own default allows."""
+"""Ordinary training: a rank may write a checkpoint for as long as torch's own default allows, or
+the script's own group if that allows more."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,14 @@ class SynchronizerGroups:
     def of(
         group: dist.ProcessGroup | None, timeout_s: float, control_timeout_s: float
     ) -> SynchronizerGroups:
-        """Collective over `group` (None: the world)."""
+        """Collective over `group` (None: the world).
+
+        In ordinary training a message may take at least as long as one of the script's.
+        """
         base = group if group is not None else dist.group.WORLD
         assert base is not None
+        if timeout_s >= TRAINING_TIMEOUTS.message_s:
+            timeout_s = max(timeout_s, _timeout_s(base))
         members = dist.get_process_group_ranks(base)
         partial = len(members) != dist.get_world_size()
         backend = dist.get_backend_config(base)
@@ -143,6 +149,16 @@ class SynchronizerGroups:
     def destroy(self) -> None:
         """Destroy our groups, unless the script has already done so. Local."""
         destroy_groups((self.first, self.second, self.control))
+
+
+def _timeout_s(group: dist.ProcessGroup) -> float:
+    """The longest timeout of the script's group in seconds; 0 if none is known."""
+    longest_s = 0.0
+    for device in group._device_types:
+        with suppress(RuntimeError):  # not every backend has options
+            options = group._get_backend(device).options
+            longest_s = max(longest_s, options._timeout.total_seconds())
+    return longest_s
 
 
 @contextmanager
