@@ -93,8 +93,10 @@ class GradientSynchronizer:
         named = trainable_parameters(module)
         self.names: tuple[str, ...] = tuple(named)
         self.parameters: tuple[nn.Parameter, ...] = tuple(named.values())
-        self.ranks = SynchronizerGroups.of(process_group, timeout_s, agreement_timeout_s)
         self.device = Device(self.parameters[0].device)
+        self.ranks = SynchronizerGroups.of(
+            process_group, timeout_s, agreement_timeout_s, self.device.device
+        )
         self.lanes = lanes(self.ranks, self.device)
         self.divisor = 1 if summed else self.ranks.size
         """Divides the sums of all ranks' gradients."""

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -53,8 +54,8 @@ class RankGroups:
 class SynchronizerGroups:
     """The process groups of one synchronizer; `rank` and owners count within the group.
 
-    `base` is the script's own group, on which we send nothing. `control` uses gloo and has a short
-    timeout; ranks agree on it between steps.
+    `base` is the script's own group, on which we send no messages. `control` uses gloo and has a
+    short timeout; ranks agree on it between steps.
     """
 
     rank: int
@@ -68,9 +69,13 @@ class SynchronizerGroups:
 
     @staticmethod
     def of(
-        group: dist.ProcessGroup | None, timeout_s: float, control_timeout_s: float
+        group: dist.ProcessGroup | None,
+        timeout_s: float,
+        control_timeout_s: float,
+        device: torch.device | None = None,
     ) -> SynchronizerGroups:
-        """Collective over `group` (None: the world).
+        """Collective over `group` (None: the world), which can send tensors of `device` (None: the
+        current one).
 
         In ordinary training a message may take at least as long as one of the script's.
         """
@@ -81,11 +86,13 @@ class SynchronizerGroups:
         members = dist.get_process_group_ranks(base)
         partial = len(members) != dist.get_world_size()
         backend = dist.get_backend_config(base)
+        # The members may be in different numbers of groups.
+        counts = itertools.count(_agreed_count(base, _device_of(base, device)) if partial else 0)
 
         def new_group(kind: str, seconds: float) -> dist.ProcessGroup:
             with ExitStack() as inside:
                 if partial:
-                    inside.enter_context(named_after(next_count()))
+                    inside.enter_context(named_after(next(counts)))
                     inside.enter_context(_not_split())
                 group: dist.ProcessGroup = dist.new_group(
                     members,
@@ -125,9 +132,7 @@ class SynchronizerGroups:
 
     def agreed_count(self) -> int:
         """Agree on the count that names the next local group (see `group_names`). Collective."""
-        count = torch.tensor(next_count(), device="cpu")
-        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.control)
-        return int(count)
+        return _agreed_count(self.control, torch.device("cpu"))
 
     def group_of(self, members: Sequence[int], count: int) -> dist.ProcessGroup:
         """Create a group of `members`, in their order. All members call it with the same count."""
@@ -149,6 +154,20 @@ class SynchronizerGroups:
     def destroy(self) -> None:
         """Destroy our groups, unless the script has already done so. Local."""
         destroy_groups((self.first, self.second, self.control))
+
+
+def _agreed_count(group: dist.ProcessGroup, device: torch.device) -> int:
+    """See `SynchronizerGroups.agreed_count`. Collective over `group`, by a tensor of `device`."""
+    count = torch.tensor(next_count(), device=device)
+    dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
+    return int(count)
+
+
+def _device_of(group: dist.ProcessGroup, device: torch.device | None) -> torch.device:
+    """A device whose tensors the group can send: the CPU if it can, else `device`."""
+    if torch.device("cpu") in group._device_types:
+        return torch.device("cpu")
+    return device or torch.device("cuda", torch.cuda.current_device())
 
 
 def _timeout_s(group: dist.ProcessGroup) -> float:
