@@ -49,6 +49,7 @@ from runtime_rewriter.pytorch.exchange.row_transfer import RowTransfer
 from runtime_rewriter.pytorch.exchange.transfer import Transfer
 from runtime_rewriter.pytorch.garbage import freeze_garbage, thaw_garbage
 from runtime_rewriter.pytorch.gradient_hooks import GradientHooks
+from runtime_rewriter.pytorch.loss_scales import LossScales
 from runtime_rewriter.pytorch.native_buckets import Backend, BucketReducer, Buckets
 from runtime_rewriter.pytorch.native_observation import ObservedPass
 from runtime_rewriter.pytorch.observers import Accelerator, BackwardObserver, StepListener
@@ -137,11 +138,13 @@ class GradientSynchronizer:
         self._armed = self._begun = False
         self._packing: Packing | None = None
         self.cross_step = CrossStepUpdates(self.parameters, self.device, self._write)
+        self._loss_scales = LossScales(named, self.residuals, self.cross_step.flush)
         self._pass = PlannedPass(
             self.names,
             self.parameters,
             self.observers,
             self.cross_step,
+            self._loss_scales,
             find_unused=find_unused_parameters,
             static=static_graph,
             unused_as_zeros=unused_as_zeros,
@@ -321,6 +324,7 @@ class GradientSynchronizer:
             self.cross_step.flush()
         finally:
             self.cross_step.close()
+            self._loss_scales.close()
             self._unhook()
             thaw_garbage()
             self._plan, self._packing = None, None

@@ -19,6 +19,7 @@ from runtime_rewriter.pytorch.cross_step import CrossStepUpdates
 from runtime_rewriter.pytorch.exchange.norms import NormExchange
 from runtime_rewriter.pytorch.exchange.row_transfer import RowTransfer
 from runtime_rewriter.pytorch.exchange.transfer import Transfer
+from runtime_rewriter.pytorch.loss_scales import LossScales
 from runtime_rewriter.pytorch.observers import BackwardObserver
 from runtime_rewriter.pytorch.packing import Packing
 
@@ -36,6 +37,7 @@ class PlannedPass:
         parameters: Sequence[nn.Parameter],
         observers: list[BackwardObserver],
         cross_step: CrossStepUpdates,
+        loss_scales: LossScales,
         *,
         find_unused: bool,
         static: bool,
@@ -45,6 +47,7 @@ class PlannedPass:
         self._parameters = parameters
         self._observers = observers
         self._cross_step = cross_step
+        self._loss_scales = loss_scales
         self._find_unused = find_unused
         self._static = static
         self._unused_as_zeros = unused_as_zeros
@@ -119,6 +122,7 @@ class PlannedPass:
     def begin(self, reachable: Collection[int]) -> None:
         """`reachable`: positions of the variables that this pass can reach; empty if unknown."""
         self._cross_step.flush()
+        self._loss_scales.pass_begins()
         if self._norms is not None:
             self._norms.end_last()
         for observer in tuple(self._observers):

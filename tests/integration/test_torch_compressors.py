@@ -17,6 +17,7 @@ from torch_plans import Tied, loss_of, uniform
 from torch_world import on_ranks, run_world, seeded, set_host
 
 from autotune.errors import InvalidInput, InvalidStrategy
+from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Compressor, SparseHandling, Synchronizer
 from runtime_rewriter.pytorch.attached import attach
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
@@ -409,6 +410,80 @@ def check_not_finite(rank: int, names: tuple[str, ...] = FED_BACK) -> None:
 
 def test_an_overflow_on_one_rank_is_seen_by_all_once() -> None:
     run_world(check_not_finite, 2)
+
+
+def scaled_plan(module: nn.Module, compressor: Compressor, mode: str) -> Plan:
+    """Every message compressed; where the plan crosses the step, one half of them."""
+    kind = Synchronizer.ALL_REDUCE if mode != "across" else Synchronizer.REDUCE_BROADCAST
+    flat = uniform(module, dist.get_world_size(), kind, compressor)
+    if mode == "hierarchical":
+        return replace(flat, messages=tuple(replace(m, hierarchical=True) for m in flat.messages))
+    if mode != "across":
+        return flat
+    plain: dict[str, Any] = {"compressor": Compressor.NONE, "ratio": None, "rank": None}
+    half, count = len(flat.messages) // 2, len(flat.messages)
+    messages = (*flat.messages[:half], *(replace(m, **plain) for m in flat.messages[half:]))
+    return replace(flat, messages=messages, cross_step=True, results=tuple(range(count)))
+
+
+def check_scaled(rank: int, compressor: Compressor, mode: str) -> None:
+    """All gradients of steps that were not skipped have arrived, or are residuals.
+
+    The sum of those that have arrived is in the parameters, which SGD has updated by it. Reading
+    the gradients themselves would keep updates from crossing the step.
+    """
+    size, rate, batches = dist.get_world_size(), 2.0**-6, 2 if mode == "accumulated" else 1
+    module, twin = three_layers(), three_layers()
+    optimizer = torch.optim.SGD(module.parameters(), rate)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    synchronizer = apply(module, optimizer).synchronizer
+    start = [parameter.detach().double() for parameter in module.parameters()]
+    computed = [torch.zeros_like(parameter) for parameter in start]
+    scales = set()
+    for step in range(9):
+        if step in (0, 4):
+            synchronizer.load(scaled_plan(module, compressor, mode if step else "within"))
+        twin.load_state_dict(module.state_dict())
+        twin.zero_grad()
+        optimizer.zero_grad()
+        overflows = step in (2, 4, 8)
+        for batch in range(batches):
+            x = torch.randn(6, 30, generator=seeded(100 * step + 10 * batch + rank))
+            twin(x).square().sum().backward()
+            factor = math.inf if overflows and rank == 1 and batch == 0 else 1.0
+            (scaler.scale(module(x).square().sum()) * factor).backward()
+        if not overflows:
+            for total, parameter in zip(computed, twin.parameters(), strict=True):
+                total += parameter.grad / size
+        scaler.step(optimizer)
+        scaler.update()
+        scales.add(scaler.get_scale())
+    assert synchronizer.cross_step.defers == (mode == "across")
+    assert min(scales) < 2.0**10 < max(scales)
+    synchronizer.cross_step.flush()
+    for index, total in enumerate(computed):
+        waiting = residual(synchronizer, index) / scaler.get_scale()
+        dist.all_reduce(total)
+        dist.all_reduce(waiting)
+        arrived = (start[index] - synchronizer.parameters[index].detach().double()) / rate
+        largest = float(total.abs().amax())
+        case = (compressor, mode, synchronizer.names[index])
+        torch.testing.assert_close(
+            arrived + waiting, total, rtol=0, atol=1e-4 * largest, msg=lambda m, c=case: f"{c}: {m}"
+        )
+    synchronizer.close()
+
+
+MODES = ("within", "accumulated", "hierarchical", "across")
+
+
+@on_ranks(4)
+def test_nothing_is_lost_or_counted_twice_when_a_scaler_skips_steps_and_changes_its_scale(
+    rank: int,
+) -> None:
+    set_host(rank, (2, 2))
+    for compressor, mode in itertools.product(FED_BACK, MODES):
+        check_scaled(rank, compressor, mode)
 
 
 class Spare(nn.Module):

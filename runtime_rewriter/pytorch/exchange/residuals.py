@@ -86,6 +86,9 @@ class Residuals:
         # variable -> start of each slice that was sent uncompressed -> its elements
         self._released: dict[str, dict[int, int]] = {}
         self._factors: dict[str, Tensor] = {}
+        self._copies: dict[str, Tensor] = {}
+        # variable with a copy for the case that its step is skipped -> whether it had a residual
+        self._copied: dict[str, bool] = {}
         self.in_use = False
         """Whether a plan since the last `clear` has error feedback. The same on all ranks."""
 
@@ -96,6 +99,7 @@ class Residuals:
     def clear(self) -> None:
         """Drop all residuals and starts; between two steps, on every rank."""
         self._tensors, self._factors, self._released = {}, {}, {}
+        self._copies, self._copied = {}, {}
         self.in_use = False
 
     def plan_loaded(self, plan: Plan | None) -> None:
@@ -146,6 +150,40 @@ class Residuals:
             self._factors[key] = initial()
         return self._factors[key]
 
+    # -- steps that may be skipped, as by `GradScaler`
+
+    def copy_for_skip(self) -> None:
+        """Copy what variables have now, except for those whose last step has not ended."""
+        for name in self._like.keys() - self._copied.keys():
+            waiting = self._tensors.get(name)
+            self._copied[name] = waiting is not None
+            if waiting is None:
+                self._copies.pop(name, None)
+            elif name in self._copies:
+                self._copies[name].copy_(waiting)
+            else:
+                self._copies[name] = waiting.clone()
+
+    def step_ended(self, variables: Iterable[str], skipped: bool) -> None:
+        """Go back to the copies of these variables, if their step was skipped."""
+        for name in variables:
+            had_residual = self._copied.pop(name, None)
+            if not skipped or had_residual is None:
+                continue
+            self._released.pop(name, None)
+            if not had_residual:
+                self._tensors.pop(name, None)
+            elif name in self._tensors:
+                self._tensors[name].copy_(self._copies[name])
+            else:
+                self._tensors[name] = self._copies.pop(name)
+
+    def multiply(self, factor: float) -> None:
+        """Change the unit in which all gradients are; between two steps."""
+        copies = (self._copies[name] for name, had in self._copied.items() if had)
+        for tensor in (*self._tensors.values(), *copies):
+            tensor.mul_(factor).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
     # -- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
@@ -172,7 +210,7 @@ class Residuals:
             for name, t in residuals.items()
         }
         self._factors = {key: tensor.to(self._device, copy=True) for key, tensor in factors.items()}
-        self._released = {}
+        self._released, self._copied = {}, {}
         self.in_use = True
 
     def _checked(self, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
