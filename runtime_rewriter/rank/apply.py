@@ -60,13 +60,15 @@ class Applied:
         return self.synchronizer.residuals.state_dict()
 
     def load_compression_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from `compression_state` of this rank; on every rank, between two steps.
+        """Continue from `compression_state` of this rank. Collective, between two steps.
 
         Without it the residuals start from zero. A restart then loses unsent gradients, about one
         step's small ones. Raises `InvalidInput` for the state of another rank, world or model.
         """
         self.synchronizer.cross_step.flush()
         self.synchronizer.residuals.load_state_dict(state)
+        if self.synchronizer.native is not None:  # residuals can only travel in our own messages
+            self.synchronizer.load(self.synchronizer.plan)
 
 
 def apply(

@@ -305,6 +305,25 @@ def test_training_continues_from_a_checkpoint_with_the_same_bits(rank: int) -> N
             applied.load_compression_state(states[2] | {"world_size": 5})
 
 
+@on_ranks(2)
+def test_a_plan_of_buckets_sends_the_residuals_of_a_checkpoint(rank: int) -> None:
+    """torch's reducer executes it, and would never send them."""
+    applied = apply(three_layers())
+    applied.synchronizer.load(uniform(applied.synchronizer.module, 2, compressor=Compressor.TOP_K))
+    optimizer = torch.optim.SGD(applied.synchronizer.parameters, 0.05)
+    train(applied.synchronizer.module, optimizer, rank, range(2))
+    state = applied.compression_state()
+    again = apply(three_layers())
+    assert again.synchronizer.native is not None
+    again.load_compression_state(state)
+    assert again.synchronizer.native is None and again.synchronizer.residuals
+    local = Local(again.synchronizer)
+    module = again.synchronizer.module
+    module(torch.randn(6, 30, generator=seeded(rank))).square().sum().backward()
+    assert_nothing_lost(local, "buckets")
+    assert not again.synchronizer.residuals
+
+
 # -- what surrounds them
 
 
