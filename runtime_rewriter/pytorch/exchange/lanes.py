@@ -159,6 +159,7 @@ class Lanes:
         self._queued = device.queues(ranks.base)
         self._groups: dict[tuple[int, RankGroups], list[dist.ProcessGroup]] = {}
         self._asked: set[tuple[int, RankGroups]] = set()
+        self._with_communicator: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
         self._threads: dict[int, ThreadPoolExecutor] = {}
         self._under_way: dict[int, deque[weakref.ref[Flight]]] = {}
         self._hosts: RankGroups | None = None
@@ -193,11 +194,21 @@ class Lanes:
         """
         alone = len(rank_groups.members_of(self.ranks.rank)) < 2
         if rank_groups == RankGroups.world(self.ranks.size) and lane in (0, 1):
-            return None if alone else (self.ranks.first, self.ranks.second)[lane]
+            return None if alone else self._connected((self.ranks.first, self.ranks.second)[lane])
         created = self._groups.pop((lane, rank_groups), None) or self.ranks.among(rank_groups)
         self._groups[lane, rank_groups] = created  # ordered by last use
         self._asked.add((lane, rank_groups))
-        return None if alone else created[-1]
+        return None if alone else self._connected(created[-1])
+
+    def _connected(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """Let all members create the communicator of a new group.
+
+        NCCL needs all of them for that, but a rank without rows takes no part in sends.
+        """
+        if self._queued and group not in self._with_communicator:
+            dist.all_reduce(torch.zeros(1, device=self.device.device), group=group)
+            self._with_communicator.add(group)
+        return group
 
     def all_reduce(self, values: Tensor, rank_groups: RankGroups) -> Collective:
         """The all-reduce of `values` within each group, to be started at any time."""
