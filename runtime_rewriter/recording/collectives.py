@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ our own agreement among the ranks."""
 
 _CALLS_ON = "runtime_rewriter.pytorch.reads"
 """Watches what the script hands to a process group, and then calls torch."""
+POINT_TO_POINT = ("send", "recv")
+"""Beginnings of the names of the ops between two ranks."""
 GLOO_THREADS = 2
 """Default number of threads of a Gloo process group (torch: ProcessGroupGloo::Options)."""
 
@@ -54,10 +57,12 @@ class MessageStep:
 class IssuedCollective:
     """One collective at its issue.
 
-    - `sequence` counts the collectives of the group and is equal on all of its ranks.
+    - `sequence` counts the collectives of the group since the log began to watch, and is equal on
+      all of its ranks. Sends and receives have a count of their own per `pair`.
     - `issued_ns` and `returned_ns` are on the monotonic clock.
     - `thread`: the kernel's number of the issuing thread. `site`: file and line in the script.
     - `root`: place in the group of the root, or of the other side of a send or receive.
+    - `pair`: of a send or receive, the places of sender and receiver, and the tag: `0>2#7`.
     """
 
     op: str
@@ -76,11 +81,13 @@ class IssuedCollective:
     traced: bool
     message: MessageStep | None = None
     root: int | None = None
+    pair: str = ""
 
     @property
     def transaction(self) -> str:
         """An id that all participating ranks share, and no other collective has."""
-        return f"{self.group}:{self.sequence}"
+        within = f"{self.pair}:{self.sequence}" if self.pair else str(self.sequence)
+        return f"{self.group}:{within}"
 
 
 @dataclass(frozen=True)
@@ -116,10 +123,15 @@ class CollectiveLog:
     paused: bool = False
     """Whether the steps that begin are ordinary ones, of which nothing is recorded."""
     _current: _ThreadState = field(default_factory=_ThreadState)
+    _counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    _from_any: set[tuple[str, int]] = field(default_factory=set)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Log every collective of this process; always restore the dispatcher."""
+        """Log every collective of this process; always restore the dispatcher.
+
+        Begin between two steps, with no message under way, so that all ranks count the same ones.
+        """
         library = torch.library.Library("c10d", "IMPL")
         try:
             for name, op in _collective_ops():
@@ -169,30 +181,48 @@ class CollectiveLog:
         order = [argument.name for argument in op._schema.arguments]
         group_at = order.index("process_group")
         roots = [at for at, argument in enumerate(order) if argument in ("root_rank", "dst", "src")]
+        tag_at = order.index("tag") if name.startswith(POINT_TO_POINT) else None
         backend_select = torch._C.DispatchKey.BackendSelect
 
         def kernel(keyset: Any, *arguments: Any, **options: Any) -> Any:
-            if self._current.paused:
-                return op.redispatch(keyset.remove(backend_select), *arguments, **options)
             issued_ns = time.perf_counter_ns()
             result = op.redispatch(keyset.remove(backend_select), *arguments, **options)
+            group = ProcessGroup.unbox(arguments[group_at])
             root = int(arguments[roots[0]]) if roots else None
-            self._append(name, arguments, arguments[group_at], result, issued_ns, root)
+            pair = "" if tag_at is None else self._pair(name, group, root, int(arguments[tag_at]))
+            counted = (group.group_name, pair)
+            sequence = self._counts[counted]
+            self._counts[counted] += 1  # while paused, too: ranks may pause between other messages
+            if not self._current.paused:
+                self._append(name, arguments, group, result, issued_ns, root, pair, sequence)
             return result
 
         return kernel
+
+    def _pair(self, name: str, group: ProcessGroup, other: int | None, tag: int) -> str:
+        """Sender, receiver and tag of a send or receive; between these messages keep their order.
+
+        A receive from any rank has no known sender, and may take the messages of later ones.
+        """
+        own, within = group.rank(), (group.group_name, tag)
+        if name == "send":
+            return f"{own}>{other}#{tag}"
+        if other is None:
+            self._from_any.add(within)
+        return f"{'any' if within in self._from_any else other}>{own}#{tag}"
 
     def _append(
         self,
         name: str,
         arguments: tuple[Any, ...],
-        boxed_group: Any,
+        group: ProcessGroup,
         result: Any,
         issued_ns: int,
         root: int | None,
+        pair: str,
+        sequence: int,
     ) -> None:
         returned_ns = time.perf_counter_ns()
-        group = ProcessGroup.unbox(boxed_group)
         logged = self._group(group, arguments)
         (in_elements, out_elements), dtype, element_bytes = _sizes(arguments)
         origin, site = _origin()
@@ -201,7 +231,7 @@ class CollectiveLog:
             IssuedCollective(
                 op=name,
                 group=logged.name,
-                sequence=_sequence(group),
+                sequence=sequence,
                 in_elements=in_elements,
                 out_elements=out_elements,
                 dtype=dtype,
@@ -215,6 +245,7 @@ class CollectiveLog:
                 traced=self.traced,
                 message=message,
                 root=root,
+                pair=pair,
             )
         )
         if logged.backend == "gloo" and not self.traced:
@@ -270,13 +301,6 @@ def _backend(group: ProcessGroup, arguments: tuple[Any, ...]) -> str:
         return str(group._get_backend(tensors[0].device if tensors else torch.device("cpu")).name())
     except RuntimeError:  # none for this device
         return str(group.name())
-
-
-def _sequence(group: ProcessGroup) -> int:
-    try:
-        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]  # missing in torch's stubs
-    except RuntimeError:  # this backend does not count
-        return -1
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from autotune.recordings.horovod_calls import HorovodCall
 from autotune.recordings.recorded_steps import SeenCollective
-from runtime_rewriter.recording.trace_file import NCCL_DTYPES, TraceClock
+from runtime_rewriter.recording.trace_file import NCCL_DTYPES, TraceClock, free_lane
 
 GROUP = "horovod"
 """Name of Horovod's global process set in a trace, and beginning of its lanes and spans."""
@@ -40,10 +40,7 @@ def add_spans(
         start_us, end_us = (
             clock.trace_us(round(at_s * 1e9)) for at_s in (call.called_s, call.complete_s)
         )
-        lane = next(
-            (at for at, free_us in enumerate(lanes_us) if free_us <= start_us), len(lanes_us)
-        )
-        lanes_us[lane:] = [end_us, *lanes_us[lane + 1 :]]
+        lane = free_lane(lanes_us, start_us, end_us)
         trace["traceEvents"].append(
             {
                 "ph": "X",

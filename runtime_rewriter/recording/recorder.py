@@ -249,6 +249,8 @@ class StepRecorder:
 
     def _begin_settling(self) -> None:
         self._enter(RecordingPhase.SETTLING, SETTLING_STEPS)
+        if self._synchronizer is not None:
+            self._synchronizer.cross_step.flush()  # no message is under way as the count begins
         self._restore.enter_context(self._log.watching())
         self._restore.enter_context(self._horovod.watching())
         if self._synchronizer is not None:

@@ -5,7 +5,8 @@ readers of such traces understand Gloo's too. An object `autotune` next to them 
 
 A thread of Gloo serves one group and takes its collectives in the order of their issue. So within
 a group the i-th span belongs to the i-th entry of the log. NCCL's kernels name their group, and lie
-in the order of its stream.
+in the order of its stream. Sends and receives over Gloo have no thread: their spans are on the one
+that begins them, which goes on meanwhile. They get lanes of their own.
 """
 
 from __future__ import annotations
@@ -20,20 +21,26 @@ from typing import Any
 
 from autotune.recordings.job_file import ClockPair
 from autotune.recordings.recorded_steps import SeenCollective
-from runtime_rewriter.recording.collectives import BUCKET, CollectiveLog, IssuedCollective
+from runtime_rewriter.recording.collectives import (
+    BUCKET,
+    POINT_TO_POINT,
+    CollectiveLog,
+    IssuedCollective,
+)
 
 Event = dict[str, Any]
 Entries = Sequence[IssuedCollective]
 
 _EARLY_US = 2000.0
 """Largest disagreement of two clocks of one host: a span may seem to begin before its issue."""
-_POINT_TO_POINT = ("send", "recv")
 _KINDS = (
     *("allreduce", "allgather", "reducescatter", "alltoall", "broadcast"),
     *("gather", "scatter", "barrier", "reduce"),
-    *_POINT_TO_POINT,
+    *POINT_TO_POINT,
 )
 """A name that contains another one comes before it."""
+PEERS = "peers"
+"""Beginning of the lanes of sends and receives."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,7 @@ def annotate(
     spans = _matched(entries, trace.get("traceEvents", []), log, clock)
     buckets = _bucket_numbers(entries)
     descriptions = []
+    lanes_us: list[float] = []
     for number, entry in enumerate(entries):
         description = _described(entry, log, plan_id, buckets.get(number))
         issued_us = clock.trace_us(entry.issued_ns)
@@ -104,6 +112,8 @@ def annotate(
             span["args"]["autotune"] = dict(description)
             end_us = round(span["ts"] + span.get("dur", 0.0), 3)
             description |= {"start_us": span["ts"], "end_us": end_us}
+            if entry.pair:
+                span["tid"] = f"{PEERS} {free_lane(lanes_us, span['ts'], end_us)}"
         descriptions.append(description)
     trace["autotune"] = {
         "schema": 1,
@@ -115,6 +125,16 @@ def annotate(
     info |= {"rank": rank, "world_size": world_size}
     info.setdefault("backend", next((group.backend for group in log.groups.values()), ""))
     return Annotated(tuple(_collective(description) for description in descriptions))
+
+
+def free_lane(lanes_us: list[float], start_us: float, end_us: float) -> int:
+    """Take the first lane that is free at `start_us`, or a new one, until `end_us`.
+
+    `lanes_us`: the end of the last span of each lane.
+    """
+    lane = next((at for at, until_us in enumerate(lanes_us) if until_us <= start_us), len(lanes_us))
+    lanes_us[lane : lane + 1] = [end_us]
+    return lane
 
 
 def _collective(description: dict[str, Any]) -> SeenCollective:
@@ -220,7 +240,7 @@ def _as_nccl(entry: IssuedCollective, log: CollectiveLog) -> dict[str, Any]:
         "Seq": entry.sequence,
     }
     if entry.root is not None:
-        arguments[_ROOTS.get(entry.op, "Root Rank")] = entry.root
+        arguments[_ROOTS.get(entry.op, "Root Rank")] = group.ranks[entry.root]
     return arguments
 
 
@@ -232,7 +252,7 @@ def _matched(
     numbers_of: dict[str, list[int]] = defaultdict(list)
     matched: dict[int, Event] = {}
     for number, entry in enumerate(entries):
-        if not entry.op.startswith(_POINT_TO_POINT):
+        if not entry.pair:
             numbers_of[entry.group].append(number)
         elif (span := _take_direct(entry, by_thread)) is not None:
             matched[number] = span
@@ -260,6 +280,8 @@ def _spans(
             by_thread[event["tid"]].append(event)
         elif event.get("cat") == "kernel" and "Process Group Name" in event.get("args", {}):
             by_group[str(event["args"]["Process Group Name"])].append(event)
+    for spans in by_thread.values():
+        spans.sort(key=lambda span: float(span["ts"]))
     return by_thread, by_group
 
 
@@ -268,7 +290,7 @@ def _take_direct(entry: IssuedCollective, by_thread: dict[Any, list[Event]]) -> 
     kind = entry.op.split("_")[0]
     spans = by_thread.get(entry.thread, [])
     for at, span in enumerate(spans):
-        if span["name"].endswith(kind):
+        if span["name"].partition(":")[2].startswith(kind):
             return spans.pop(at)
     return None
 

@@ -10,7 +10,7 @@ begin in another order on another rank still match.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autotune.profiling.formats.collective_args import MUTUAL
@@ -30,7 +30,8 @@ class Joint:
 
     - `members`: (rank's place in the job, index in its list of collectives), by place.
     - `mutual`: no member can end before all have begun.
-    - `root`: a place in `members`, MISSING where there is none or it is unknown.
+    - `root`: a place in `members`, MISSING where there is none or it is unknown. That of a send and
+      its receive is the sender.
     - `complete`: every rank of the group is present.
     - `family`: equal for the same collective of other steps.
     """
@@ -44,6 +45,16 @@ class Joint:
     mutual: bool
     root: int
     complete: bool
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether this is a send and its receive."""
+        return self.name in POINT_TO_POINT and self.root != MISSING
+
+    @property
+    def aligns(self) -> bool:
+        """Whether the order of its members' times limits the offsets of their clocks."""
+        return self.mutual or self.is_pair
 
 
 def match_collectives(
@@ -81,14 +92,15 @@ def match_collectives(
             alone[f"{what} has no counterpart on ranks {_shown(missing)}"] += 1
         if len(members) < 2:
             continue
-        same = (step, comm.name, comm.group, comm.group_ranks, comm.size_bytes)
-        family = f"{comm.name}/{comm.group or 'all'}/{comm.size_bytes:.0f}B/{families[same]}"
-        families[same] += 1
         comms = {place: lists[place][index].comm for place, index in members.items()}
         root, expected = place_of.get(comm.root, MISSING), len(comm.group_ranks)
-        if key[0] == "point to point":
-            senders = [place for place, member in comms.items() if member.name == "send"]
-            root, expected = (senders[0] if senders else MISSING), 2
+        who = comm.name
+        if key[0] == "point to point" or comm.name in POINT_TO_POINT:
+            root, expected = _sender(comms), 2
+            who += "".join(f" {ranks[place]}" for place in sorted(comms))
+        same = (step, who, comm.group, comm.group_ranks, comm.size_bytes)
+        family = f"{who}/{comm.group or 'all'}/{comm.size_bytes:.0f}B/{families[same]}"
+        families[same] += 1
         joints.append(
             Joint(
                 transaction=f"{step}/{comm.transaction or family}",
@@ -115,6 +127,12 @@ def _key(comm: Comm, step: int, rank: int) -> _Key:
         return ("sequence", comm.group, comm.group_ranks, comm.name, comm.sequence)
     size = comm.size_bytes if comm.name in SIZES_AGREE else None
     return ("order", comm.group, comm.group_ranks, comm.name, size, step)
+
+
+def _sender(comms: Mapping[int, Comm]) -> int:
+    """The place that sends in a pair of a send and a receive, MISSING for other members."""
+    place_of = {comm.name: place for place, comm in comms.items()}
+    return place_of["send"] if len(comms) == 2 and set(place_of) == POINT_TO_POINT else MISSING
 
 
 def _shown(numbers: list[int]) -> str:
