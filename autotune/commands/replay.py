@@ -186,7 +186,7 @@ def _step(text: str) -> int | Any:
 
 
 def _aligned(job: TraceJob, wanted: bool) -> Alignment | None:
-    if not wanted or len(job.ranks) < 2 or not any(joint.mutual for joint in job.joints):
+    if not wanted or len(job.ranks) < 2 or not any(joint.aligns for joint in job.joints):
         return None
     from autotune.profiling.alignment.align import align
 

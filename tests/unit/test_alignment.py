@@ -23,15 +23,22 @@ from autotune.profiling.graph.traced_steps import TracedSteps
 
 
 def observations(
-    starts_s: np.ndarray, ends_s: np.ndarray, hosts: tuple[int, ...] = ()
+    starts_s: np.ndarray,
+    ends_s: np.ndarray,
+    hosts: tuple[int, ...] = (),
+    senders: np.ndarray | None = None,
 ) -> Observations:
-    """Build them from (collectives, ranks) times; NaN for a rank that takes no part."""
+    """Build them from (collectives, ranks) times; NaN for a rank that takes no part.
+
+    `senders` (collectives,): the rank that sends, -1 for a collective in which all wait.
+    """
     count, ranks = starts_s.shape
     of, rank = np.nonzero(np.isfinite(starts_s))
     first = np.concatenate([[0], np.cumsum(np.bincount(of, minlength=count))])
     host = np.array(hosts) if hosts else np.full(ranks, -1)
     names = tuple(f"c{k}" for k in range(count))
-    members = (starts_s[of, rank], ends_s[of, rank], of, rank, first)
+    waits = np.ones(len(of), dtype=np.bool_) if senders is None else senders[of] != rank
+    members = (starts_s[of, rank], ends_s[of, rank], of, rank, waits, first)
     family = np.zeros(count, dtype=np.int64)
     return Observations(ranks, *members, family, np.arange(count), names, host)
 
@@ -166,12 +173,20 @@ def test_intervals_equal_the_linear_programs(ranks: int, count: int, seed: int) 
     ends = starts.max(axis=1, keepdims=True) + rng.uniform(0, 1, (count, ranks))
     absent = rng.random((count, ranks)) < 0.2
     absent[:, rng.integers(ranks)] = False
-    absent[0] = False
+    senders = np.full(count, -1)
+    for k in np.flatnonzero(rng.random(count) < 0.4):  # a send and its receive
+        ends_of = rng.permutation(ranks)[:2]
+        senders[k], receiver = ends_of
+        absent[k] = ~np.isin(np.arange(ranks), ends_of)
+        ends[k, senders[k]] = starts[k, senders[k]] + rng.uniform(0, 0.1)
+        ends[k, receiver] = np.nanmax(starts[k, ends_of]) + rng.uniform(0, 1)
+    absent[0], senders[0] = False, -1
+    ends[0] = starts[0].max() + rng.uniform(0, 1, ranks)
     starts[absent] = np.nan
-    times = observations(starts - offset, ends - offset)
+    times = observations(starts - offset, ends - offset, senders=senders)
     low_s, high_s = feasible_intervals(times, np.zeros(count))
-    # of each two members: start_a + theta_a <= end_b + theta_b
-    pairs = np.argwhere(times.of[:, None] == times.of[None, :])
+    # of each two members, the second of which waits: start_a + theta_a <= end_b + theta_b
+    pairs = np.argwhere((times.of[:, None] == times.of[None, :]) & times.waits[None, :])
     rank = np.eye(ranks)[times.rank]
     rows = rank[pairs[:, 0]] - rank[pairs[:, 1]]
     gaps_s = times.end_s[pairs[:, 1]] - times.start_s[pairs[:, 0]]

@@ -1,8 +1,9 @@
-"""Finds the offsets and drifts of all ranks' clocks from their common collectives."""
+"""Finds the offsets and drifts of all ranks' clocks from their collectives and messages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import numpy as np
 from autotune.arrays import BoolArray, FloatArray, IntArray
 from autotune.errors import InvalidInput
 from autotune.profiling.alignment.drift import MOST_DRIFT, machines, matters, middles_s, rough_drift
+from autotune.profiling.alignment.guess import first_guess
 from autotune.profiling.alignment.intervals import feasible_intervals
 from autotune.profiling.alignment.observations import Observations, observe
 from autotune.profiling.alignment.result import Alignment
@@ -36,7 +38,7 @@ LEAST_SLACK_S = 2e-8
 def align(job: TraceJob, samples: int = SAMPLES, seed: int = 0) -> Alignment:
     """One clock for all ranks of `job`; the spread comes from `samples` bootstrap samples.
 
-    Raises `InvalidInput` where several ranks share no collective at all.
+    Raises `InvalidInput` where several ranks share no collective and no message at all.
     """
     return align_observations(observe(job), samples, seed, job.hosts.assumed)
 
@@ -62,45 +64,48 @@ def align_observations(
         )
     if not observed.collectives:
         raise InvalidInput(
-            "clocks are aligned by collectives, but no collective was matched across ranks; see "
-            "the job's repairs"
+            "clocks are aligned by collectives and by messages of two ranks, but no collective was "
+            "matched across ranks; see the job's repairs"
         )
-    from autotune.profiling.alignment.program import Program, first_guess, noise_of
+    from autotune.profiling.alignment.program import Program, noise_of
 
-    guess_s = first_guess(observed)
     hosts_unknown = bool((observed.hosts < 0).any())
-    observed, notes = with_shared_clocks(
-        observed, guess_s, noise_of(observed, guess_s).end_s, hosts_assumed
-    )
+    guess = first_guess(replace(observed, hosts=np.full(observed.ranks, -1)))
+    noise_s = noise_of(observed, guess.offset_s).end_s
+    noise_s = max(noise_s, float(guess.error_s[np.isfinite(guess.error_s)].max(initial=0.0)))
+    observed, notes = with_shared_clocks(observed, guess.offset_s, noise_s, hosts_assumed)
     used, thinning = _thinned(observed)
-    drifts, error = _drifts(used, guess_s)
+    drifts, error = _drifts(used, guess.offset_s)
     used = used.drifted(drifts.rough, drifts.middle_s)
-    guess_s = first_guess(used)
-    program = Program(used, noise_of(used, guess_s), guess_s, drifts)
-    clocks = program.solve(np.stack([guess_s, zeros]))
+    guess = first_guess(observed.drifted(drifts.rough, drifts.middle_s))
+    program = Program(used, noise_of(used, guess.offset_s), guess, drifts)
+    clocks = program.solve(np.stack([guess.offset_s, zeros]))
     drift = (1 + drifts.rough) * (1 + clocks[1]) - 1
     offset_s, moved = clocks[0], observed.drifted(drift, drifts.middle_s)
     slack_s = moved.violation_s(offset_s)
     slack_s[slack_s < LEAST_SLACK_S] = 0.0
     low_s, high_s = feasible_intervals(moved, slack_s + LEAST_SLACK_S)
     apart = ~np.isfinite(high_s - low_s)
+    apart &= ~np.isin(observed.hosts, observed.hosts[~apart & (observed.hosts >= 0)])
     offset_s = np.where(apart, 0.0, offset_s)
     spread = _bootstrap(program, clocks, samples, np.random.default_rng(seed))
-    before_s = float(np.median(observed.end_spread_s(zeros)))
-    after_s = float(np.median(moved.end_spread_s(offset_s)))
     return Alignment(
         offset_s,
         low_s,
         high_s,
-        spread_s=spread[0],
+        spread_s=np.where(guess.spread_s > 0, np.fmax(spread[0], guess.spread_s), spread[0]),
         slack_s=slack_s,
         transactions=observed.transactions,
-        end_spread_s=(before_s, after_s),
+        end_spread_s=(_median(observed.end_spread_s(zeros)), _median(moved.end_spread_s(offset_s))),
         drift=drift,
         drift_spread=np.where(drifts.free, spread[1], error),
         middle_s=drifts.middle_s,
         notes=(*notes, *thinning, *_notes(slack_s, apart, drift, hosts_unknown)),
     )
+
+
+def _median(values: FloatArray) -> float:
+    return float(np.median(values)) if len(values) else 0.0
 
 
 def _drifts(observed: Observations, guess_s: FloatArray) -> tuple[Drifts, FloatArray]:
@@ -126,8 +131,8 @@ def _notes(
     if apart.any():
         places = np.flatnonzero(apart)[:8].tolist()
         notes.append(
-            f"ranks at places {places} share no collective with the first; their clocks are as "
-            "they were"
+            f"ranks at places {places} share no collective with the first, and no messages in "
+            "both directions; their clocks are as they were"
         )
     if hosts_unknown:
         notes.append(

@@ -59,17 +59,18 @@ def rough_drift(
 ) -> tuple[FloatArray, FloatArray]:
     """(drift (R,), error (R,)), from machine to machine over the collectives that they share.
 
-    Drift 0 and an infinite error where they share too few.
+    Drift 0 and an infinite error where they share too few. Pairs have no common end.
     """
+    together = ~observed.is_pair[observed.of]
     drift, error = np.zeros(observed.ranks), np.full(observed.ranks, np.inf)
     known = machine == 0
     error[known] = 0.0
     while True:
-        has = known[observed.rank]
+        has = known[observed.rank] & together
         ends = observed.drifted(drift, middle_s).end_s + offset_s[observed.rank]
         total = np.bincount(observed.of[has], weights=ends[has], minlength=observed.collectives)
         count = np.bincount(observed.of[has], minlength=observed.collectives)
-        usable = np.flatnonzero(~has & (count[observed.of] > 0))
+        usable = np.flatnonzero(together & ~has & (count[observed.of] > 0))
         if not len(usable):
             return drift, error
         late = total[observed.of[usable]] / count[observed.of[usable]] - ends[usable]

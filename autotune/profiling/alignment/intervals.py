@@ -5,11 +5,12 @@ With m_k the time at which the last member of collective k has begun, the constr
 
     start_e + theta_p <= m_k <= end_e + theta_p + slack_k      for every member e of k, on rank p,
 
-2 E of them instead of one per pair of members. Each compares two variables. So the linear programs
-min theta_p and max theta_p are shortest paths from the reference rank (Cormen et al., Introduction
-to Algorithms, sec. 24.4). One run of the Bellman-Ford algorithm gives all R maxima, another one all
-R minima. A pass takes a minimum over members by collective and one by rank. Few passes are needed,
-since a collective of all ranks is two steps from anywhere.
+2 E of them instead of one per pair of members. The second one holds for members that wait, so not
+for a send. Each compares two variables. So the linear programs min theta_p and max theta_p are
+shortest paths from the reference rank (Cormen et al., Introduction to Algorithms, sec. 24.4). One
+run of the Bellman-Ford algorithm gives all R maxima, another one all R minima. A pass takes a
+minimum over members by collective and one by rank. Few passes are needed, since a collective of all
+ranks is two steps from anywhere.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def feasible_intervals(
 
     `slack_s` (K,) must make the constraints feasible.
     """
-    far_s = observed.end_s + slack_s[observed.of]
+    far_s = np.where(observed.waits, observed.end_s + slack_s[observed.of], np.inf)
     high_s = _greatest(observed, observed.start_s, far_s, reference)
     # theta -> -theta turns the least into the greatest, and swaps the roles of starts and ends
     low_s = -_greatest(observed, -far_s, -observed.start_s, reference)

@@ -11,11 +11,15 @@ stay the same. The offsets with the least true objective are kept, so iterations
 O1 states nothing where the same rank clips in every step. Collectives add to the paper's
 point-to-point messages that all members end together, up to one hop of the ring. O3 is the
 deviation of their ends from a time of the collective's own, under Huber's loss: a descheduled rank
-ends late though its clock is not late.
+ends late though its clock is not late. A send and its receive have no common end, so no O3. Only
+the receive has a duration, and only its end must follow both starts. Where only such pairs lead to
+a rank, and the same side clips in all of them, all offsets that keep the order are equally good. O4
+then takes the middle.
 
     minimize    sum_e huber((end_e + theta_p - t_k) / sigma_e)                 O3
               + sum_e ((d_e - mean_(family, p)) / sigma_d)^2                    O1
               + sum_p ((theta_p - clock_h) / sigma_h)^2, p on a known host h    O2
+              + sum_p ((theta_p - guess_p) / error_p)^2, p guessed by messages  O4
               + rho sum_k slack_k
     subject to  start_e + theta_p <= m_k <= end_e + theta_p + slack_k,   theta_0 = 0
 
@@ -28,9 +32,10 @@ until none is broken. Nearly all are far from tight. A solution that is optimal 
 constraints and breaks none is optimal under all.
 
 The weights are one over the squared noise of each term's measurement: sigma_e and sigma_d are
-estimated from the traces, sigma_h is the disagreement of profilers on one host. The penalty on the
-slack is exact: no constraint is broken while there are offsets that break none. Times are in units
-of sigma_e, each collective's counted from its own middle; otherwise the numbers are badly scaled.
+estimated from the traces, sigma_h is the disagreement of profilers on one host, and error_p comes
+with the guess (`guess`). The penalty on the slack is exact: no constraint is broken while there are
+offsets that break none. Times are in units of sigma_e, each collective's counted from its own
+middle; otherwise the numbers are badly scaled.
 """
 
 from __future__ import annotations
@@ -45,6 +50,7 @@ import scipy.sparse as sp
 from autotune.arrays import BoolArray, FloatArray, IntArray
 from autotune.errors import InvalidInput
 from autotune.profiling.alignment.drift import MOST_DRIFT
+from autotune.profiling.alignment.guess import Guess
 from autotune.profiling.alignment.observations import Observations
 
 HOST_NOISE_S = 1e-6
@@ -61,52 +67,25 @@ TOLERANCE_S = 1e-8
 
 @dataclass(frozen=True)
 class Noise:
-    """Standard deviations of ends in a collective and of clipped durations in a family, s."""
+    """Standard deviations of ends in a collective and of clipped durations in a family, s.
+
+    Where there are only pairs, both are that of durations.
+    """
 
     end_s: float
     duration_s: float
 
 
-def first_guess(observed: Observations) -> FloatArray:
-    """(R,) offsets that make ends agree with the reference's.
-
-    They are medians, from rank to rank over the collectives that they share.
-    """
-    offset = np.zeros(observed.ranks)
-    known = np.zeros(observed.ranks, dtype=np.bool_)
-    known[0] = True
-    for _ in range(observed.ranks):
-        has = known[observed.rank]
-        total = np.bincount(
-            observed.of[has],
-            weights=(observed.end_s + offset[observed.rank])[has],
-            minlength=observed.collectives,
-        )
-        count = np.bincount(observed.of[has], minlength=observed.collectives)
-        usable = ~has & (count[observed.of] > 0)
-        if not usable.any():
-            break
-        late = total[observed.of[usable]] / count[observed.of[usable]] - observed.end_s[usable]
-        ranks = observed.rank[usable]
-        order = np.argsort(ranks, kind="stable")
-        cuts = np.flatnonzero(np.diff(ranks[order])) + 1
-        for part in np.split(order, cuts):
-            offset[ranks[part[0]]] = np.median(late[part])
-            known[ranks[part[0]]] = True
-    return offset
-
-
 def noise_of(observed: Observations, offset_s: FloatArray) -> Noise:
     """Noise from medians at these offsets; 1.4826 converts a median deviation to a standard one."""
-    end = float(np.median(observed.end_spread_s(offset_s))) if observed.collectives else 0.0
     durations = (
         observed.end_s + offset_s[observed.rank] - observed.latest_start_s(offset_s)[observed.of]
-    )
-    groups = _family_groups(observed)
+    )[observed.waits]
+    groups = _family_groups(observed)[observed.waits]
     mean = np.bincount(groups, weights=durations) / np.maximum(np.bincount(groups), 1)
-    spread = (
-        1.4826 * float(np.median(np.abs(durations - mean[groups]))) if observed.members else 0.0
-    )
+    spread = 1.4826 * float(np.median(np.abs(durations - mean[groups]))) if len(groups) else 0.0
+    ends = observed.end_spread_s(offset_s)
+    end = float(np.median(ends)) if len(ends) else spread
     return Noise(max(end, LEAST_NOISE_S), max(spread, LEAST_NOISE_S))
 
 
@@ -138,14 +117,15 @@ class Program:
     Clocks are arrays (2, R): the offsets in s, and the drifts beyond the rough ones in s per s.
     """
 
-    def __init__(
-        self, observed: Observations, noise: Noise, base_s: FloatArray, drifts: Drifts
-    ) -> None:
-        """`seen` is freed of the rough drift.
+    def __init__(self, observed: Observations, noise: Noise, guess: Guess, drifts: Drifts) -> None:
+        """`observed` is freed of the rough drift.
 
-        `base_s` (R,): offsets near the solution; the program's variables count from them.
+        The program's variables count from the offsets of `guess`.
         """
-        self.observed, self.noise, self.base_s, self.drifts = observed, noise, base_s, drifts
+        self.observed, self.noise, self.drifts = observed, noise, drifts
+        self.base_s = base_s = guess.offset_s
+        self.guessed = np.flatnonzero(np.isfinite(guess.error_s))
+        self.error_s = np.maximum(guess.error_s[self.guessed], LEAST_NOISE_S)
         starts_s, ends_s = (
             observed.start_s + base_s[observed.rank],
             observed.end_s + base_s[observed.rank],
@@ -154,10 +134,14 @@ class Program:
         self.start = starts_s - middle_s[observed.of]
         self.end = ends_s - middle_s[observed.of]
         self.pick_rank = _picking(observed.rank, observed.ranks)
-        self.pick_collective = _picking(observed.of, observed.collectives)
+        self.ended = np.flatnonzero(~observed.is_pair[observed.of])
+        together = np.cumsum(~observed.is_pair) - 1
+        self.pick_collective = _picking(
+            together[observed.of[self.ended]], int((~observed.is_pair).sum())
+        )
         self.groups = _family_groups(observed)
         self.bound: IntArray = np.empty(0, dtype=np.int64)
-        self.repeated = np.bincount(self.groups)[self.groups] > 1
+        self.repeated = observed.waits & (np.bincount(self.groups)[self.groups] > 1)
         self.free_machines, first_ranks = np.unique(drifts.machine[drifts.free], return_index=True)
         self.rough = drifts.rough[drifts.free][first_ranks]
         apart_s = np.abs(observed.end_s - drifts.middle_s[observed.rank])
@@ -231,7 +215,7 @@ class Program:
             Noise(eased * self.noise.end_s, eased * self.noise.duration_s),
         )
         start, end = self.start / noise.end_s, self.end / noise.end_s
-        theta, together = cp.Variable(observed.ranks), cp.Variable(observed.collectives)
+        theta = cp.Variable(observed.ranks)
         own_start = own_end = self.pick_rank @ theta
         rules = [theta[0] == 0]
         if len(self.free_machines):
@@ -242,11 +226,11 @@ class Program:
             )
             rules += [cp.abs(delta * (noise.end_s / self.half_s) + self.rough) <= MOST_DRIFT]
         root = np.sqrt(weight[observed.of])
-        cost = cp.sum(
-            cp.multiply(
-                weight[observed.of], cp.huber(end + own_end - self.pick_collective @ together)
-            )
-        )
+        cost: cp.Expression = cp.Constant(0.0)
+        if len(ended := self.ended):
+            together = cp.Variable(self.pick_collective.shape[1])
+            apart = end[ended] + own_end[ended] - self.pick_collective @ together
+            cost += cp.sum(cp.multiply(weight[observed.of[ended]], cp.huber(apart)))
         members = np.flatnonzero(self.repeated)
         if len(members):
             clipper = clipping[observed.of[members]]
@@ -264,12 +248,17 @@ class Program:
                 - _picking(observed.hosts[known], int(observed.hosts.max()) + 1) @ clock
             )
             cost += cp.sum_squares(same * (noise.end_s / (eased * HOST_NOISE_S)))
+        if len(self.guessed):
+            weights = noise.end_s / (eased * self.error_s)
+            cost += cp.sum_squares(cp.multiply(weights, theta[self.guessed]))
         if len(bound):
             latest, slack = cp.Variable(len(bound)), cp.Variable(len(bound), nonneg=True)
             within = np.flatnonzero(np.isin(observed.of, bound))
             collective = _picking(np.searchsorted(bound, observed.of[within]), len(bound))
             rules += [start[within] + own_start[within] <= collective @ latest]
-            rules += [collective @ (latest - slack) <= end[within] + own_end[within]]
+            waits = observed.waits[within]
+            waiting = within[waits]
+            rules += [collective[waits] @ (latest - slack) <= end[waiting] + own_end[waiting]]
             cost += SLACK_PRICE * cp.sum(slack)
         problem = cp.Problem(cp.Minimize(cost), rules)
         with warnings.catch_warnings():
@@ -295,11 +284,12 @@ class Program:
         ends = observed.end_s + offset_s[observed.rank]
         cuts = zip(observed.first[:-1], observed.first[1:], strict=True)
         middle = np.array([np.median(ends[begin:end]) for begin, end in cuts])
-        off = np.abs(ends - middle[observed.of]) / noise.end_s
-        value = float(np.sum(weight[observed.of] * np.where(off <= 1, off**2, 2 * off - 1)))
+        weights = weight[observed.of]
+        off = (np.abs(ends - middle[observed.of]) / noise.end_s)[self.ended]
+        value = float(np.sum(weights[self.ended] * np.where(off <= 1, off**2, 2 * off - 1)))
         value += SLACK_PRICE * float(np.sum(observed.violation_s(offset_s))) / noise.end_s
         durations = ends - observed.latest_start_s(offset_s)[observed.of]
-        weights = weight[observed.of]
+        weights = weights * observed.waits
         total = np.maximum(np.bincount(self.groups, weights=weights), 1e-12)
         mean = np.bincount(self.groups, weights=weights * durations) / total
         deviation = (durations - mean[self.groups]) / noise.duration_s
@@ -307,7 +297,8 @@ class Program:
         for host in np.unique(observed.hosts[observed.hosts >= 0]):
             on_host = offset_s[observed.hosts == host]
             value += float(np.sum((on_host - on_host.mean()) ** 2)) / HOST_NOISE_S**2
-        return value
+        moved_s = (offset_s - self.base_s)[self.guessed]
+        return value + float(np.sum((moved_s / self.error_s) ** 2))
 
 
 def _picking(columns: IntArray, width: int) -> sp.csr_matrix:

@@ -9,7 +9,7 @@ from autotune.arrays import FloatArray
 
 @dataclass(frozen=True, eq=False)
 class Alignment:
-    """One clock for R ranks, found from K collectives.
+    """One clock for R ranks, found from K collectives and pairs of a send and its receive.
 
     - `offset_s` (R,): add it to the times of a rank for the first rank's clock, whose own is 0.
     - `drift` (R,): add this too, per second of the rank's time after `middle_s` (R,), which counts
@@ -18,13 +18,15 @@ class Alignment:
     - `drift_spread` (R,): its standard deviation over the bootstrap samples. For a drift taken as
       0, the error of the estimate, infinite without one.
     - `low_s`, `high_s` (R,): the interval that the order of events allows: no member of a
-      collective ends before all have begun. Infinite for a rank that shares no collective.
+      collective ends before all have begun, no receive before its send has. Infinite for a rank
+      that shares no collective with the first, and no messages in both directions.
     - `spread_s` (R,): standard deviation of the offset over bootstrap samples of the steps (of the
-      collectives, where there is one step).
+      collectives, where there is one step). Where only messages lead to a rank, at least that of a
+      uniform distribution over the offsets that they allow.
     - `slack_s` (K,): by how much each collective breaks the order at these offsets, nearly always
       0; `transactions` (K,) names them.
     - `end_spread_s`: median over the collectives of the standard deviation of their members' ends,
-      before and after alignment.
+      before and after alignment; 0 without a collective.
     - `notes`: what was left out or is unknown.
     """
 

@@ -23,9 +23,9 @@ NOISES = 3.0
 def with_shared_clocks(
     observed: Observations, guess_s: FloatArray, noise_s: float, assumed: bool
 ) -> tuple[Observations, list[str]]:
-    """Return `seen` without the hosts whose ranks' clocks differ, and notes on them.
+    """Return `observed` without the hosts whose ranks' clocks differ, and notes on them.
 
-    `guess_s` (R,): rough offsets; `noise_s`: noise of ends. A stated host is given up where the
+    `guess_s` (R,): rough offsets; `noise_s`: their noise. A stated host is given up where the
     order of events excludes equal clocks. An assumed one is given up also where the rough offsets
     differ by more than noise explains.
     """
