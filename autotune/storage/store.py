@@ -66,14 +66,16 @@ class JobRow:
 class PastTrial:
     """An undisturbed, measured candidate of some job, for training simulators.
 
-    `steady_s`: `median_s` at the machine's usual speed (`History.steady_s`). The others are those
-    of the job and its profile, to replay the trial as the job did.
+    `steady_s`: `median_s` at the machine's usual speed (`History.steady_s`). `given`: the cluster
+    of the job's settings; `cluster` has what the probe measured. The others are those of the job
+    and its profile, to replay the trial as the job did.
     """
 
     job_id: str
     strategy: Strategy
     workload: Workload
     cluster: Cluster
+    given: Cluster
     median_s: float
     steady_s: float
     accelerators: Accelerators
@@ -286,7 +288,7 @@ class Store:
         for job in jobs if newest is None else jobs[max(len(jobs) - newest, 0) :]:
             history = self.history(job.id)
             looks = {trial.request.number for trial in history.candidates if trial.first_look}
-            accelerators = self.job(job.id).conditions.accelerators
+            spec = self.job(job.id)
             rows = self.database.rows(
                 "SELECT * FROM trials WHERE job = ? AND role = ? AND status = 'measured' "
                 "AND strategy_id != ? ORDER BY number",
@@ -310,9 +312,10 @@ class Store:
                         strategy=strategy,
                         workload=workload,
                         cluster=cluster,
+                        given=spec.cluster,
                         median_s=median_s,
                         steady_s=steady_s,
-                        accelerators=accelerators,
+                        accelerators=spec.conditions.accelerators,
                         software=profiled.software,
                         op_fusions=profiled.op_fusions,
                     )

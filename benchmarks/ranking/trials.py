@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import autotune
-from autotune.canonical import canonical_json
+from autotune.canonical import canonical_json, content_id
 from autotune.dataset.folder import read_dataset
 from autotune.dataset.noise import reference_noise, repeat_noise
 from autotune.dataset.trials import Domain
@@ -153,17 +153,29 @@ def of_domain(domain: Domain) -> Campaign:
 def of_store(directory: Path) -> list[Campaign]:
     """Return the undisturbed measured candidates of all jobs in `directory`, a campaign each.
 
-    Their models and clusters have their ids as names. Times and replays are those of the tuner.
+    Their models have their ids as names, their clusters what identifies the machines. Times and
+    replays are those of the tuner.
     """
     with Store.open(Workspace.existing(directory).store_path) as store:
         trials = store.past_trials()
     jobs: dict[tuple[str, str, str], list[PastTrial]] = {}
     for trial in trials:
-        jobs.setdefault((trial.job_id, trial.workload.id, trial.cluster.id), []).append(trial)
+        jobs.setdefault((trial.job_id, trial.workload.id, _machines_id(trial)), []).append(trial)
     return [
         Campaign(f"{model}/{cluster}", model, cluster, _extractor(of_job[0]), _planned(of_job))
         for (_, model, cluster), of_job in jobs.items()
     ]
+
+
+def _machines_id(trial: PastTrial) -> str:
+    """Return an identity of the machines that does not depend on the speed that a probe found.
+
+    Without a cluster file, the measured cluster has this speed, and the hosts where the ranks ran.
+    """
+    given, layout = trial.given, [(host.name, host.devices) for host in trial.cluster.hosts]
+    if layout == [(host.name, host.devices) for host in given.hosts]:
+        return given.id
+    return content_id("cluster", layout)
 
 
 def _extractor(trial: PastTrial) -> Extractor:

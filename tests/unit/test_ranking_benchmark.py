@@ -353,6 +353,34 @@ def test_the_trials_of_a_store_are_replayed_and_timed_as_the_tuner_does(tmp_path
     assert campaign.extractor.costs is costs
 
 
+def test_jobs_of_one_machine_are_one_domain_whatever_speed_their_probes_found(tmp_path: Path):
+    """Without a cluster file. One that is held out would otherwise be learned from as another."""
+    given = Cluster.local(2)
+    (host,) = given.hosts
+    fast, slow = (
+        replace(given, hosts=(replace(host, link_bytes_per_s=speed, inner_bytes_per_s=speed),))
+        for speed in (2e9, 1e9)
+    )
+    assert fast.id != slow.id
+    two_hosts = replace(given, hosts=tuple(replace(host, name=name, devices=1) for name in "ab"))
+    strategies = distinct_plans(OTHER)[:2]
+    with Store.open(tmp_path / "autotune.db") as store:
+        for job, measured in (("first", fast), ("second", slow), ("elsewhere", two_hosts)):
+            store.create_job(job, JobSpec(("torchrun", "train.py"), 2, given))
+            proposals = tuple(Proposal(strategy, "sampled") for strategy in strategies)
+            store.append(job, 0, Profiled(WORKLOAD, measured, 1.0, {"torch": "2.13.0"}))
+            store.append(job, 1, Proposed(0, proposals, "none", "test", 2, (), 2.0))
+            for number, strategy in enumerate(strategies):
+                request = TrialRequest(number, strategy.id, Role.CANDIDATE, 1, 2)
+                outcome = Measured(((0.1, 0.1),), 0.0)
+                plan_id = plan(strategy, WORKLOAD, 2).id
+                store.append(job, 2 + number, TrialFinished(request, outcome, plan_id, 3.0))
+    first, second, elsewhere = of_store(tmp_path)
+    assert first.domain == second.domain == f"{WORKLOAD.id}/{given.id}" != elsewhere.domain
+    assert first.cluster_name == second.cluster_name != elsewhere.cluster_name
+    assert (first.extractor.cluster, second.extractor.cluster) == (fast, slow)
+
+
 def test_a_directory_with_too_few_trials_is_refused_with_the_fix(tmp_path: Path, capsys):
     folders = ["--directory", str(tmp_path), "--output", str(tmp_path / "report")]
     assert main(folders) == 2
