@@ -13,18 +13,19 @@ Source: AutoSync, supplement sec. 2 (Eq. 2) and sec. 3 (Eq. 3).
 | phi | network overhead per peer | s | `network_overhead_s` |
 | delta | kernel and copy latency per collective | s | `KERNEL_LATENCY_S` |
 
-Eq. 2:  sum_k I_d(j,k) c(m)/b_jk r_k^(1-I_p)  +  phi sum_k r_k^(1-I_p)  +  delta
+Eq. 2:  sum_k I_d(j,k) c(m)/b_jk r_k^(1-I_p)  +  phi sum_k I_d(j,k) r_k^(1-I_p)  +  delta
 
 Eq. 3:  factor(w) c(m)/b_m  +  w phi  +  delta,  factor = 2(w-1)/w for all-reduce, (w-1)/w for
 reduce-scatter and for all-gather, 1 for broadcast and for reduce. A message of two collectives
 costs their sum.
 
 Readings of the printed equations: the exponent of r_k is 1 for flat reduction and 0 for
-hierarchical (I_p), as the paper's text states. On a cluster of one host each device counts as a
-machine of its own over the inner link; otherwise I_d would be 0 and a server free. A hierarchical
-collective is a reduce inside each host, the collective among the hosts, and a broadcast inside (Eq.
-3 three times). Rows of a sparse gradient are one all-gather of the rows that all ranks touch
-(`row_traffic`).
+hierarchical (I_p), as the paper's text states. I_d(j,k) is 0 for the server's own host. On a
+cluster of one host each device counts as a machine of its own over the inner link; otherwise I_d
+would be 0 and a server free. A hierarchical collective is a reduce inside each host, the collective
+among the hosts, and a broadcast inside (Eq. 3 three times). Rows of a sparse gradient are one
+all-gather of the rows that all ranks touch (`row_traffic`). Global features are maximum and sum, as
+in AutoSync's code; the supplement prints maximum and mean for collectives.
 
 A direct exchange is two collectives of Eq. 3, whose transfer is that of its shares and pieces
 (`direct_cost`), and each further piece costs another delta.
@@ -314,13 +315,14 @@ class Rates:
             else self._fit((kind.synchronizer.operation,), size, ranks)
         )
         if len(cluster.hosts) == 1:
-            return _Rate((size - 1) / link, size, size * self.phi_s, 1.0, link, kind.owner, fits)
+            others = size - 1
+            return _Rate(others / link, others, others * self.phi_s, 1.0, link, kind.owner, fits)
         server = cluster.host_of_rank[kind.owner]
         replicas = self._replicas(ranks)
         copies = np.minimum(replicas, 1) if kind.hierarchical else replicas
         elsewhere = np.arange(len(cluster.hosts)) != server
         s_per_byte = float((copies / host_bandwidths(cluster, server))[elsewhere].sum())
-        count = float(copies.sum())
+        count = float(copies[elsewhere].sum())
         return _Rate(s_per_byte, count, count * self.phi_s, 1.0, link, server, fits)
 
     def _direct(self, kind: MessageKind, size: int) -> _Rate:

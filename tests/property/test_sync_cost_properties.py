@@ -64,7 +64,8 @@ def slow_cost_s(message: Message, cluster: Cluster) -> float:
             elsewhere = cluster.host_of_rank[rank] != cluster.host_of_rank[message.owner]
             if elsewhere or (len(cluster.hosts) == 1 and rank != message.owner):
                 seconds += message.wire_bytes / cluster.bandwidth_bytes_per_s(message.owner, rank)
-        return seconds + world * phi + KERNEL_LATENCY_S
+                seconds += phi
+        return seconds + KERNEL_LATENCY_S
     if message.synchronizer is Synchronizer.DIRECT_EXCHANGE:
         return 2 * slow_round_s(message, cluster) + 2 * (world * phi + KERNEL_LATENCY_S)
     slowest = min(cluster.bandwidth_bytes_per_s(rank, (rank + 1) % world) for rank in range(world))

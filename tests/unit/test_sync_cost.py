@@ -89,28 +89,28 @@ SOME = (message(Synchronizer.ALL_REDUCE, ranks=(0, 2)), served(0, ranks=(0, 1, 3
         (ONE_SLOW, (REDUCED,), [4 / 3 * WIRE / 5e7], [3], [1]),
         # two collectives cost their sum
         (cluster("abcd"), (SCATTERED, ROOTED), [1.5 * WIRE / 1e8, 2 * WIRE / 1e8], [8, 8], [2, 2]),
-        # a server, flat and hierarchical
+        # a server, flat and hierarchical: the replicas on other hosts than its own, or these hosts
         (
             UNEVEN,
-            (served(1), served(1, hierarchical=True)),
-            [4 * WIRE / 5e7 + WIRE / 1e8, WIRE / 5e7 + WIRE / 1e8],
-            [7, 3],
-            [1, 1],
+            (served(1), served(1, hierarchical=True), served(2)),
+            [4 * WIRE / 5e7 + WIRE / 1e8, WIRE / 5e7 + WIRE / 1e8, 3 * WIRE / 5e7],
+            [5, 2, 3],
+            [1, 1, 1],
         ),
         # a server on a cluster of one host is not free
-        (Cluster.local(4), (served(2),), [3 * WIRE / 1e9], [4], [1]),
+        (Cluster.local(4), (served(2),), [3 * WIRE / 1e9], [3], [1]),
         # a dedicated link counts for the server at its end
         (
             cluster("abc", links=SLOW_PAIR),
             (served(0), served(1)),
             [WIRE / 1e8 + WIRE / 1e7, 2 * WIRE / 1e8],
-            [3, 3],
+            [2, 2],
             [1, 1],
         ),
         # two levels take the slow link once per host
         (cluster("ab", 4), (TWO_LEVEL,), [2 * WIRE / 1e10 + WIRE / 1e8], [10], [3]),
         # only the ranks of the message
-        (SLOW_LAST, SOME, [WIRE / 1e8, WIRE / 1e8], [2, 3], [1, 1]),
+        (SLOW_LAST, SOME, [WIRE / 1e8, WIRE / 1e8], [2, 1], [1, 1]),
     ],
 )
 def test_costs_follow_eq_2_and_eq_3(
@@ -239,7 +239,7 @@ def test_ranks_of_one_host_cost_what_was_probed_inside_a_host() -> None:
 
 
 def test_without_a_fit_a_server_holds_the_channel_for_push_and_pull() -> None:
-    expected_s = 2 * (WIRE / 1e8 + 2 * 1e-3) + KERNEL_LATENCY_S
+    expected_s = 2 * (WIRE / 1e8 + 1e-3) + KERNEL_LATENCY_S
     assert costs_of(PAIR, served(0)).channel_s == pytest.approx([expected_s])
     assert costs_of(cluster("a"), REDUCED, served(0)).channel_s.tolist() == [0.0, 0.0]
 
@@ -247,10 +247,10 @@ def test_without_a_fit_a_server_holds_the_channel_for_push_and_pull() -> None:
 def test_global_features_take_max_and_sum_over_servers_and_over_collectives() -> None:
     costs = costs_of(PAIR, served(0), served(0), served(1), REDUCED, SCATTERED)
     second = WIRE / 1e8
-    servers, collectives = [2 * second, 4, 2, 3 * second, 6, 3], [second, 4, 2, 2 * second, 6, 3]
+    servers, collectives = [2 * second, 2, 2, 3 * second, 3, 3], [second, 4, 2, 2 * second, 6, 3]
     assert costs.global_features == pytest.approx(servers + collectives)
     assert costs.features[:, 3].tolist() == [1, 1, 1, 0, 0]
-    one_server = 2 * (second + 2 * 1e-3 + KERNEL_LATENCY_S)
+    one_server = 2 * (second + 1e-3 + KERNEL_LATENCY_S)
     others = 2 * second + 6 * 1e-3 + 3 * KERNEL_LATENCY_S
     assert costs.paper_sync_s == pytest.approx(one_server + others)
     assert not costs_of(PAIR, REDUCED).global_features[:6].any(), "no server"
