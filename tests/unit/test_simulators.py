@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autotune.cluster import Cluster, Host
 from autotune.costs.sync_cost import message_costs
@@ -24,12 +25,14 @@ from autotune.simulators.registry import SIMULATORS
 from autotune.simulators.residual import calibrate
 from autotune.simulators.rnn import rnn_simulator
 from autotune.simulators.training import (
+    PAPER_RECIPE,
     TrainingRecipe,
     domain_batches,
     pairwise_ranking_loss,
     sharpness,
     split_off_validation,
     torch_threads,
+    train_ranking,
 )
 from autotune.strategy_space.plan import PlannedStrategy, plan
 from autotune.strategy_space.strategy import (
@@ -307,3 +310,31 @@ def test_an_example_needs_a_real_measurement():
     [example] = measured_examples(1, seed=13)
     with pytest.raises(InvalidInput, match="above 0 s"):
         Example(example.features, float("nan"), "d")
+
+
+def test_the_papers_recipe_lowers_the_rate_at_epochs_80_and_160_and_clips_gradients() -> None:
+    """AutoSync, supplement sec. 10: Adam with 1e-3, times 0.3 at both, 200 epochs, norm 0.25."""
+    examples = measured_examples(40, seed=21, overhead_s=0.01)
+    times_s = torch.tensor([example.step_s for example in examples], dtype=torch.float64)
+    values = (times_s / times_s.mean() - 1).mul(1e3)[:, None]
+    network = torch.nn.Linear(1, 1, dtype=torch.float64)
+    torch.nn.init.zeros_(network.weight)
+    rates: list[float] = []
+    norms: list[float] = []
+
+    def observe(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        (group,) = optimizer.param_groups
+        gradients = [weight.grad.norm() for weight in group["params"] if weight.grad is not None]
+        rates.append(group["lr"])
+        norms.append(float(torch.stack(gradients).norm()))
+
+    hook = register_optimizer_step_pre_hook(observe)
+    try:
+        report = train_ranking(
+            network, lambda indices: network(values[indices])[:, 0], examples, PAPER_RECIPE, 0, 200
+        )
+    finally:
+        hook.remove()
+    assert report.epochs == PAPER_RECIPE.epochs == 200
+    assert rates == pytest.approx([1e-3] * 80 + [3e-4] * 80 + [9e-5] * 40)
+    assert norms[0] == pytest.approx(0.25) and max(norms) < 0.25 + 1e-9
