@@ -215,7 +215,10 @@ class Decision:
 
 @dataclass(frozen=True)
 class RankingQuality:
-    """Held-out quality of one ranker of strategies.
+    """Quality of one ranker on strategies that no simulator learned from.
+
+    In a job's cross-validation the replay's constants were fitted to all trials, so the figures of
+    rankers that use it are better than on new strategies.
 
     Accuracy is a mean over all test parts weighted by pairs; the rest are weighted by points.
     `regret_top_5` is that of test parts of more than 5 strategies, or None without one: the best of

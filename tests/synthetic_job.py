@@ -127,7 +127,7 @@ class SyntheticWorld:
             strategies = [strategy(number) for number in numbers]
             proposals = tuple(Proposal(s, "sampled", self._true_s(s.id)) for s in strategies)
             quality = QUALITY if history.proposals else ()
-            reason = "most accurate on held-out trials"
+            reason = "most accurate in cross-validation"
             values = (proposals, "linear", reason, 300, quality, now + 0.5, instruction.incumbent)
             return Proposed(instruction.round, *values)
         assert isinstance(instruction, RunTrial)

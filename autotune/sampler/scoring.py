@@ -213,6 +213,9 @@ class Scorer:
     ) -> tuple[tuple[RankingQuality, ...], list[str]]:
         """Cross-validate and fit the simulators that the time allows.
 
+        The replays in the examples are calibrated on all of them. A calibration per fold would take
+        `FOLDS` times as long. Simulators start at the same replay, so it does not favour them.
+
         Return every ranker's quality, and for people which simulators are left out for their size.
 
         Training delays the trials, so it may take `TRAINING_SHARE` of the job's time. A simulator

@@ -1,4 +1,6 @@
-"""Ranking quality on held-out strategies. Free of torch.
+"""Ranking quality on strategies that simulators did not learn from. Free of torch.
+
+The replay's constants may be fitted to them: in a job they are fitted to all trials.
 
 Each figure compares strategies of one domain (workload and cluster) and, with cross-validation, of
 one fold.
@@ -164,7 +166,7 @@ def evaluate(
 
 
 def choose_ranker(qualities: Sequence[RankingQuality]) -> RankerChoice:
-    """Return the simulator that beats the replay most surely on held-out data, or else the replay.
+    """Return the simulator that beats the replay most surely in the tests, or else the replay.
 
     Without a replay the analytic ranker takes its place. The best of several on few pairs looks
     better than it is, so it must lead by z standard errors. With z = Phi^-1(1 - 0.2 / K), K
@@ -192,7 +194,7 @@ def choose_ranker(qualities: Sequence[RankingQuality]) -> RankerChoice:
         ),
     )
     figures = (
-        f"on {best.pairs} held-out pairs the {best.ranker} simulator orders "
+        f"on {best.pairs} cross-validated pairs the {best.ranker} simulator orders "
         f"{best.pairwise_accuracy:.1%} correctly and {called} {plain.pairwise_accuracy:.1%}"
     )
     if best.pairs < _ENOUGH_PAIRS:

@@ -244,5 +244,5 @@ def test_simulators_that_are_no_better_than_the_replay_seldom_rank(count: int) -
 
 def test_the_reason_names_both_figures() -> None:
     reason = choose_ranker([quality(ANALYTIC, 0.8), quality("rnn", 0.9)]).reason
-    pairs = "on 200 held-out pairs the rnn simulator orders 90.0% correctly"
+    pairs = "on 200 cross-validated pairs the rnn simulator orders 90.0% correctly"
     assert reason == f"the rnn simulator ranks: {pairs} and the analytic ranker 80.0%"

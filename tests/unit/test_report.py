@@ -131,6 +131,13 @@ def test_a_regret_that_no_part_can_show_is_a_dash(job, tmp_path):
     assert "random 0.50, 0.00, -</span>" in text
 
 
+def test_the_quality_of_rankers_is_not_called_held_out(job, tmp_path):
+    """The replay's constants were fitted to the tested trials, too."""
+    page = rendered(tmp_path, *job)
+    assert "held-out" not in page and "Ranking quality in cross-validation" in page
+    assert "The replay's constants were fitted to all trials" in page
+
+
 def test_it_loads_nothing_and_runs_nothing(job, tmp_path):
     text = rendered(tmp_path, *job)
     page = Page(text)
