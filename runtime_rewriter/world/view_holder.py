@@ -2,9 +2,9 @@
 
 It reads one line of JSON from stdin: the folders, the folders inside them that stay real, and where
 copies may lie. It mounts an overlay over each folder in a mount namespace of its own (without root
-in a user namespace of its own). It answers by one line: its process id and the namespace, which
-other processes enter, or the reason why there is no view. When stdin is closed, it removes the
-copies.
+in a user namespace of its own), and a copy over each file that is mounted inside. It answers by one
+line: its process id and the namespace, which other processes enter, or the reason why there is no
+view. When stdin is closed, it removes the copies.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import fcntl
 import json
 import os
 import shutil
+import stat
 import sys
 import tempfile
 import time
@@ -94,13 +95,16 @@ class _View:
         in_user_namespace = _enter_namespaces()
         targets = sorted({*self._folders, *_mounts_inside(self._folders)})
         # Before the first mount, which hides what is below it.
-        lower = {path: os.open(path, os.O_PATH | os.O_DIRECTORY) for path in targets}
+        covered = {path: os.open(path, os.O_PATH) for path in targets}
         real = {path: os.open(path, os.O_PATH) for path in self._kept}
         for parent, in_memory in (*((path, False) for path in outside), (outside[0], True)):
             try:
                 self._make_scratch(parent, in_memory)
-                for number, (path, descriptor) in enumerate(lower.items()):
-                    self._cover(path, descriptor, number, in_user_namespace)
+                for number, (path, descriptor) in enumerate(covered.items()):
+                    if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                        self._cover(path, descriptor, number, in_user_namespace)
+                    else:
+                        self._cover_file(path, descriptor, number)
                 for path, descriptor in real.items():
                     self._mount(f"/proc/self/fd/{descriptor}", path, "", _MS_BIND | _MS_REC)
                 return
@@ -134,6 +138,18 @@ class _View:
         self._mount("overlay", path, "overlay", 0, options)
         for descriptor in descriptors:
             os.close(descriptor)
+
+    def _cover_file(self, path: str, file: int, number: int) -> None:
+        """Mount a copy; a file that is read-only here, or no plain file, stays real."""
+        assert self.scratch is not None
+        source, status = f"/proc/self/fd/{file}", os.fstat(file)
+        if stat.S_ISREG(status.st_mode) and not os.fstatvfs(file).f_flag & os.ST_RDONLY:
+            copy = self.scratch / f"file{number}"
+            shutil.copy2(source, copy)
+            with contextlib.suppress(OSError):  # as in `_cover`
+                os.chown(copy, status.st_uid, status.st_gid)
+            source = str(copy)
+        self._mount(source, path, "", _MS_BIND)
 
     def _mount(self, source: str, target: str, kind: str, flags: int, options: str = "") -> None:
         _mount(source, target, kind, flags, options)

@@ -128,6 +128,58 @@ assert not held.scratch.exists()
     assert done.returncode == 0, done.stderr
 
 
+IN_A_FILE_VIEW = """
+with open("rw.yaml", "r+") as file:
+    assert file.read() == "of the host"
+    file.write(", changed")
+assert open("rw.yaml").read() == "of the host, changed"
+assert os.stat("rw.yaml").st_mode & 0o777 == 0o640
+assert open("ro.yaml").read() == "fixed"
+try:
+    open("ro.yaml", "w")
+except OSError:
+    pass
+else:
+    raise AssertionError("a read-only file was opened to be written")
+assert open("zero", "rb").read(2) == bytes(2)
+"""
+MOUNTED_FILES = """
+import subprocess, sys
+from pathlib import Path
+from test_file_view import IN_A_FILE_VIEW, contents, inside
+from runtime_rewriter.world.views import HeldView, Protected
+project, outside = map(Path, sys.argv[1:])
+for name, options in (("rw.yaml", "bind"), ("ro.yaml", "bind,ro"), ("zero", "bind")):
+    (project / name).touch()
+    source = Path("/dev/zero") if name == "zero" else outside / name
+    subprocess.run(["mount", "-o", options, source, project / name], check=True)
+before = contents(outside)
+for _ in range(2):
+    held = HeldView(Protected.of([project]))
+    done = inside(held, project, IN_A_FILE_VIEW)
+    assert done.returncode == 0, done.stderr
+    held.end()
+    assert contents(outside) == before and not held.scratch.exists()
+"""
+
+
+@possible
+@pytest.mark.skipif(
+    os.getuid() != 0 or shutil.which("unshare") is None, reason="mounts, which root may do"
+)
+def test_a_file_that_is_mounted_into_the_folder_is_copied(project, tmp_path) -> None:
+    """As by `docker run -v rw.yaml:/workspace/rw.yaml`."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "rw.yaml").write_text("of the host")
+    (outside / "rw.yaml").chmod(0o640)
+    (outside / "ro.yaml").write_text("fixed")
+    words = ["unshare", "--mount", sys.executable, "-c", MOUNTED_FILES, str(project), str(outside)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 IN_MEMORY = """
 import json, subprocess, sys
 from runtime_rewriter.world import view_holder
