@@ -41,8 +41,8 @@ def masked_command(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def secrets_of(words: Sequence[str], environment: Mapping[str, str]) -> frozenset[str]:
-    """The secret values in a command and its environment."""
-    named = {value for name, value in environment.items() if _tells(name)}
+    """The secret values in a command and its environment. A shell's PWD is the working folder."""
+    named = {value for name, value in environment.items() if _tells(name) and name != "PWD"}
     return frozenset(v for v in named | _values_in(words) if len(v) >= _SHORTEST)
 
 

@@ -49,6 +49,14 @@ def test_values_are_masked_wherever_they_turn_up() -> None:
     assert masked(message, values) == "401 for *** and *** at https://u:***@h/x, abc"
 
 
+def test_the_working_folder_of_a_shell_is_no_secret(monkeypatch) -> None:
+    environment = {"PWD": "/home/u/project", "OLDPWD": "/home/u/old", "DB_PWD": "hunter22"}
+    assert secrets_of([], environment) == {"hunter22"}
+    monkeypatch.setenv("PWD", "/home/u/project")
+    error = RuntimeError("no file /home/u/project/data")
+    assert _describe(error) == "RuntimeError: no file /home/u/project/data"
+
+
 def test_a_scripts_exception_is_described_without_secrets(monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "--token", SECRET])
     monkeypatch.setenv("DB_PASSWORD", "hunter22")
