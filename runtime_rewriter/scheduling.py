@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from functools import cache
 from pathlib import Path
 
 from autotune.records import Accelerators, Conditions, Network
@@ -50,8 +51,20 @@ def usable_cores() -> int:
 
 
 def take_round_robin() -> bool:
-    """Run all present and future threads of this process round-robin; False if not permitted."""
-    return _schedule(round_robin=True)
+    """Run all present and future threads of this process round-robin; False if not permitted.
+
+    Processes that it forks, such as workers of data loaders, step down: they compute. The kernel's
+    SCHED_RESET_ON_FORK would also take the policy from new threads.
+    """
+    if not _schedule(round_robin=True):
+        return False
+    _forks_step_down()
+    return True
+
+
+@cache  # a hook of forks cannot be removed
+def _forks_step_down() -> None:
+    os.register_at_fork(after_in_child=step_down)
 
 
 def step_down() -> bool:

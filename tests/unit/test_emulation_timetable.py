@@ -142,17 +142,38 @@ def take_and_step_down() -> int:
     return 0 if stepped_down and not step_down() else 2
 
 
+def take_and_fork() -> int:
+    """Later threads must keep the policy, and forks must not, however often it was taken."""
+    if not take_round_robin():
+        return 3
+    step_down()
+    take_round_robin()
+    policies: list[int] = []
+    thread = threading.Thread(target=lambda: policies.append(os.sched_getscheduler(0)))
+    thread.start()
+    thread.join()
+    child = os.fork()
+    if child == 0:
+        os._exit(os.sched_getscheduler(0))
+    policies.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    kept = os.sched_getscheduler(0) == os.SCHED_RR
+    return 0 if kept and policies == [os.SCHED_RR, os.SCHED_OTHER] else 1
+
+
 def refused() -> int:
     os.setuid(65534)
     return 0 if not take_round_robin() and os.sched_getscheduler(0) == os.SCHED_OTHER else 1
 
 
-ACTIONS = {"take": take_and_step_down, "refused": refused}
+ACTIONS = {"take": take_and_step_down, "fork": take_and_fork, "refused": refused}
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_every_thread_of_a_process_takes_round_robin_scheduling_and_steps_down_again() -> None:
-    status = in_a_child("take")
+@pytest.mark.parametrize("action", ["take", "fork"])
+def test_threads_take_round_robin_scheduling_until_they_step_down_and_forks_do_not(
+    action: str,
+) -> None:
+    status = in_a_child(action)
     if status == 3:
         pytest.skip("round-robin scheduling is not permitted here")
     assert status == 0
