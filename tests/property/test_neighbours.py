@@ -76,6 +76,11 @@ def test_a_move_leaves_all_but_a_few_messages_as_they_were():
         assert len(before - set(messages_of(neighbour))) <= 2
 
 
+def test_a_move_leaves_where_replicas_read_variables():
+    remote = replace(ps_load_balanced(MODEL, FOUR), local_copies=False)
+    assert not any(neighbour.local_copies for neighbour in neighbours(remote, 10))
+
+
 def test_every_kind_of_move_occurs_from_two_buckets():
     start = all_reduce_chunks(MODEL, 5)
     moved = neighbours(start, 300)

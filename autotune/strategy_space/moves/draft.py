@@ -80,6 +80,7 @@ class Draft:
         self.cross_step = strategy.cross_step
         self.in_flight = strategy.in_flight
         self.op_fusion = strategy.op_fusion
+        self.local_copies = strategy.local_copies
         self.ring_order = strategy.ring_order
         self._before = strategy.variables
         of_variables = [strategy.by_name[variable.name] for variable in workload.variables]
@@ -149,6 +150,7 @@ class Draft:
             self.ring_order,
             in_flight=min(self.in_flight, most),
             op_fusion=self.op_fusion,
+            local_copies=self.local_copies,
         )
 
     def pick(self, count: int) -> int:
