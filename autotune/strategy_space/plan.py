@@ -82,8 +82,12 @@ class Message:
     __get_pydantic_core_schema__ = classmethod(schema_of_stored)
 
     def __post_init__(self) -> None:
-        if self.ratio is not None and not 0 < self.ratio <= 1:
-            raise InvalidInput(f"the ratio of a message must lie in (0, 1], but is {self.ratio}")
+        if self.ratio is not None:
+            if not 0 < self.ratio <= 1:
+                raise InvalidInput(
+                    f"the ratio of a message must lie in (0, 1], but is {self.ratio}"
+                )
+            object.__setattr__(self, "ratio", float(self.ratio))  # 1 would have another id
 
     __hash__ = hash_once
     __getstate__ = state_without_hash

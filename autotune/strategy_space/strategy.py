@@ -187,8 +187,10 @@ class Shard:
                 "compressor top_k, and only it, needs a ratio, "
                 f"but {self.compressor} has {self.ratio}"
             )
-        if self.ratio is not None and not 0 < self.ratio <= 1:
-            raise InvalidStrategy(f"top_k ratio must lie in (0, 1], but is {self.ratio}")
+        if self.ratio is not None:
+            if not 0 < self.ratio <= 1:
+                raise InvalidStrategy(f"top_k ratio must lie in (0, 1], but is {self.ratio}")
+            object.__setattr__(self, "ratio", float(self.ratio))  # 1 would have another id
         if (self.compressor is Compressor.POWER_SGD) != (self.rank is not None):
             raise InvalidStrategy(
                 "compressor power_sgd, and only it, needs a rank, "

@@ -219,6 +219,12 @@ def test_a_message_has_the_shares_and_pieces_of_its_shards():
     assert {(other.shares, other.pieces) for other in others} == {(None, 1)}
 
 
+def test_a_message_that_sends_all_elements_has_one_identity():
+    slices = (TensorSlice("b", 6),)
+    of_ratio = [Message(slices, REDUCE, Compressor.TOP_K, "float32", ratio=r) for r in (1, 1.0)]
+    assert len({Plan(MODEL.id, 2, (message,)).id for message in of_ratio}) == 1
+
+
 def test_a_plan_survives_json_and_a_bad_one_is_refused():
     owned = strategy(c=direct(shares=(0.75, 0.25), pieces=3)).variables
     planned = plan(Strategy(owned, True, (1, 0)), MODEL, 2)

@@ -169,6 +169,15 @@ def test_json_round_trip_is_loss_free_for_every_field():
     assert again.to_json() == strategy.to_json()
 
 
+def test_whole_numbers_have_the_same_identity_as_fractions():
+    whole = Shard(REDUCE, Compressor.TOP_K, ratio=1)
+    served = Shard(**DIRECT, shares=(0, 1, 0))
+    choices = VariableStrategy("a", (whole,)), VariableStrategy("b", (served,))
+    strategy = Strategy(choices)
+    assert Strategy.from_json(strategy.to_json()).id == strategy.id
+    assert Shard(REDUCE, Compressor.TOP_K, ratio=1.0).ratio.hex() == whole.ratio.hex()
+
+
 def test_lossless_means_no_compression_at_all():
     assert TWO.lossless
     cast = VariableStrategy("c", (Shard(Synchronizer.ALL_REDUCE, Compressor.BF16),))
