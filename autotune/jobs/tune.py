@@ -19,7 +19,7 @@ from autotune.jobs.places import Ranks, Where, placed_world, refuse_elsewhere
 from autotune.jobs.preparation import prepare_in_background
 from autotune.jobs.results import Results, write_results
 from autotune.jobs.settings import Settings
-from autotune.jobs.workspace import Workspace, latest_job, new_job_id, use_mlflow_quietly
+from autotune.jobs.workspace import Workspace, latest_job, new_job_id
 from autotune.masking import MASK, masked_command
 from autotune.parsing import read_json
 from autotune.records import Decision
@@ -210,6 +210,5 @@ def open_tracker(
     item_s: float = ITEM_S,
 ) -> Tracker:
     """The tracker of a job; `uri` None: the workspace's own SQLite file."""
-    use_mlflow_quietly()
     uri = uri or workspace.default_tracking_uri
     return Tracker(store, job_id, uri, experiment, workspace.artifacts, item_s)

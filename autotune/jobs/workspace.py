@@ -10,7 +10,6 @@ from pathlib import Path
 
 from autotune.errors import InvalidInput
 from autotune.storage.store import Store
-from autotune.tracking.tracker import mlflow_environment
 
 MOST_OF_THE_NAME = 80
 """Characters of a script's name in a job's id, which may have 100."""
@@ -77,12 +76,6 @@ def latest_job(store: Store, unfinished: bool = False) -> str:
             "`autotune tune -- torchrun ... train.py`"
         )
     return jobs[-1].id
-
-
-def use_mlflow_quietly() -> None:
-    """Set MLflow's time limits in the environment, its only source; the user's values stay."""
-    for name, value in mlflow_environment().items():
-        os.environ.setdefault(name, value)
 
 
 def new_job_id(script_name: str, now: datetime) -> str:

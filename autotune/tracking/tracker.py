@@ -9,6 +9,7 @@ attempt.
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,10 +45,9 @@ _NEVER_ACCEPTED = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
 
 
 def mlflow_environment(timeout_s: int = 5, retries: int = 1) -> dict[str, str]:
-    """Environment variables that the command line sets before MLflow is imported.
+    """Environment variables for our own use of MLflow, which has no other source for them.
 
-    MLflow has no other source for them: short HTTP timeouts, few retries (the breaker retries), no
-    telemetry, progress bars or chatter.
+    Short HTTP timeouts, few retries (the breaker retries), no telemetry, progress bars or chatter.
     """
     return {
         "MLFLOW_HTTP_REQUEST_TIMEOUT": str(timeout_s),
@@ -58,6 +58,15 @@ def mlflow_environment(timeout_s: int = 5, retries: int = 1) -> dict[str, str]:
         "MLFLOW_LOGGING_LEVEL": "ERROR",
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     }
+
+
+def _use_mlflow_quietly() -> None:
+    """Set `mlflow_environment`, in which the user's values stay, before MLflow is imported.
+
+    The ranks have started by then: their scripts may use MLflow, too, with its own values.
+    """
+    for name, value in mlflow_environment().items():
+        os.environ.setdefault(name, value)
 
 
 class _Unreachable(Exception):
@@ -144,6 +153,7 @@ class Tracker:
 
     def _send_item(self, item: OutboxItem, history: History) -> bool:
         """Return False if the item has to wait."""
+        _use_mlflow_quietly()
         with collection_paused():
             import mlflow.exceptions  # noqa: F401 - takes seconds, which are not the server's
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,12 +41,14 @@ class _RayPlacement:
         first_call_timeout_s: float,
         conditions: Conditions,
         protected: Protected | None,
+        environment: Mapping[str, str],
     ) -> None:
         self._cluster = cluster
         self._protected = protected
         self._command = command
         self._ports = master_ports
         self._conditions = conditions
+        self._environment = environment
         self._group, actors = cluster.reserve(workers, rooms)
         try:
             places = _places(cluster, actors, first_call_timeout_s)
@@ -78,8 +80,8 @@ class _RayPlacement:
         interface = "lo" if place.local else place.interface
         conditions = requested_conditions(self._conditions)
         environments = tuple(
-            {**environment, **self._command.environment, **conditions, **view}
-            for environment, view in zip(
+            {**self._environment, **of_rank, **self._command.environment, **conditions, **view}
+            for of_rank, view in zip(
                 _environments(self._places, host, port, interface), self._fresh_views(), strict=True
             )
         )
@@ -171,7 +173,11 @@ def ray_world(
     wait for the times of `given_profile`. Every start of the script gets a fresh view of the
     `protected` folders; None: its writes are real. `World` explains
     `keeps_training`; `say` gets what it waits for.
+
+    Every start has this process's present environment: the tracker changes it later.
     """
+    environment = carried_environment(dict(os.environ))
+    environment.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default
     rooms = tuple(
         (ranks, addresses[host] if host < len(addresses) else "")
         for host, ranks in enumerate(devices_per_host)
@@ -193,6 +199,7 @@ def ray_world(
             first_call_timeout_s,
             conditions,
             protected,
+            environment,
         )
 
     return World(
@@ -237,14 +244,14 @@ def _with_open_mpi(environment: dict[str, str]) -> dict[str, str]:
 def _environments(
     places: list[WorkerPlace], host: str, port: int, interface: str
 ) -> Iterator[dict[str, str]]:
-    """The driver's environment and torchrun's variables, for ranks sorted host by host."""
+    """Torchrun's variables, for ranks sorted host by host."""
     members: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
         members.setdefault(place.node, []).append(rank)
     nodes = list(members)
     for rank, place in enumerate(places):
         peers = members[place.node]
-        environment = carried_environment(dict(os.environ)) | {
+        environment = {
             "RANK": str(rank),
             "LOCAL_RANK": str(peers.index(rank)),
             "WORLD_SIZE": str(len(places)),
@@ -261,7 +268,6 @@ def _environments(
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),  # torchrun's own default
         }
         gpus = [gpu for peer in peers for gpu in places[peer].gpus]
         if gpus:  # scripts index the host's devices by LOCAL_RANK

@@ -129,9 +129,13 @@ def fault_words(kind: str, tmp_path: Path) -> list[str]:
     return ["--fault", kind, "--fault-step", "9", "--fault-file", str(planted)]
 
 
-def test_ranks_keep_their_conditions_after_a_crash(make_world, tmp_path) -> None:
+def test_ranks_keep_their_conditions_and_environment_after_a_crash(
+    make_world, tmp_path, monkeypatch
+) -> None:
     conditions = Conditions(Network.LOOPBACK, Accelerators.EMULATED, round_robin=True)
+    monkeypatch.setenv("OF_THE_USER", "1")
     world = make_world(*fault_words("crash", tmp_path), conditions=conditions)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")  # as the tracker does
     wanted = plan(ddp_default(PROFILE), PROFILE, RANKS)
     world.emulate(PROFILE)
     crashed = world.run_trial(replace(REQUEST, timed_steps=12), wanted)
@@ -141,6 +145,13 @@ def test_ranks_keep_their_conditions_after_a_crash(make_world, tmp_path) -> None
     assert isinstance(again, Measured) and min(min(row) for row in again.step_s) >= 0.199
     assert again.gradient_error == 0.0
     assert world.restarts == 1 and world.round_robin() == permitted()
+    environments = [
+        Path(f"/proc/{one}/environ").read_bytes().split(b"\0")
+        for one in processes_of(Path(os.environ[FOLDER_VARIABLE]))
+    ]
+    of_ranks = [variables for variables in environments if b"WORLD_SIZE=2" in variables]
+    assert len(of_ranks) >= RANKS and all(b"OF_THE_USER=1" in one for one in of_ranks)
+    assert not any(b"MLFLOW_HTTP_REQUEST_TIMEOUT=5" in one for one in environments)
 
 
 def test_every_start_of_the_script_has_a_fresh_view_and_the_users_files_stay(

@@ -26,6 +26,8 @@ from autotune.canonical import canonical_json
 from autotune.cli import main
 from autotune.cluster import Cluster
 from autotune.features.extract import extract
+from autotune.jobs.tune import open_tracker
+from autotune.jobs.workspace import Workspace
 from autotune.records import Measured
 from autotune.simulators.interface import Example
 from autotune.simulators.registry import SIMULATORS
@@ -307,6 +309,18 @@ def test_a_model_that_was_sent_late_is_not_rejected(store, tmp_path, tracking_st
     assert len(client.search_model_versions("name = 'autotune-linear'")) == 1
 
 
+def test_the_environment_of_the_job_has_no_settings_of_ours_before_an_item_is_sent(
+    store, tmp_path, monkeypatch
+):
+    """The ranks start with it, and a script may use MLflow, too."""
+    for name in mlflow_environment():
+        monkeypatch.delenv(name)
+    workspace = Workspace(tmp_path)
+    before = dict(os.environ)
+    open_tracker(workspace, store, "job", None, "sync")
+    assert dict(os.environ) == before
+
+
 def test_the_command_sends_nothing_while_the_job_runs(store, tmp_path, capsys):
     """The job sends its items itself; two senders would find no run and both create it."""
     with store.lock("job"):
@@ -358,7 +372,7 @@ assert mlflow.telemetry.client.get_telemetry_client() is None
         capture_output=True,
         text=True,
         cwd=elsewhere,
-        env={**os.environ, **mlflow_environment()},
+        env={name: os.environ[name] for name in os.environ.keys() - mlflow_environment().keys()},
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert not list(elsewhere.iterdir())
