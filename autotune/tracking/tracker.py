@@ -24,6 +24,7 @@ from autotune.simulators.interface import Simulator
 from autotune.storage.outbox import OutboxItem
 from autotune.storage.store import Store
 from autotune.tracking.connection import Connection, is_local
+from autotune.tracking.home_network import HomeNetwork
 from autotune.tracking.sender import Delivery, Sender, Unsendable, discard_sent
 from autotune.tuning.events import Event
 from autotune.tuning.history import History
@@ -76,10 +77,10 @@ class _Unreachable(Exception):
 class Tracker:
     """Sends one job's outbox; an observer of the driver.
 
-    Files go to `artifact_dir` if the URI is not a server's. Sending raises nothing that MLflow and
-    its clients of artifact stores raise: see `problem`, `Outbox.waiting` and `Outbox.rejected`. It
-    takes at most `item_s` per item. An item that takes longer is left behind on its thread, and no
-    other is sent until the thread has ended.
+    It sends from the network in which it is created. Files go to `artifact_dir` if the URI is not
+    a server's. Sending raises nothing that MLflow and its clients of artifact stores raise: see
+    `problem`, `Outbox.waiting` and `Outbox.rejected`. It takes at most `item_s` per item. An item
+    that takes longer is left behind on its thread, and no other is sent until the thread has ended.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Tracker:
         self._clock = clock
         self._open_until_s = float("-inf")
         self._sender = Sender(store, job_id)
+        self._network = HomeNetwork()
         self._connection: Connection | None = None
         self._late: Call[str] | None = None
 
@@ -185,6 +187,7 @@ class Tracker:
         It runs on another thread, so it does not use the store.
         """
         try:
+            self._network.enter()
             if self._connection is None:
                 self._connection = Connection.open(
                     self.uri, self._experiment, self._artifact_dir, self._job_id, created_at

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import http.server
 import json
 import os
@@ -34,6 +35,7 @@ from autotune.simulators.registry import SIMULATORS
 from autotune.storage.store import Store
 from autotune.strategy_space.plan import PlannedStrategy, plan
 from autotune.tracking.connection import Connection
+from autotune.tracking.home_network import HomeNetwork
 from autotune.tracking.sender import Sender
 from autotune.tracking.tracker import Tracker, mlflow_environment
 from autotune.tuning.history import History
@@ -307,6 +309,29 @@ def test_a_model_that_was_sent_late_is_not_rejected(store, tmp_path, tracking_st
     assert not (store.path.parent / "unsent-models").exists()
     client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
     assert len(client.search_model_versions("name = 'autotune-linear'")) == 1
+
+
+@contextlib.contextmanager
+def another_network():
+    """Put this thread into a new network namespace, as of an emulated host, until the end."""
+    home = HomeNetwork()
+    if ctypes.CDLL(None).unshare(0x40000000) != 0:  # CLONE_NEWNET of linux/sched.h
+        pytest.skip("no network namespaces here")
+    try:
+        yield
+    finally:
+        home.enter()
+
+
+def test_items_are_sent_from_the_network_of_the_machine_while_a_testbed_runs(store, tmp_path):
+    """The job's thread is inside an emulated host, which has no way to the tracking server."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        uri = f"http://127.0.0.1:{server.getsockname()[1]}"
+        tracker = Tracker(store, "job", uri, "sync", tmp_path / "unused", item_s=0.3)
+        with another_network():
+            assert tracker.flush() == 1
+        server.settimeout(20)
+        server.accept()[0].close()
 
 
 def test_the_environment_of_the_job_has_no_settings_of_ours_before_an_item_is_sent(
