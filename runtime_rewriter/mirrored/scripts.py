@@ -17,6 +17,7 @@ from typing import Any
 
 from autotune.errors import InvalidInput
 from runtime_rewriter.horovod.importing import changed_on_import, replace_attribute
+from runtime_rewriter.rendezvous import Peers
 
 TF_CONFIG = "TF_CONFIG"
 _JOB = "worker"
@@ -26,15 +27,16 @@ HEARTBEAT_S = 120.0
 """Silence after which TensorFlow gives up a worker; by default 10 s, which a worker on a busy
 machine exceeds. Whoever started the ranks notices one that ends at once."""
 
-Steered = Callable[[ExitStack], None]
+Steered = Callable[[ExitStack, Peers], None]
 
 
 @contextmanager
 def mirrored_steered(steered: Steered) -> Iterator[None]:
     """Let the first strategy of `tensorflow`, if the script builds one, be steered.
 
-    `steered` is called once, when the strategy is built, with a stack that is closed at the end.
-    Without a launched world of several ranks nothing is changed.
+    `steered` is called once, when the strategy is built, with a stack that is closed at the end,
+    and with the lines between the ranks, which all call it. Without a launched world of several
+    ranks nothing is changed.
     """
     with ExitStack() as until_end:
         steering = _Steering(steered, until_end)
@@ -79,7 +81,7 @@ class _Steering:
                     "use the first one"
                 )
             self._built = True
-            _, addresses = agree_on_addresses(place, START_S)
+            peers, addresses = agree_on_addresses(place, START_S)
             _set_config(addresses, place.rank)
             own_start(strategy, container, None, communication_options, devices)
             if len(strategy.worker_devices) != 1:
@@ -88,7 +90,7 @@ class _Steering:
                     f"{', '.join(strategy.worker_devices)}; give each device a rank, with "
                     "CUDA_VISIBLE_DEVICES"
                 )
-            self._steered(self._until_end)
+            self._steered(self._until_end, peers)
 
         own_service = context.Context.configure_coordination_service
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import nn
 
+from autotune.errors import AutotuneError, LaunchError, PlanMismatch
 from autotune.export import Export, check_model, read_export
 from autotune.strategy_space.plan import Plan
 from runtime_rewriter.pytorch.agreement import trainable_parameters
 from runtime_rewriter.pytorch.exchange.ranks import TRAINING_TIMEOUTS
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
+from runtime_rewriter.rendezvous import Peers
 
 _log = logging.getLogger("autotune")
 
@@ -28,6 +32,33 @@ def plan_for(
     if export.strategy is None:
         return None, ("the export keeps the current setup as the fastest: nothing was changed",)
     return export.plan(), ()
+
+
+def agree_on_plan(
+    peers: Peers, read: Callable[[], Export | None], timeout_s: float
+) -> Export | None:
+    """Return the export that `read` gives this rank; None is the current setup. Collective.
+
+    For ranks of TensorFlow, which have no process group. Raises `PlanMismatch` on every rank if
+    their plans differ. What `read` raises on one rank is a `LaunchError` on the others.
+    """
+    try:
+        export = read()
+        plan = None if export is None else export.plan()
+    except AutotuneError as error:
+        with contextlib.suppress(LaunchError):
+            peers.agree({"problem": f"rank {peers.rank}: {error}"}, lambda _: {}, timeout_s)
+        raise
+    held = {"plan": "no plan" if plan is None else plan.id}
+    plans: list[str] = peers.agree(
+        held, lambda ranks: {"plans": [one["plan"] for one in ranks]}, timeout_s
+    )["plans"]
+    if len(set(plans)) > 1:
+        listed = ", ".join(f"rank {rank} holds {plan_id}" for rank, plan_id in enumerate(plans))
+        raise PlanMismatch(
+            f"every rank must hold the same plan, but {listed}; give all ranks the same export"
+        )
+    return export
 
 
 class ExportSession:

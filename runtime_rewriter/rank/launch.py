@@ -41,6 +41,7 @@ from runtime_rewriter.control import ControlClosed, ControlLine
 from runtime_rewriter.failures import kind_of_exception
 from runtime_rewriter.rank.lightning_ranks import lightning_hint
 from runtime_rewriter.rank.missing_libraries import missing_library_hint
+from runtime_rewriter.rendezvous import Peers
 from runtime_rewriter.scheduling import BYTE_SCALE, ROUND_ROBIN, take_round_robin
 
 MESSAGE_CHARACTERS = 6000
@@ -201,11 +202,11 @@ def _steered_by(session: Session, tuned: bool = False) -> Iterator[None]:
         yield
 
 
-def _steer_mirrored(session: Session, until_end: contextlib.ExitStack) -> None:
+def _steer_mirrored(session: Session, until_end: contextlib.ExitStack, peers: Peers) -> None:
     """TensorFlow is imported: the script has built a strategy of it."""
     from runtime_rewriter.rank.mirrored_model import steer_mirrored
 
-    steer_mirrored(session, until_end)
+    steer_mirrored(session, until_end, peers)
 
 
 def _exit_now(code: int) -> NoReturn:

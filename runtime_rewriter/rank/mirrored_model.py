@@ -19,6 +19,7 @@ from runtime_rewriter.active import Session
 from runtime_rewriter.emulation import timetable_of
 from runtime_rewriter.mirrored.accelerator import MirroredAccelerator
 from runtime_rewriter.mirrored.observed import Observation
+from runtime_rewriter.mirrored.scripts import START_S
 from runtime_rewriter.mirrored.steps import Steps
 from runtime_rewriter.mirrored.summed import refuse, refuse_model
 from runtime_rewriter.mirrored.turns import Turns
@@ -36,12 +37,13 @@ from runtime_rewriter.protocol import (
     TrainOn,
 )
 from runtime_rewriter.rank.activities import RECORDED_STEPS, FurtherTraining, TrialRun
-from runtime_rewriter.rank.exported import ExportSession
+from runtime_rewriter.rank.exported import ExportSession, agree_on_plan
 from runtime_rewriter.rank.mirrored_recorder import MirroredRecorder
 from runtime_rewriter.rank.session import TuningSession
 from runtime_rewriter.rank.tensorflow_model import software
 from runtime_rewriter.rank.tuned_model import Activity
 from runtime_rewriter.recording.session import RecordingSession
+from runtime_rewriter.rendezvous import Peers
 from runtime_rewriter.scheduling import usable_cores
 from runtime_rewriter.tensorflow.refusals import CROSSING_REFUSED
 from runtime_rewriter.tolerances import GateResult
@@ -54,13 +56,18 @@ TURN_S = 300.0
 _SHORTEST_S = 1e-6
 
 
-def steer_mirrored(session: Session, until_end: ExitStack) -> None:
-    """Let `session` steer the steps of the strategy that the script has built."""
+def steer_mirrored(session: Session, until_end: ExitStack, peers: Peers) -> None:
+    """Let `session` steer the steps of the strategy that the script has built.
+
+    Raises `PlanMismatch` on every rank if the exports of `peers` have other plans.
+    """
     world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     if isinstance(session, RecordingSession):
         until_end.enter_context(MirroredRecorder(session, rank).script_steps.steered())
         return
     assert isinstance(session, TuningSession | ExportSession)
+    if isinstance(session, ExportSession):
+        agree_on_plan(peers, lambda: session.export, START_S)
     model = MirroredModel(session, world_size, rank)
     until_end.enter_context(model.steps.steered())
 

@@ -17,11 +17,11 @@ from tensorflow.python.util import nest
 
 from autotune.errors import InvalidInput
 from autotune.export import Export, read_export
-from runtime_rewriter.active import current_session
+from runtime_rewriter.active import Session, current_session
 from runtime_rewriter.control import ControlClosed, ControlLine
 from runtime_rewriter.protocol import ScriptFinished, encode
 from runtime_rewriter.pytorch.exchange.ranks import TRAINING_TIMEOUTS
-from runtime_rewriter.rank.exported import ExportSession
+from runtime_rewriter.rank.exported import ExportSession, agree_on_plan
 from runtime_rewriter.rank.following import follow
 from runtime_rewriter.rank.session import TuningSession
 from runtime_rewriter.rank.tensorflow_model import TensorflowModel
@@ -73,6 +73,7 @@ def _joined(
     session = current_session()
     recording = session if isinstance(session, RecordingSession) else None
     servers = start_servers(place, START_S)
+    export = agree_on_plan(servers.peers, lambda: _own_export(session, strategy), START_S)
     tuning = session if isinstance(session, TuningSession) else None
     if place.rank > 0:
         follow(servers.peers.lines[0], tuning.line if tuning else None)
@@ -82,13 +83,16 @@ def _joined(
     atexit.register(_say_goodbye, servers.peers.lines)
     if recording is not None:
         recording.at_end.callback(_say_goodbye, servers.peers.lines)
-    export = session.export if isinstance(session, ExportSession) else None
-    if export is None and strategy is not None:
-        export = read_export(Path(strategy))
     _STARTED.append(servers)
     lines, hosts = servers.peers.lines, _hosts(servers)
     steering = recording or tuning
     return lambda step: DistributedStep(step, servers, lines, steering, export, hosts, combine)
+
+
+def _own_export(session: Session | None, strategy: str | Path | None) -> Export | None:
+    if isinstance(session, ExportSession):
+        return session.export
+    return None if strategy is None else read_export(Path(strategy))
 
 
 def _hosts(servers: Servers) -> dict[str, str]:

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("tensorflow", reason="the extra tensorflow is not installed")
 
+import torch.distributed as dist
+from isolated_servers import WAIT_S
 from keras.optimizers import Adam
+from short_jobs import small_model
 from tensorflow_checks import assert_close
 from tensorflow_programs import averaged_steps, batches_of, train_as_client, two_layers
 from tensorflow_ranks import TensorflowProcess, with_tensorflow
 from torch_world import free_port, run_world
 
+import autotune
 from autotune.cluster import Cluster
+from autotune.errors import PlanMismatch
+from autotune.export import Export
 from autotune.records import Failed, FailureKind, Measured, Role, TrialRequest
 from autotune.strategy_space.builders.collectives import all_reduce_chunks
 from autotune.strategy_space.builders.cross_step import cross_step_all_reduce
 from autotune.strategy_space.builders.servers import ps_load_balanced
 from autotune.strategy_space.plan import plan
+from runtime_rewriter.rank.exported import ExportSession
+from runtime_rewriter.rank.mirrored_model import steer_mirrored
+from runtime_rewriter.rendezvous import meet
 from runtime_rewriter.tensorflow.distribute import distribute
 from runtime_rewriter.tensorflow.graph_workload import workload_of
-from runtime_rewriter.tensorflow.servers import JOB
+from runtime_rewriter.tensorflow.servers import JOB, LOOPBACK
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train_tensorflow.py"
 RANKS = 2
@@ -93,3 +104,48 @@ def test_a_client_on_each_rank_trains_as_one_client_does() -> None:
     expected = averaged_steps(program, batches, RANKS)
     for values in trained:
         assert_close(values, expected, TOLERANCE)
+
+
+def joined_by_own_export(rank: int, port: int, folder: Path) -> list[str]:
+    """By the one line, and under `autotune run` with MultiWorkerMirroredStrategy.
+
+    For `run_world` on two ranks. `port`: a free one, where rank 0 waits for the other.
+    """
+    dist.destroy_process_group()
+    export = folder / f"rank{rank}.json"
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
+    with pytest.raises(PlanMismatch) as by_line:
+        autotune.distribute(len, export)
+    peers = meet(rank, RANKS, LOOPBACK, port, WAIT_S)
+    with pytest.raises(PlanMismatch) as mirrored:
+        steer_mirrored(ExportSession(export), ExitStack(), peers)
+    return [str(by_line.value), str(mirrored.value)]
+
+
+def test_ranks_with_other_exports_are_refused_before_the_first_step(tmp_path) -> None:
+    workload = small_model()
+    strategies = (all_reduce_chunks(workload, 1), all_reduce_chunks(workload, 8))
+    plans = [plan(strategy, workload, RANKS) for strategy in strategies]
+    for rank, (strategy, planned) in enumerate(zip(strategies, plans, strict=True)):
+        Export(
+            job_id="job",
+            created_at="2026-01-01T00:00:00+00:00",
+            model=workload.model,
+            variables=workload.variables,
+            world_size=RANKS,
+            strategy=strategy,
+            plan_id=planned.id,
+            lossy=False,
+            reason="chosen",
+            comparison=None,
+            tuned=None,
+            current=None,
+            predicted_s=None,
+            cluster=Cluster.local(RANKS),
+            software={},
+        ).write(tmp_path / f"rank{rank}.json")
+    port = free_port()
+    texts = run_world(joined_by_own_export, RANKS, port, tmp_path, process=TensorflowProcess)
+    both = f"but rank 0 holds {plans[0].id}, rank 1 holds {plans[1].id}"
+    assert all(both in text for of_rank in texts for text in of_rank)

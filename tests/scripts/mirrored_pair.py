@@ -175,7 +175,7 @@ def refused_steps() -> dict[str, str]:
 sys.argv = [SCRIPT, "1", str(RESULTS)]
 observer = OnePlanPerStep()
 steered = ExitStack()
-with mirrored_steered(lambda undo: steered.enter_context(observer.steps.steered())):
+with mirrored_steered(lambda undo, peers: steered.enter_context(observer.steps.steered())):
     script = runpy.run_path(SCRIPT)
     model, optimizer, strategy = (script[name] for name in ("model", "optimizer", "strategy"))
     distributed = strategy.experimental_distribute_dataset(script["batches"])

@@ -5,12 +5,17 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from test_export import exported
 from torch.distributed import TCPStore
 
-from autotune.errors import LaunchError
+from autotune.errors import AutotuneError, LaunchError
+from autotune.export import read_export
 from runtime_rewriter.agent_store import AgentStore
+from runtime_rewriter.rank.exported import agree_on_plan
 from runtime_rewriter.rendezvous import Facts, Peers, meet
 from runtime_rewriter.world.worker import free_port
 
@@ -25,8 +30,8 @@ def on_ranks(ranks: int, work: Callable[[Peers], Facts]) -> list[Facts | str]:
         peers = meet(number, ranks, ADDRESS, port, 10.0)
         try:
             return work(peers)
-        except LaunchError as error:
-            return str(error)
+        except AutotuneError as error:
+            return f"{type(error).__name__}: {error}"
         finally:
             for line in peers.lines:
                 line.close()
@@ -49,7 +54,38 @@ def test_a_problem_of_one_rank_is_raised_on_all() -> None:
         facts = {"problem": "no room on rank 2"} if peers.rank == 2 else {"value": 1}
         return peers.agree(facts, together, 5.0)
 
-    assert on_ranks(3, work) == ["no room on rank 2"] * 3
+    assert on_ranks(3, work) == ["LaunchError: no room on rank 2"] * 3
+
+
+def test_ranks_with_other_exports_all_name_each_ones_plan(tmp_path: Path) -> None:
+    chosen, _ = exported()
+    kept = replace(chosen, strategy=None, plan_id=None)
+
+    def agreed(*of_ranks: str) -> list[Facts | str]:
+        def work(peers: Peers) -> Facts:
+            path = tmp_path / of_ranks[peers.rank]
+            export = agree_on_plan(peers, lambda: read_export(path), 5.0)
+            return {"reason": None if export is None else export.reason}
+
+        return on_ranks(len(of_ranks), work)
+
+    chosen.write(tmp_path / "chosen.json")
+    replace(chosen, reason="copied").write(tmp_path / "copied.json")
+    kept.write(tmp_path / "kept.json")
+    reasons = [{"reason": chosen.reason}, {"reason": "copied"}]
+    assert agreed("chosen.json", "copied.json") == reasons
+    assert (
+        agreed("chosen.json", "chosen.json", "kept.json")
+        == [
+            "PlanMismatch: every rank must hold the same plan, but "
+            f"rank 0 holds {chosen.plan_id}, rank 1 holds {chosen.plan_id}, rank 2 holds no plan; "
+            "give all ranks the same export"
+        ]
+        * 3
+    )
+    first, second = agreed("chosen.json", "absent.json")
+    assert first.startswith("LaunchError: rank 1: ") and second.startswith("InvalidInput: ")
+    assert "absent.json" in first and "absent.json" in second
 
 
 def test_a_rank_that_ends_is_named_on_the_others() -> None:
