@@ -195,7 +195,8 @@ def _written(
     decision = explained(decision, Explainer(history, job.spec.conditions))
     # Every result is written before the job is closed, so --resume repairs a kill in between.
     results = write_results(workspace, store, job.id, decision)
-    tracker.keep(proposer.finish(history), [results.export, results.report])
+    trained, replays = proposer.finish(history), proposer.replay_settings(history)
+    tracker.keep(trained, [results.export, results.report], replays)
     store.finish(job.id, decision)
     winner = history.in_words(decision.strategy_id)
     return FinishedJob(decision, results, tracker.uri, tracker.flush(), winner, history)

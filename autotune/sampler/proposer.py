@@ -29,6 +29,7 @@ from autotune.sampler.pool import (
 from autotune.sampler.scoring import Candidate, Scorer, Scores
 from autotune.sampler.selection import choice_agreement_rows, hidden_cosine, select_diverse
 from autotune.simulators.interface import Simulator
+from autotune.simulators.replay_settings import ReplaySettings
 from autotune.strategy_space.space import SearchSpace
 from autotune.tuning.events import Proposal, Proposed
 from autotune.tuning.history import History
@@ -190,6 +191,11 @@ class Proposer:
         """
         limit_s = FINISH * self._spec.max_seconds
         return self._scorer.finish(history, Deadline.after(limit_s, self._clock))
+
+    def replay_settings(self, history: History) -> ReplaySettings:
+        """How the strategies were replayed from which `finish` learned."""
+        profiled = history.profiled is not None
+        return self._scorer.replay_settings(history) if profiled else ReplaySettings()
 
     def _choose(
         self, pool: Sequence[Candidate], scores: Scores, count: int, round_: int

@@ -19,11 +19,12 @@ from autotune.rng import generator
 from autotune.sampler.correction import NO_EXPERIENCE, corrected_times, experience
 from autotune.sampler.past_jobs import PastJobs, evenly, no_past_jobs, past_residuals
 from autotune.simulators.calibration import OutOfTime, calibrate
-from autotune.simulators.constants import with_constants
+from autotune.simulators.constants import Constants, with_constants
 from autotune.simulators.contradictions import contradicted
 from autotune.simulators.evaluation import REPLAY, UNLEARNED, choose_ranker, evaluate, k_fold
 from autotune.simulators.gaussian_process import Experience
 from autotune.simulators.interface import Example, Simulator
+from autotune.simulators.replay_settings import ReplaySettings
 from autotune.strategy_space.plan import PlannedStrategy
 from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec, Search
@@ -124,7 +125,7 @@ class Scorer:
         self._last_training_s: dict[str, float] = {}
         self._trained: dict[str, Simulator] = {}
         self._stated: Extractor | None = None
-        self._calibrated: tuple[Extractor, tuple[str, ...]] | None = None
+        self._calibrated: tuple[Extractor, Constants, tuple[str, ...]] | None = None
         self._calibrated_on: dict[str, float] | None = {}
         self._measured: dict[str, StrategyFeatures] = {}
 
@@ -259,6 +260,13 @@ class Scorer:
         stated = self._as_stated(history)
         return stated if self._calibrated is None else self._calibrated[0]
 
+    def replay_settings(self, history: History) -> ReplaySettings:
+        """How `extractor` replays."""
+        stated, profiled = self._as_stated(history), history.profiled
+        assert profiled is not None
+        constants = Constants() if self._calibrated is None else self._calibrated[1]
+        return ReplaySettings(stated.costs, constants, tuple(profiled.op_fusions))
+
     def calibrate(self, history: History, deadline: Deadline = NO_DEADLINE) -> tuple[str, ...]:
         """Fit the constants of the replays to the measurements so far.
 
@@ -278,11 +286,12 @@ class Scorer:
             except OutOfTime:
                 self._calibrated_on = None
             else:
-                extractor = with_constants(stated, calibration.constants)
-                self._calibrated = extractor, contradicted(stated, calibration)
+                constants = calibration.constants
+                extractor = with_constants(stated, constants)
+                self._calibrated = extractor, constants, contradicted(stated, calibration)
                 self._calibrated_on = measured_s
                 self._measured = {}
-        return () if self._calibrated is None else self._calibrated[1]
+        return () if self._calibrated is None else self._calibrated[2]
 
     @property
     def calibration_given_up(self) -> bool:

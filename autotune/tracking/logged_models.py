@@ -2,7 +2,7 @@
 
 MLflow calls `_load_pyfunc` of this module to load the model. The input is a table with the columns
 `strategy`, `workload` and `cluster`, each canonical JSON. The output is predicted seconds per step,
-lower is better.
+lower is better. Strategies are replayed as in the job that trained the simulator.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any
 from autotune.arrays import FloatArray
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
-from autotune.features.extract import extract
+from autotune.features.extract import Extractor
 from autotune.files import read_text
 from autotune.parsing import parse_json
 from autotune.simulators.interface import Simulator
+from autotune.simulators.replay_settings import ReplaySettings
 from autotune.strategy_space.plan import PlannedStrategy
 from autotune.strategy_space.strategy import Strategy
 from autotune.tracking.connection import Connection
@@ -104,20 +105,26 @@ def _register(connection: Connection, registered_name: str, model: Any) -> None:
 class _TrackedSimulator:
     """The object that `mlflow.pyfunc.load_model` wraps."""
 
-    def __init__(self, simulator: Simulator) -> None:
-        self._simulator = simulator
+    def __init__(self, simulator: Simulator, replays: ReplaySettings) -> None:
+        self._simulator, self._replays = simulator, replays
 
     def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> FloatArray:
         """Predicted seconds per step, shape (rows,), of a table with the columns `COLUMNS`."""
         features = []
+        extractors: dict[tuple[str, str], Extractor] = {}
         for strategy_text, workload_text, cluster_text in zip(
             *(model_input[column] for column in COLUMNS), strict=True
         ):
-            strategy = Strategy.from_json(strategy_text)
-            workload = Workload.from_data(parse_json(workload_text, "workload"))
-            cluster = Cluster.from_data(parse_json(cluster_text, "cluster"))
-            planned = PlannedStrategy.of(strategy, workload, cluster.world_size)
-            features.append(extract(planned, workload, cluster))
+            domain = workload_text, cluster_text
+            if domain not in extractors:
+                workload = Workload.from_data(parse_json(workload_text, "workload"))
+                cluster = Cluster.from_data(parse_json(cluster_text, "cluster"))
+                extractors[domain] = self._replays.extractor(workload, cluster)
+            extractor = extractors[domain]
+            planned = PlannedStrategy.of(
+                Strategy.from_json(strategy_text), extractor.workload, extractor.cluster.world_size
+            )
+            features.append(extractor.replayed(extractor.features(planned), planned.plan))
         return self._simulator.predict_step_s(features)
 
 
@@ -134,4 +141,4 @@ def _load_pyfunc(path: str) -> _TrackedSimulator:
         )
     simulator = SIMULATORS[name]()
     simulator.load(folder / "simulator")
-    return _TrackedSimulator(simulator)
+    return _TrackedSimulator(simulator, ReplaySettings.load(folder / "simulator"))

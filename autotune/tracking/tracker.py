@@ -21,6 +21,7 @@ from autotune.errors import InvalidInput
 from autotune.garbage import collection_paused
 from autotune.masking import masked
 from autotune.simulators.interface import Simulator
+from autotune.simulators.replay_settings import ReplaySettings
 from autotune.storage.outbox import OutboxItem
 from autotune.storage.store import Store
 from autotune.tracking.connection import Connection, is_local
@@ -125,12 +126,18 @@ class Tracker:
         if history.candidates and self._clock() >= self._open_until_s:
             self._send(history, BETWEEN_TRIALS_S)
 
-    def keep(self, trained: Mapping[str, Simulator], files: Sequence[Path]) -> None:
-        """Queue trained simulators and files for `flush`. Queueing them again changes nothing."""
+    def keep(
+        self, trained: Mapping[str, Simulator], files: Sequence[Path], replays: ReplaySettings
+    ) -> None:
+        """Queue trained simulators and files for `flush`. Queueing them again changes nothing.
+
+        `replays`: those from which the simulators learned.
+        """
         for name, simulator in trained.items():
             folder = self._store.path.parent / "unsent-models" / self._job_id / name
             shutil.rmtree(folder, ignore_errors=True)
             simulator.save(folder)
+            replays.save(folder)
             body = {"name": name, "path": str(folder.resolve())}
             self._store.outbox.enqueue(self._job_id, "model", body)
         for path in files:

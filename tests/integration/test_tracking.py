@@ -17,23 +17,26 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
 from short_jobs import with_tracking_store
 from synthetic_job import WORKLOAD, SyntheticWorld, drive, job_spec, strategy
 
-from autotune.canonical import canonical_json
+from autotune.canonical import canonical_json, to_data
 from autotune.cli import main
 from autotune.cluster import Cluster
-from autotune.features.extract import extract
 from autotune.jobs.tune import open_tracker
 from autotune.jobs.workspace import Workspace
-from autotune.records import Measured
-from autotune.simulators.interface import Example
+from autotune.records import Accelerators, Conditions, Measured, Network
+from autotune.sampler.scoring import Scorer
+from autotune.simulators.interface import Example, Simulator
 from autotune.simulators.registry import SIMULATORS
+from autotune.simulators.replay_settings import ReplaySettings
 from autotune.storage.store import Store
-from autotune.strategy_space.plan import PlannedStrategy, plan
+from autotune.strategy_space.plan import plan
 from autotune.tracking.connection import Connection
 from autotune.tracking.home_network import HomeNetwork
 from autotune.tracking.sender import Sender
@@ -84,19 +87,26 @@ def observed_job(store, tracker, after=None):
     return whole, end.decision
 
 
-def trained_simulator():
-    """A linear simulator and the features of the twelve strategies that it was trained on."""
-    family = [strategy(number) for number in range(12)]
-    features = [
-        extract(PlannedStrategy.of(each, WORKLOAD, 2), WORKLOAD, Cluster.local(2))
-        for each in family
-    ]
-    simulator = SIMULATORS["linear"]()
-    simulator.fit(
-        [Example(feature, 0.1 + 0.01 * number, "a") for number, feature in enumerate(features)],
-        seed=0,
-    )
-    return simulator, features
+@dataclass(frozen=True)
+class Kept:
+    """What a job keeps at its end, and its measured strategies."""
+
+    trained: dict[str, Simulator]
+    replays: ReplaySettings
+    examples: list[Example]
+
+
+@cache
+def kept() -> Kept:
+    """Of a job whose trials correct the costs of emulated accelerators."""
+    emulated = to_data(Conditions(Network.LOOPBACK, Accelerators.EMULATED))
+    spec = job_spec(max_trials=12, simulators=["linear"], conditions=emulated)
+    history, _ = drive(spec, SyntheticWorld({5: 0.06}, noise=0.01))
+    scorer = Scorer(spec, SIMULATORS)
+    scorer.calibrate(history)
+    trained = scorer.finish(history)
+    assert list(trained) == ["linear"]
+    return Kept(trained, scorer.replay_settings(history), scorer.examples(history))
 
 
 def send_everything_again(store):
@@ -175,7 +185,7 @@ def test_a_job_is_tracked_once_with_its_artifacts_however_often_it_is_sent(
     history, decision = observed_job(store, tracker)
     report = tmp_path / "report.html"
     report.write_text("<p>report</p>")
-    tracker.keep({}, [report, tmp_path / "vanished.html"])
+    tracker.keep({}, [report, tmp_path / "vanished.html"], ReplaySettings())
     assert tracker.flush() == 0
     assert store.outbox.rejected("job") == [
         f"{tmp_path / 'vanished.html'} is gone, so it cannot be sent"
@@ -226,7 +236,7 @@ def test_nothing_is_lost_or_doubled_when_the_server_comes_late_and_is_killed(
         history, decision = observed_job(store, tracker, course)
         assert tracker.flush() > 0
         servers.append(start_server(tmp_path, port))
-        tracker.keep({"linear": trained_simulator()[0]}, [])
+        tracker.keep(kept().trained, [], kept().replays)
         assert tracker.flush() == 0
         send_everything_again(store)
         assert tracker.flush() == 0
@@ -246,14 +256,17 @@ def test_a_trained_simulator_is_registered_and_predicts_the_same_when_loaded(
 
     with_tracking_store(tmp_path, tracking_store)
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    simulator, features = trained_simulator()
+    simulator = kept().trained["linear"]
+    assert any(kept().replays.constants.logs.values()), "the calibration must have an effect"
     tracker = Tracker(store, "job", uri, "sync", tmp_path / "artifacts")
     for _ in range(2):  # a job that was killed while it closed keeps its models again
-        tracker.keep({"linear": simulator}, [])
+        tracker.keep(kept().trained, [], kept().replays)
     assert tracker.flush() == 0
     with sqlite3.connect(store.path) as db:
         db.execute("UPDATE outbox SET state = 'waiting' WHERE kind = 'model'")
-    simulator.save(store.path.parent / "unsent-models" / "job" / "linear")
+    unsent = store.path.parent / "unsent-models" / "job" / "linear"
+    simulator.save(unsent)
+    kept().replays.save(unsent)
     assert tracker.flush() == 0 and not store.outbox.rejected("job")
     assert not (store.path.parent / "unsent-models").exists(), "no empty folder is left"
 
@@ -266,15 +279,14 @@ def test_a_trained_simulator_is_registered_and_predicts_the_same_when_loaded(
         item for item in folder.rglob("*") if item.suffix in (".pkl", ".pickle", ".pt", ".py")
     ]
     loaded = mlflow.pyfunc.load_model(str(folder))
-    columns = {"strategy": [strategy(number).to_json() for number in range(12)]}
+    features = [example.features for example in kept().examples]
+    columns = {"strategy": [each.strategy.to_json() for each in features]}
     columns |= {
-        "workload": [canonical_json(WORKLOAD)] * 12,
-        "cluster": [canonical_json(Cluster.local(2))] * 12,
+        "workload": [canonical_json(WORKLOAD)] * len(features),
+        "cluster": [canonical_json(Cluster.local(2))] * len(features),
     }
-    assert (
-        loaded.predict(pd.DataFrame(columns)).tolist()
-        == simulator.predict_step_s(features).tolist()
-    )
+    predicted_s = loaded.predict(pd.DataFrame(columns))
+    assert predicted_s.tolist() == simulator.predict_step_s(features).tolist()
 
 
 def test_an_artifact_store_without_its_client_delays_no_job_and_names_the_reason(
@@ -299,7 +311,7 @@ def test_a_model_that_was_sent_late_is_not_rejected(store, tmp_path, tracking_st
     with_tracking_store(tmp_path, tracking_store)
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     tracker = Tracker(store, "job", uri, "sync", tmp_path / "artifacts")
-    tracker.keep({"linear": trained_simulator()[0]}, [])
+    tracker.keep(kept().trained, [], kept().replays)
     *_, model = store.outbox.waiting("job")
     connection = Connection.open(
         uri, "sync", tmp_path / "artifacts", "job", store.created_at("job")
