@@ -104,11 +104,16 @@ def costs_of(device: str, name: str = "") -> RuntimeCosts:
     return RuntimeCosts() if device.startswith("cpu") else _accelerator(name)
 
 
+def memory_bytes_per_s(name: str) -> float | None:
+    """The rate of a device's memory by data sheet; None for one that is not listed."""
+    return next((rate for known, rate in _MEMORIES if re.search(known, name)), None)
+
+
 @cache
 def _accelerator(name: str) -> RuntimeCosts:
     if "H100" in name and "PCIe" not in name:
         return _H100
-    rate = next((rate for known, rate in _MEMORIES if re.search(known, name)), None)
+    rate = memory_bytes_per_s(name)
     ratio = 1.0 if rate is None else H100_MEMORY_BYTES_PER_S / rate
     how = "" if rate is None else ", costs per byte by the ratio of the memories' rates"
     scaled = {}

@@ -63,7 +63,7 @@ def step_us(base: Base) -> float:
 
 @pytest.fixture(scope="module")
 def base() -> Base:
-    return recorded_passes()
+    return replace(recorded_passes(), device=TABLE.device)
 
 
 def test_autocast_gives_products_the_time_of_their_work(base: Base) -> None:
@@ -78,10 +78,48 @@ def test_autocast_gives_products_the_time_of_their_work(base: Base) -> None:
 
 def test_factors_of_another_device_are_noted_as_assumed(base: Base) -> None:
     here, there = (replace(base, device=name) for name in (H100.device, "NVIDIA A100"))
-    for change in (amp, tf32, fused_adam, batch, accumulate):
+    for change in (amp, amp_fp16, tf32, fused_adam, batch, accumulate):
         assert change(here, Question()).notes == here.notes
-        (note,) = change(there, Question()).notes
+        note, *more = change(there, Question()).notes
         assert note == f"factors on kernels: measured on {H100.device}, assumed for NVIDIA A100"
+        assert len(more) == (change in (amp, amp_fp16, tf32))
+
+
+@pytest.mark.parametrize(
+    ("device", "change", "sizes", "fp32_flops_per_s", "flops_per_s"),
+    [
+        ("Tesla T4", amp_fp16, (4096, 768, 3072), 8.1e12, 65e12),
+        ("NVIDIA A100-SXM4-40GB", amp, (4096, 4096, 4096), 19.5e12, 312e12),
+        ("NVIDIA A100-SXM4-40GB", tf32, (4096, 4096, 4096), 19.5e12, 156e12),
+        ("NVIDIA GeForce RTX 3090", tf32, (4096, 4096, 4096), 35.6e12, 35.6e12),
+    ],
+)
+def test_products_of_another_device_take_a_share_of_their_time(
+    base: Base, device, change, sizes, fp32_flops_per_s, flops_per_s
+) -> None:
+    """Rates are those of the data sheets. They took the H100's seconds: 28 us on the T4."""
+    rows, inner, columns = sizes
+    dims = ((columns,), (rows, inner), (inner, columns))
+    inputs = OpInputs(dims, ("float",) * 3, ("",) * 3)
+    operators = tuple(
+        replace(one, inputs=inputs) if one.name == "aten::addmm" else one
+        for one in base.names.operators
+    )
+    products = select(base, name="sgemm_nn", on_device=True)
+    flops = 2.0 * rows * inner * columns
+    recorded_s = np.where(products, flops / fp32_flops_per_s, base.duration_s)
+    names = replace(base.names, operators=operators)
+    there = replace(base, device=device, names=names, duration_s=recorded_s, recorded_s=recorded_s)
+    shares = {
+        reading: change(there, Question(reading=reading)).duration_s[: base.ops][products]
+        / recorded_s[products]
+        for reading in Reading
+    }
+    in_fp16 = 2 * H100.tf32.expected if change is tf32 else 1.0
+    assert shares[Reading.EXPECTED] == pytest.approx(in_fp16 / 3)
+    assert shares[Reading.PESSIMISTIC] == pytest.approx(1.0)
+    assert (shares[Reading.OPTIMISTIC] < shares[Reading.EXPECTED]).all()
+    assert (shares[Reading.PESSIMISTIC] >= fp32_flops_per_s / flops_per_s - 1e-9).all()
 
 
 def test_precisions_that_a_device_has_no_tensor_cores_for_are_refused(base: Base) -> None:
@@ -110,7 +148,7 @@ def test_a_gradient_scaler_makes_the_host_wait(base: Base) -> None:
 
 
 def test_without_shapes_the_measured_factor_of_the_class_holds() -> None:
-    base = recorded_base(training(5, 400), 0)
+    base = replace(recorded_base(training(5, 400), 0), device=TABLE.device)
     table = replace(TABLE, classes={KernelClass.GEMM: Factor(0.25, 0.2, 0.3, "invented")})
     assert step_us(amp(base, ASKED, table)) == pytest.approx(300, rel=0.02)
     assert step_us(tf32(base, ASKED, table)) == pytest.approx(600, rel=0.02)

@@ -44,7 +44,8 @@ def amp(base: Base, question: Question, table: FactorTable = H100) -> Base:
 
     - Products and convolutions take the time of their arithmetic and traffic, with the efficiency
       that the table's device has reached, and changes of layout where convolutions need them.
-      Without recorded shapes the measured factor of their class holds. The paper divides by 3.
+      Without recorded shapes the measured factor of their class holds. On other devices they take a
+      third of their time, as in the paper: at best the measured factor, at worst all of it.
     - Other kernels take their class's measured share of the time. The paper halves all of them, but
       normalizations, pooling and the optimizer stay as slow as they were.
     - Parameters are cast to 16 bit before their first use and their gradients back, and inputs of
@@ -55,7 +56,7 @@ def amp(base: Base, question: Question, table: FactorTable = H100) -> Base:
 
 
 def _in_16_bit(base: Base, question: Question, table: FactorTable) -> Base:
-    base = table.noted(base)
+    base, table = _for_device(base, table)
     _require_fp32(base, "autocast speeds up", Precision.HALF)
     classes = kernel_classes(base)
     faster = _scaled(base, classes, table, question.reading)
@@ -75,7 +76,7 @@ def amp_fp16(base: Base, question: Question, table: FactorTable = H100) -> Base:
 
     Then the host waits for the device, because infinite gradients skip the update.
     """
-    base = table.noted(base)
+    base, table = _for_device(base, table)
     faster = _in_16_bit(base, question, table)
     backward = np.flatnonzero(faster.on_device & (faster.kind == Kind.BACKWARD))
     launched = faster.launched[np.isin(faster.launched, backward)]
@@ -100,16 +101,26 @@ def tf32(base: Base, question: Question, table: FactorTable = H100) -> Base:
     """Products and convolutions run on tensor cores at half the rate of 16 bit; the rest stays.
 
     - Arithmetic and traffic take twice as long as in bf16, times a measured factor. The fixed part
-      of a kernel's time does not grow.
+      of a kernel's time does not grow. On devices other than the table's, as in `amp`, times two.
     - Memory-efficient attention in fp32 stays as it is: its kernels emulate fp32 in any case.
     """
     _require_ampere(base, "TF32", "fp32 stays as it is there")
-    base = table.noted(base)
+    base, table = _for_device(base, table)
     _require_fp32(base, "TF32 speeds up", Precision.HALF, Precision.TF32)
     factor = 2 * table.tf32.at(question.reading)
     faster = _without_shapes(base, table, factor, question.reading)
     faster = _products(faster, base, table, factor, question.reading)
     return replace(faster, precision=Precision.TF32)
+
+
+def _for_device(base: Base, table: FactorTable) -> tuple[Base, FactorTable]:
+    """The table for the base's device, and the base with notes of what is assumed for it."""
+    known = table.on(base.device)
+    if known is table:
+        return base, table
+    base = table.noted(base)
+    note = "products: a third of their time (Daydream, Alg. 3), at worst all of it"
+    return replace(base, notes=tuple(dict.fromkeys((*base.notes, note)))), known
 
 
 def _require_ampere(base: Base, precision: str, otherwise: str) -> None:
@@ -134,10 +145,11 @@ def channels_last(base: Base, question: Question) -> Base:
     """
     layout = np.array([one is KernelClass.LAYOUT for one in kernel_classes(base)])
     if not layout.any():
-        raise InvalidInput(
-            "channels last saves changes of layout, but the trace shows none; combine it with "
-            "autocast, as in amp+channels_last"
-        )
+        none = "channels last saves changes of layout, but the trace shows none"
+        if base.precision:
+            where = f"with shapes, and on {H100.device}"
+            raise InvalidInput(f"{none}; those of {base.precision} are predicted only {where}")
+        raise InvalidInput(f"{none}; combine it with autocast, as in amp+channels_last")
     return remove(base, layout)
 
 
@@ -209,7 +221,9 @@ def _products(
     behind: list[int] = []
     layout_s: list[float] = []
     for call in product_calls(base):
-        roofline = table.products[call.work.kind]
+        roofline = table.products.get(call.work.kind)
+        if roofline is None:
+            continue  # the factor of its class holds
         seconds = roofline.seconds(call.work, factor) * roofline.spread.at(reading)
         before_s = max(float(base.duration_s[call.ops].sum()), 1e-12)
         seconds *= before_s / max(float(base.recorded_s[call.ops].sum()), 1e-12)

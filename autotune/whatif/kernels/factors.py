@@ -10,11 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from autotune.lowering.device_costs import memory_bytes_per_s
 from autotune.whatif.base import Base
 from autotune.whatif.kernels.kernel_classes import KernelClass
 from autotune.whatif.kernels.operator_work import ProductWork
 from autotune.whatif.question import Factor, Reading
 from autotune.whatif.recording.recording_cost import RecordingCost
+
+ARITHMETIC = (KernelClass.CONVOLUTION, KernelClass.GEMM, KernelClass.ATTENTION)
+"""Classes that arithmetic limits; their gain depends on a device's tensor cores."""
+PAPER_SHARE = 1 / 3
+"""Time of these classes in 16 bit over that in fp32 (Daydream, Alg. 3)."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +47,10 @@ class Roofline:
 
 @dataclass(frozen=True)
 class FactorTable:
-    """Measured on one device.
+    """Measured on one device; `on` gives what is assumed for another one.
 
-    - `products`: of convolutions and matrix products. `layout_bytes_per_s`, `layout_s`: traffic and
-      fixed time, per direction, of changes of layout.
+    - `products`: of convolutions and matrix products; empty where none was measured.
+      `layout_bytes_per_s`, `layout_s`: traffic and fixed time, per direction, of changes of layout.
     - `classes`: time of other kernels under autocast to bf16 over that in fp32; for products where
       shapes are unknown, too. `tf32`: time of products in TF32, without the fixed part, over twice
       that in bf16.
@@ -77,6 +83,31 @@ class FactorTable:
         on = base.device or "a device that the trace does not name"
         note = f"factors on kernels: measured on {self.device}, assumed for {on}"
         return replace(base, notes=tuple(dict.fromkeys((*base.notes, note))))
+
+    def on(self, device: str) -> FactorTable:
+        """The table for a step of `device`; itself on its own device.
+
+        A product's time on this table's device says nothing about another one, so products take
+        `PAPER_SHARE` of their time. At best it is the measured share; at worst they are no faster,
+        as TF32 is on GPUs of the RTX 30 series. Other classes, which memory limits, take the
+        measured share. Casts take as much longer as the memory is slower, if its rate is known.
+        """
+        if device == self.device:
+            return self
+        here, there = (memory_bytes_per_s(name) for name in (device, self.device))
+        ratio = here / there if here and there else 1.0
+        best = {one: self.factor(one, Reading.OPTIMISTIC) for one in ARITHMETIC}
+        assumed = {
+            one: Factor(PAPER_SHARE, min(share, PAPER_SHARE), 1.0, "Daydream, Alg. 3")
+            for one, share in best.items()
+        }
+        return replace(
+            self,
+            device=device,
+            products={},
+            classes={**self.classes, **assumed},
+            cast_bytes_per_s=self.cast_bytes_per_s * ratio,
+        )
 
     def layout_seconds(self, work: ProductWork, scale: float = 1.0) -> float:
         """In 16 bit; `scale` as in `Roofline.seconds`."""
