@@ -98,7 +98,8 @@ class Base:
     - `device`: the name of the device, "" for a CPU or if the trace does not state it.
     - `recorded_s` (M,): durations of the recorded ops in the trace.
     - `precision`: what a what-if lets products compute in, "" as recorded.
-    - `messages`: the what-if that replaced the messages, "" for whole ones.
+    - `messages`: the what-if that replaced the messages, "" for whole ones. `network`: the factor
+      that what-ifs gave to the bandwidth of the cluster.
     - `groups`: the sets of ranks of the recorded collectives, as far as the trace states them;
       `world_size`: all ranks of the job, None if unknown.
     - `waits_s`: collective -> the part of its duration in which it waits for other ranks. Only
@@ -136,6 +137,7 @@ class Base:
     world_size: int | None = None
     precision: str = ""
     messages: str = ""
+    network: float = 1.0
     waits_s: Mapping[int, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 

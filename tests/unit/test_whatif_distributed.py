@@ -9,7 +9,7 @@ import pytest
 from periodic_training import training
 from synthetic_cluster import cluster
 
-from autotune.cluster import Cluster, CollectiveFit
+from autotune.cluster import Cluster, CollectiveFit, Where
 from autotune.dfg.graph import NONE, Kind
 from autotune.errors import InvalidInput
 from autotune.lowering.device_costs import costs_of
@@ -199,6 +199,19 @@ def test_a_faster_network_shortens_what_is_exposed() -> None:
     assert faster < before
 
 
+@pytest.mark.parametrize("name", ["blueconnect", "deep_gradient_compression"])
+def test_a_faster_network_also_carries_the_messages_of_what_follows(name: str) -> None:
+    """They took the times of the slow network, without a word."""
+    base = base_of()
+    slow, fast = (cluster((4, rate), (4, rate)) for rate in (1000.0, 4000.0))
+    question = replace(ask(base, slow, 2, 2, faster_network=4), reading=Reading.EXPECTED)
+    found = changed(base, combined(f"distributed+faster_network+{name}"), question)
+    question = replace(ask(base, fast, 2, 2), reading=Reading.EXPECTED)
+    expected = changed(base, combined(f"distributed+{name}"), question)
+    messages = select(expected, kinds=[Kind.COLLECTIVE])
+    assert found.duration_s[messages] == pytest.approx(expected.duration_s[messages])
+
+
 def test_overlap_is_perfect_if_only_the_longer_of_both_counts() -> None:
     base = base_of()
     for s_per_mib, expected_us in ((1e-9, 1200), (1000e-6, 4000)):
@@ -310,6 +323,9 @@ def test_a_faster_network_changes_costs_per_byte_only() -> None:
     fit = after.fit("all_reduce", 4)
     assert fit is not None and fit.seconds(MIB) == pytest.approx(0.5e-3)
     assert after.hosts[0].link_bytes_per_s == 2 * before.hosts[0].link_bytes_per_s
+    inside = replace(fit, group_size=2, where=Where.HOST)
+    faster = faster_network(before.with_fits((inside,)), 2.0)
+    assert faster.fit("all_reduce", 2, Where.HOST) == inside
     with pytest.raises(InvalidInput, match="a factor above 0"):
         faster_network(before, 0.0)
 

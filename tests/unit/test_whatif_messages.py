@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from synthetic_traces import Job
 
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
 from autotune.profiling.traces.job import read_job
-from autotune.whatif.base import steady
+from autotune.whatif.base import Base, steady
 from autotune.whatif.changes.blueconnect import blueconnect
 from autotune.whatif.changes.compression import deep_gradient_compression
 from autotune.whatif.changes.distributed import collectives, distributed
 from autotune.whatif.changes.messages import fp16_gradients
-from autotune.whatif.changes.network import no_stragglers
+from autotune.whatif.changes.network import faster_network, no_stragglers
 from autotune.whatif.question import Question
 from autotune.whatif.recording.gradients import gradients_of
 from autotune.whatif.recording.recorded import recorded_base
@@ -64,6 +66,56 @@ def test_recorded_messages_lose_their_waiting_and_take_the_time_of_the_cluster()
     on = distributed(base, Question(cluster=cluster((1, 1e5), (1, 1e5))))
     assert on.ops == base.ops and not on.waits_s
     assert on.duration_s[messages].sum() < 0.2 < base.duration_s[messages].sum()
+
+
+def test_a_faster_network_holds_for_recorded_messages_that_take_the_time_of_the_cluster() -> None:
+    from synthetic_cluster import cluster
+
+    base = recorded_base(read_job([H100 / "vgg19.two_ranks"]), 0)
+    slow, fast = (Question(cluster=cluster((1, rate), (1, rate))) for rate in (1e4, 2e4))
+    found = distributed(faster_network(base, slow), slow)
+    assert found.duration_s == pytest.approx(distributed(base, fast).duration_s)
+
+
+def of_old_torch(folder: Path) -> Base:
+    """Rank 0 of a job with NCCL, as torch 2.1 and older record it: without sizes of messages."""
+    job = Job(ranks=2).run()
+    for event in (event for events in job.events for event in events):
+        for key in ("In msg nelems", "Out msg nelems", "dtype"):
+            event["args"].pop(key, None)
+    return recorded_base(read_job(job.write(folder)), 0)
+
+
+@pytest.mark.parametrize(
+    "change", [distributed, faster_network, fp16_gradients, deep_gradient_compression, blueconnect]
+)
+def test_collectives_without_sizes_have_no_time_on_the_cluster(
+    change: Change, tmp_path: Path
+) -> None:
+    """BlueConnect and compression sent 0 bytes, and a faster network changed nothing."""
+    from synthetic_cluster import cluster
+
+    base = of_old_torch(tmp_path)
+    assert collectives(base).any()
+    with pytest.raises(InvalidInput, match="states the sizes of none of its 4 collectives"):
+        change(base, Question(cluster=cluster((2, 1e4), (2, 1e4))))
+
+
+def test_only_collectives_with_sizes_change(tmp_path: Path) -> None:
+    """A barrier is an all-reduce without a size: it keeps its time, which held contention."""
+    from synthetic_cluster import cluster
+
+    base = recorded_base(Job(ranks=2).read(tmp_path), 0)
+    messages = np.flatnonzero(collectives(base))
+    sizes_bytes = base.size_bytes.copy()
+    sizes_bytes[messages[0]] = 0.0
+    question = Question(cluster=cluster((2, 1e4), (2, 1e4)))
+    for change in (distributed, faster_network, blueconnect):
+        after = change(replace(base, size_bytes=sizes_bytes), question)
+        changed = after.duration_s[messages] != base.duration_s[messages]
+        assert changed.tolist() == [False, True, True, True]
+        unsized = "1 collectives without a stated size keep their times"
+        assert (unsized in after.notes) == (change is not blueconnect)
 
 
 @pytest.mark.parametrize(

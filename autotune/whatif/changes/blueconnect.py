@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from autotune.errors import InvalidInput
 from autotune.lowering.steps import Scope
 from autotune.lowering.traffic import Collective
 from autotune.whatif.base import Base
-from autotune.whatif.changes.distributed import collectives, times_on
+from autotune.whatif.changes.distributed import all_reduces, times_on
 from autotune.whatif.messages.cluster_size import training_cluster
-from autotune.whatif.messages.collective_times import collective_of
 from autotune.whatif.messages.message_stages import Stage, staged
 from autotune.whatif.messages.waiting import refuse_changed_messages
 from autotune.whatif.question import Question
@@ -40,10 +37,8 @@ def blueconnect(base: Base, question: Question) -> Base:
             f"{times.cluster.name!r} has {len(times.cluster.hosts)} host(s) with at most "
             f"{times.most_on_a_host} devices"
         )
-    messages = np.flatnonzero(collectives(base))
     refuse_changed_messages(base)
-    kinds = [collective_of(base.names.ops[op]) for op in messages]
-    messages = messages[[kind is Collective.ALL_REDUCE for kind in kinds]]
+    messages = all_reduces(base)
     sizes_bytes = base.size_bytes[messages]
     inside = "network inside hosts"
     stages = (

@@ -12,9 +12,8 @@ from autotune.errors import InvalidInput
 from autotune.lowering.device_costs import costs_of
 from autotune.lowering.traffic import Collective
 from autotune.whatif.base import Base
-from autotune.whatif.changes.distributed import collectives, times_on
+from autotune.whatif.changes.distributed import all_reduces, times_on
 from autotune.whatif.messages.cluster_size import training_cluster
-from autotune.whatif.messages.collective_times import collective_of
 from autotune.whatif.messages.waiting import refuse_changed_messages, with_sending
 from autotune.whatif.primitives import connect, insert, insert_calls
 from autotune.whatif.question import Question
@@ -44,10 +43,8 @@ def deep_gradient_compression(base: Base, question: Question) -> Base:
         raise InvalidInput(f"a share of the elements must lie in (0, 1], but is {share}")
     cluster = training_cluster(question)
     costs = costs_of("cuda" if base.on_device.any() else "cpu", base.device)
-    messages = np.flatnonzero(collectives(base))
     refuse_changed_messages(base)
-    kinds = [collective_of(base.names.ops[op]) for op in messages]
-    messages = messages[[kind is Collective.ALL_REDUCE for kind in kinds]]
+    messages = all_reduces(base)
     elements = base.size_bytes[messages] / VALUE_BYTES
     gathered = cluster.world_size * np.ceil(share * elements)
     sent_bytes = gathered * (VALUE_BYTES + INDEX_BYTES)

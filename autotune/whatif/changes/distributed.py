@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from autotune.arrays import BoolArray, FloatArray
+from autotune.arrays import BoolArray, FloatArray, IntArray
 from autotune.cluster import Cluster
 from autotune.dfg.graph import NONE, Kind
 from autotune.errors import InvalidInput
@@ -16,7 +16,7 @@ from autotune.profiling.traces.groups import require_one_group
 from autotune.whatif.base import Base
 from autotune.whatif.messages.bucket_messages import messages_of
 from autotune.whatif.messages.cluster_size import sized, training_cluster
-from autotune.whatif.messages.collective_times import CollectiveTimes, collective_of
+from autotune.whatif.messages.collective_times import CollectiveTimes, collective_of, faster_network
 from autotune.whatif.messages.ddp_buckets import buckets_of
 from autotune.whatif.messages.row_updates import with_rows_of_all
 from autotune.whatif.messages.synchronization import contended, synchronized
@@ -50,24 +50,61 @@ def has_collectives(base: Base) -> bool:
 
 
 def times_on(base: Base, cluster: Cluster) -> CollectiveTimes:
-    """Times of collectives of all ranks; raises `InvalidInput` for those of other groups."""
+    """Times of collectives of all ranks, on the network that what-ifs before have made faster.
+
+    Raises `InvalidInput` for collectives of other groups.
+    """
     require_one_group(base.groups, base.world_size)
+    if base.network != 1:
+        cluster = faster_network(cluster, base.network)
     return CollectiveTimes(
         cluster, device_costs.costs_of("cuda" if base.on_device.any() else "cpu", base.device)
     )
 
 
+def sized_messages(base: Base, messages: BoolArray) -> BoolArray:
+    """(N,) those of `messages` whose collective and size the trace states.
+
+    Raises `InvalidInput` if it states the size of none.
+    """
+    ops = np.flatnonzero(messages)
+    known = [op for op in ops.tolist() if collective_of(base.names.ops[op]) is not None]
+    stated = np.zeros(base.ops, dtype=np.bool_)
+    stated[known] = base.size_bytes[known] > 0
+    if known and not stated.any():
+        raise InvalidInput(
+            "the time of a message on a cluster follows from its size, but the trace states the "
+            f"sizes of none of its {len(known)} collectives, such as "
+            f"{base.names.ops[known[0]][:80]!r}; record with torch 2.2 or later, or name the "
+            "execution trace of the same steps as well"
+        )
+    return stated
+
+
+def all_reduces(base: Base) -> IntArray:
+    """(K,) the all-reduces whose sizes the trace states. Raises `InvalidInput` if there is none."""
+    ops = np.flatnonzero(sized_messages(base, collectives(base)))
+    summed = [collective_of(base.names.ops[op]) is Collective.ALL_REDUCE for op in ops.tolist()]
+    if not any(summed):
+        raise InvalidInput(
+            "this what-if changes all-reduces, but the trace has other collectives only"
+        )
+    chosen: IntArray = ops[np.array(summed, dtype=np.bool_)]
+    return chosen
+
+
 def seconds_of(base: Base, messages: BoolArray, times: CollectiveTimes) -> FloatArray:
     """Times of recorded or added collectives on a cluster, shape (K,).
 
-    An op whose collective or size the trace does not state keeps its duration.
+    An op that is none of the `sized_messages` keeps its duration. Raises `InvalidInput` if all are
+    unsized.
     """
     ops = np.flatnonzero(messages)
     seconds = base.duration_s[ops].copy()
     kinds = [collective_of(base.names.ops[op]) for op in ops]
+    stated = sized_messages(base, messages)[ops]
     for kind in Collective:
-        chosen = np.array([one is kind for one in kinds], dtype=np.bool_)
-        chosen &= base.size_bytes[ops] > 0
+        chosen = np.array([one is kind for one in kinds], dtype=np.bool_) & stated
         if chosen.any():
             seconds[chosen] = times.seconds(kind, base.size_bytes[ops[chosen]])
     return seconds
@@ -122,10 +159,12 @@ def on_cluster(
     if has_collectives(base):
         recorded = collectives(base)
         refuse_changed_messages(base)
-        seconds = seconds_of(base, recorded, times_on(base, cluster))
+        sent = sized_messages(base, recorded)
+        seconds = seconds_of(base, sent, times_on(base, cluster))
         durations_s = base.duration_s.copy()
-        durations_s[recorded] = seconds * fit_error(cluster, question.reading)
-        base = replace(base, duration_s=durations_s, waits_s={})
+        durations_s[sent] = seconds * fit_error(cluster, question.reading)
+        notes = (*base.notes, *unsized_notes(recorded, sent))
+        base = replace(base, duration_s=durations_s, waits_s={}, notes=notes)
     elif cluster.world_size > 1:
         gradients = question.known_gradients()
         limits = () if bucket_bytes is None else (bucket_bytes, bucket_bytes)
@@ -136,10 +175,17 @@ def on_cluster(
         messages = replace(messages, seconds=seconds)
         base = with_rows_of_all(base, gradients, cluster.world_size, question.reading)
         base = synchronized(base, gradients, buckets, messages, costs)
+        sent = collectives(base)
     else:
         return base
-    base = contended(base, collectives(base), CONTENTION.at(question.reading))
+    base = contended(base, sent, CONTENTION.at(question.reading))
     return replace(base, notes=tuple(dict.fromkeys((*base.notes, *_notes(base, cluster)))))
+
+
+def unsized_notes(messages: BoolArray, sized: BoolArray) -> tuple[str, ...]:
+    """A note of how many messages keep their recorded times, if any do."""
+    count = int((messages & ~sized).sum())
+    return (f"{count} collectives without a stated size keep their times",) if count else ()
 
 
 def fit_error(cluster: Cluster, reading: Reading) -> float:

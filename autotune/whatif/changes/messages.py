@@ -8,17 +8,15 @@ import numpy as np
 
 from autotune.errors import InvalidInput
 from autotune.lowering.device_costs import costs_of
-from autotune.lowering.traffic import Collective
 from autotune.whatif.base import Base
 from autotune.whatif.changes.distributed import (
-    collectives,
+    all_reduces,
     has_collectives,
     on_cluster,
     seconds_of,
     times_on,
 )
 from autotune.whatif.messages.cluster_size import training_cluster
-from autotune.whatif.messages.collective_times import collective_of
 from autotune.whatif.messages.waiting import ratio, refuse_changed_messages, sending_s, with_sending
 from autotune.whatif.question import Question
 from autotune.whatif.registry import what_if
@@ -63,16 +61,8 @@ def fp16_gradients(base: Base, question: Question) -> Base:
     The rounding takes the time that packing with a cast takes in `lowering.device_costs`, within
     the message's own time: nothing else of the bucket can run meanwhile. Accuracy is not predicted.
     """
-    messages = collectives(base)
     refuse_changed_messages(base)
-    ops = np.flatnonzero(messages)
-    summed = [collective_of(base.names.ops[op]) is Collective.ALL_REDUCE for op in ops.tolist()]
-    ops = ops[np.array(summed, dtype=np.bool_) & (base.size_bytes[ops] > 0)]
-    if not len(ops):
-        raise InvalidInput(
-            "gradients are sent as 16 bits by an all-reduce whose size the trace states, but it "
-            "has none; combine it with training on a cluster: distributed+fp16_gradients"
-        )
+    ops = all_reduces(base)
     chosen = np.isin(np.arange(base.ops), ops)
     halved = replace(base, size_bytes=np.where(chosen, 0.5, 1.0) * base.size_bytes)
     times = times_on(base, training_cluster(question))

@@ -12,9 +12,15 @@ import numpy as np
 from autotune.dfg.graph import NONE
 from autotune.errors import InvalidInput
 from autotune.whatif.base import Base
-from autotune.whatif.changes.distributed import CONTENTION, collectives, seconds_of, times_on
+from autotune.whatif.changes.distributed import (
+    CONTENTION,
+    collectives,
+    seconds_of,
+    sized_messages,
+    times_on,
+    unsized_notes,
+)
 from autotune.whatif.messages.cluster_size import training_cluster
-from autotune.whatif.messages.collective_times import faster_network as faster
 from autotune.whatif.messages.synchronization import uncontended
 from autotune.whatif.messages.waiting import ratio, refuse_changed_messages, sending_s, with_sending
 from autotune.whatif.primitives import connect, disconnect
@@ -42,16 +48,21 @@ def faster_network(base: Base, question: Question) -> Base:
         raise InvalidInput(f"a faster network needs a factor above 0, but it is {factor}")
     messages = collectives(base)
     refuse_changed_messages(base)
+    faster = replace(base, network=base.network * factor)
+    if question.cluster is not None:
+        messages = sized_messages(base, messages)
+        faster = replace(faster, notes=(*base.notes, *unsized_notes(collectives(base), messages)))
     if question.cluster is not None and question.reading is not Reading.OPTIMISTIC:
         cluster = training_cluster(question)
-        before_s = seconds_of(base, messages, times_on(base, cluster))
-        after_s = seconds_of(base, messages, times_on(base, faster(cluster, factor)))
+        before_s, after_s = (
+            seconds_of(one, messages, times_on(one, cluster)) for one in (base, faster)
+        )
         share = ratio(after_s, before_s)
     else:
         falling = 0.5 if question.reading is Reading.PESSIMISTIC else 1.0
         share = np.full(int(messages.sum()), 1 - falling + falling / factor)
     ops = np.flatnonzero(messages)
-    return with_sending(base, ops, share * sending_s(base, ops))
+    return with_sending(faster, ops, share * sending_s(base, ops))
 
 
 @what_if(

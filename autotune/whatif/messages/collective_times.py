@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from autotune.arrays import FloatArray
-from autotune.cluster import Cluster
+from autotune.cluster import Cluster, Where
 from autotune.costs.sync_cost import MessageKind, Rates
 from autotune.errors import InvalidInput
 from autotune.lowering.costs import RuntimeCosts
@@ -106,8 +106,8 @@ class CollectiveTimes:
 def faster_network(cluster: Cluster, factor: float) -> Cluster:
     """The cluster with `factor` times the bandwidth: between hosts, or inside a single one.
 
-    Costs per byte fall, costs per message stay. Raises `InvalidInput` for a factor that is not
-    above 0.
+    Costs per byte fall. Costs per message stay, and so do collectives inside one of several hosts.
+    Raises `InvalidInput` for a factor that is not above 0.
     """
     if not 0 < factor < float("inf"):
         raise InvalidInput(f"a network needs a factor above 0, but it is {factor}")
@@ -123,7 +123,9 @@ def faster_network(cluster: Cluster, factor: float) -> Cluster:
         for link in cluster.pair_links
     )
     fits = tuple(
-        replace(
+        fit
+        if fit.where is Where.HOST and not alone
+        else replace(
             fit,
             beta_s_per_byte=fit.beta_s_per_byte / factor,
             bends=tuple(replace(bend, s_per_byte=bend.s_per_byte / factor) for bend in fit.bends),
