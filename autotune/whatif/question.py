@@ -81,6 +81,7 @@ class Gradient:
       that reads the parameter, NONE if it is unknown. `dtype`: as torch names it.
     - `shape`: of the parameter, () if it is unknown.
     - `touched`: the rows of a sparse gradient that one step touches; None for a dense gradient.
+    - `updates_before`: how often the step updates parameters before this gradient's backward pass.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Gradient:
     dtype: str = "float32"
     shape: tuple[int, ...] = ()
     touched: TouchedRows | None = None
+    updates_before: int = 0
 
     @property
     def rows_bytes(self) -> float | None:

@@ -8,12 +8,13 @@ from dataclasses import replace
 import numpy as np
 
 from autotune.arrays import IntArray
-from autotune.dfg.graph import NONE, Kind
+from autotune.dfg.graph import NONE
 from autotune.errors import InvalidInput
 from autotune.whatif.base import Base
 from autotune.whatif.kernels.factors import FactorTable
 from autotune.whatif.kernels.h100_factors import H100
 from autotune.whatif.kernels.parameters import gradient_bytes
+from autotune.whatif.kernels.situations import update_runs
 from autotune.whatif.primitives import remove
 from autotune.whatif.question import Question
 from autotune.whatif.registry import what_if
@@ -31,23 +32,23 @@ FUSED_OPERATOR = re.compile(r"aten::_fused_(?:adamw?|sgd|adagrad)_?$")
     enact="torch.optim.Adam(model.parameters(), fused=True)",
 )
 def fused_adam(base: Base, question: Question, table: FactorTable = H100) -> Base:
-    """One kernel updates all parameters, whatever the optimizer.
+    """One kernel updates all parameters, whatever the optimizer; one for each update of a step.
 
     - It takes a measured share of the time of all kernels that it replaces, because it reads and
       writes every tensor once. The paper takes the whole sum.
     - The launches of the others go, and the host's work between the first launch and the last one.
     """
     base = table.noted(base)
-    update = _update(base)
-    _refuse_fused(base, update)
-    first, rest = update[:1], update[1:]
-    total_s = float(base.duration_s[update].sum())
+    updates = _updates(base)
+    _refuse_fused(base, np.concatenate(updates))
     duration_s = base.duration_s.copy()
-    duration_s[first] = total_s * table.fused.at(question.reading) if len(rest) else total_s
     gone = np.zeros(base.ops, dtype=np.bool_)
-    gone[rest] = True
-    gone[_between_launches(base, update)] = True
-    gone[first] = False
+    for update in updates:
+        first, rest = update[:1], update[1:]
+        total_s = float(base.duration_s[update].sum())
+        duration_s[first] = total_s * table.fused.at(question.reading) if len(rest) else total_s
+        gone[rest] = True
+        gone[_between_launches(base, update)] = True
     return remove(replace(base, duration_s=duration_s), gone)
 
 
@@ -64,19 +65,20 @@ def foreach_optimizer(base: Base, question: Question, table: FactorTable = H100)
       its kernel, and its launch with the host's work for it; one in `MANY` stays.
     """
     base = table.noted(base)
-    update = _update(base)
-    if any(FOREACH in base.names.ops[op] for op in update.tolist()):
+    updates = _updates(base)
+    if any(FOREACH in base.names.ops[op] for update in updates for op in update.tolist()):
         raise InvalidInput("the trace's optimizer already has kernels for many tensors")
-    kept = update[::MANY]
-    saved_s = table.each_s * (len(update) - len(kept))
-    total_s = max(float(base.duration_s[update].sum()) - saved_s, 0.0)
     duration_s = base.duration_s.copy()
-    duration_s[kept] = total_s / len(kept)
     gone = np.zeros(base.ops, dtype=np.bool_)
-    gone[update] = True
-    gone[_between_launches(base, update)] = True
-    gone[kept] = False
-    gone[base.launch[kept]] = False
+    for update in updates:
+        kept = update[::MANY]
+        saved_s = table.each_s * (len(update) - len(kept))
+        total_s = max(float(base.duration_s[update].sum()) - saved_s, 0.0)
+        duration_s[kept] = total_s / len(kept)
+        gone[update] = True
+        gone[_between_launches(base, update)] = True
+        gone[kept] = False
+        gone[base.launch[kept]] = False
     return remove(replace(base, duration_s=duration_s), gone)
 
 
@@ -97,7 +99,14 @@ def for_each_optimizer(base: Base, question: Question, table: FactorTable = H100
     - The kernels of an operation are modelled as one op of their total time.
     """
     base = table.noted(base)
-    update = _update(base)
+    updates = _updates(base)
+    if len(updates) > 1:
+        raise InvalidInput(
+            "kernels for each tensor are predicted for one update in a step, but the trace's steps "
+            f"have {len(updates)}, and it does not show which parameters each one updates; call "
+            "prof.step() after every update"
+        )
+    (update,) = updates
     if not all(FOREACH in base.names.ops[op] for op in update.tolist()):
         raise InvalidInput(
             "the change replaces kernels for many tensors, but the trace's optimizer has others"
@@ -118,15 +127,15 @@ def for_each_optimizer(base: Base, question: Question, table: FactorTable = H100
     return replace(base, duration_s=duration_s)
 
 
-def _update(base: Base) -> IntArray:
-    """The optimizer's device ops in order of launch. Raises `InvalidInput` if none is known."""
-    update: IntArray = base.launched[base.kind[base.launched] == Kind.UPDATE]
-    if not len(update):
+def _updates(base: Base) -> list[IntArray]:
+    """The device ops of each update in order of launch. Raises `InvalidInput` if none is known."""
+    updates = update_runs(base)
+    if not updates:
         raise InvalidInput(
             "a change of the optimizer needs to know its kernels, but the trace shows none; record "
             "with torch.profiler, which marks Optimizer.step"
         )
-    return update
+    return updates
 
 
 def _refuse_fused(base: Base, update: IntArray) -> None:

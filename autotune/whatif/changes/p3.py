@@ -55,6 +55,11 @@ def p3(base: Base, question: Question) -> Base:
             f"P3 cuts dense gradients into slices, but {len(rows)} gradients of the trace are "
             f"sparse, such as {rows[0]!r}; use sparse=False"
         )
+    if any(one.updates_before for one in gradients):
+        raise InvalidInput(
+            "P3 sends the gradients of one update in a step, but the trace's steps update several "
+            "times; call prof.step() after every update"
+        )
     of, sizes_bytes = _slices(gradients, question.amounts.get("p3", SLICE_BYTES))
     times = times_on(base, cluster)
     served_s, latency_s = times.served_s(sizes_bytes)

@@ -19,6 +19,7 @@ from autotune.whatif.kernels.kernel_classes import KernelClass, kernel_classes
 from autotune.whatif.kernels.operator_work import ProductWork, product_work
 from autotune.whatif.kernels.parameters import gradient_bytes, parameter_shapes
 from autotune.whatif.kernels.precisions import Precision, precision_of, refuse_precision
+from autotune.whatif.kernels.situations import update_runs
 from autotune.whatif.primitives import connect, insert, remove, select
 from autotune.whatif.question import Question, Reading
 from autotune.whatif.registry import what_if
@@ -72,23 +73,29 @@ def _in_16_bit(base: Base, question: Question, table: FactorTable) -> Base:
     enact='with torch.autocast("cuda", torch.float16): ...; scaler = torch.amp.GradScaler("cuda")',
 )
 def amp_fp16(base: Base, question: Question, table: FactorTable = H100) -> Base:
-    """As `amp`, and the scaler reads every gradient once before the update.
+    """As `amp`, and the scaler reads every gradient once before each update.
 
     Then the host waits for the device, because infinite gradients skip the update.
     """
     base, table = _for_device(base, table)
     faster = _in_16_bit(base, question, table)
-    backward = np.flatnonzero(faster.on_device & (faster.kind == Kind.BACKWARD))
-    launched = faster.launched[np.isin(faster.launched, backward)]
-    update = faster.launched[faster.kind[faster.launched] == Kind.UPDATE]
-    if not len(launched) or not len(update):
+    ends: list[tuple[int, int]] = []  # the last op of a backward pass, and the update behind it
+    for update in update_runs(faster):
+        before = faster.launched[: int(np.flatnonzero(faster.launched == update[0])[0])]
+        backward = before[faster.kind[before] == Kind.BACKWARD]
+        ends += [(int(backward[-1]), int(update[0]))] if len(backward) else []
+    if not ends:
         raise InvalidInput(
             "a gradient scaler acts between the backward pass and the update, but the trace does "
             "not tell their kernels from others"
         )
-    unscale_s = float(gradient_bytes(base, question).sum()) * 2 / table.cast_bytes_per_s
-    grown = insert(faster, launched[-1:], np.array([unscale_s]), ["unscale"], Kind.BACKWARD)
-    return connect(grown, faster.ops, int(faster.launch[update[0]]))
+    read_bytes = float(gradient_bytes(base, question).sum()) * 2
+    seconds = np.full(len(ends), read_bytes / table.cast_bytes_per_s / len(ends))
+    after = np.array([backward for backward, _ in ends])
+    grown = insert(faster, after, seconds, ["unscale"] * len(ends), Kind.BACKWARD)
+    for place, (_, update) in enumerate(ends):
+        grown = connect(grown, faster.ops + place, int(faster.launch[update]))
+    return grown
 
 
 @what_if(

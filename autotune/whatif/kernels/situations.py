@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 
 from autotune.arrays import BoolArray, IntArray
-from autotune.dfg.graph import COMPUTATION, NONE
+from autotune.dfg.graph import COMPUTATION, NONE, Kind
 from autotune.errors import InvalidInput
 from autotune.whatif.base import Base, Steady, steady
 from autotune.whatif.primitives import select
@@ -39,6 +39,17 @@ def kernels(base: Base) -> BoolArray:
         select(base, kinds=COMPUTATION, on_device=True),
         "the trace has no kernels of a device; record one of training on a GPU",
     )
+
+
+def update_runs(base: Base) -> list[IntArray]:
+    """The device ops of optimizers in order of launch, apart where a pass is launched in between.
+
+    A step has several runs if it updates several times: the models of a GAN, or iterations.
+    """
+    kind = base.kind[base.launched]
+    passes = np.cumsum(np.isin(kind, (Kind.FORWARD, Kind.BACKWARD)))[kind == Kind.UPDATE]
+    update: IntArray = base.launched[kind == Kind.UPDATE]
+    return np.split(update, np.flatnonzero(np.diff(passes)) + 1) if len(update) else []
 
 
 def require(ops: BoolArray, reason: str) -> BoolArray:

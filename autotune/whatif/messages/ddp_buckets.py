@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
@@ -48,15 +49,18 @@ def buckets_of(
     """DDP's buckets in the order in which they are sent: the first of 1 MiB, then of 25 MiB.
 
     A bucket is full once it holds its limit, so it may be larger. Each dtype has its own buckets,
-    and each sparse gradient is a bucket of its own.
+    and each sparse gradient is a bucket of its own. No bucket waits for gradients behind an update.
     """
-    sizes = [one.size_bytes for one in gradients]
-    keys = [one.dtype if one.rows_bytes is None else None for one in gradients]
-    closed = closed_buckets(sizes, keys, bucket_bytes, first_bucket_bytes)
-    return tuple(
-        Bucket(tuple(at), sum(sizes[position] for position in at), gradients[at[0]].rows_bytes)
-        for at in closed
-    )
+    buckets = []
+    for _, same in groupby(enumerate(gradients), lambda one: one[1].updates_before):
+        positions, ready = zip(*same, strict=True)
+        sizes = [one.size_bytes for one in ready]
+        keys = [one.dtype if one.rows_bytes is None else None for one in ready]
+        for at in closed_buckets(sizes, keys, bucket_bytes, first_bucket_bytes):
+            size_bytes = sum(sizes[place] for place in at)
+            whole = tuple(positions[place] for place in at)
+            buckets.append(Bucket(whole, size_bytes, ready[at[0]].rows_bytes))
+    return tuple(buckets)
 
 
 @dataclass(frozen=True, eq=False)

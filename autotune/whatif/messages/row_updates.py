@@ -26,7 +26,7 @@ def with_rows_of_all(
 
     What works on rows takes as many times as long as there are more rows (`TouchedRows.of_all`).
     """
-    sparse = [one for one in gradients if one.touched is not None]
+    sparse = list({one.shape: one for one in gradients if one.touched is not None}.values())
     others = {one.shape for one in gradients if one.touched is None}
     durations_s, known = base.duration_s.copy(), 0
     for one in sparse:

@@ -117,7 +117,8 @@ def _with_copies(
     )
     names = [f"pack {base.names.ops[op]}" for op in ops]
     host_s = costs["bucket_s"] * count
-    tail = _last(base, ops)
+    updates_before = np.array([one.updates_before for one in gradients])
+    tails = {number: _last(base, ready[updates_before == number]) for number in set(updates_before)}
     if base.on_device.any():
         copies = base.ops + np.arange(len(ops))
         base = insert(base, ops, packed_s, names, Kind.PACK)
@@ -125,21 +126,22 @@ def _with_copies(
     else:
         base, copies = insert_calls(base, ops, packed_s + host_s, names, Kind.PACK)
     packs = copies[group]
-    behind = int(copies[ops == tail][0])
+    behind = {number: int(copies[ops == tail][0]) for number, tail in tails.items()}
     reads = []
     for number, bucket in enumerate(buckets):
+        turn = updates_before[bucket.positions[0]]
         copied = bucket.rows_bytes is None
         copied_s = np.array([costs["unpack_s_per_byte"] * bucket.size_bytes * copied])
         calls_s = np.array([costs["write_s"] * len(bucket.positions) * copied])
         name = [f"unpack bucket {number}"]
-        new, after = base.ops, np.array([behind])
+        new, after = base.ops, np.array([behind[turn]])
         if base.on_device.any():
             base = insert(base, after, copied_s, name, Kind.UNPACK)
             base = _set_duration(base, np.array([new + 1]), calls_s)
         else:
             base, _ = insert_calls(base, after, copied_s + calls_s, name, Kind.UNPACK)
         reads.append(new)
-        behind = new
+        behind[turn] = new
     return base, _Copies(packs, np.array(reads, dtype=np.int64))
 
 

@@ -7,8 +7,9 @@ these they are unknown.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,12 @@ from autotune.arrays import IntArray
 from autotune.dfg.graph import NONE, Kind
 from autotune.errors import InvalidInput
 from autotune.profiling.formats.rank_trace import MISSING, RankTrace
-from autotune.profiling.graph.forward_passes import find_origins, find_passes, recomputes
+from autotune.profiling.graph.forward_passes import (
+    ForwardPass,
+    find_origins,
+    find_passes,
+    recomputes,
+)
 from autotune.profiling.graph.host_units import ACCUMULATE, HostUnits, Unit, host_units
 from autotune.profiling.graph.layers import update_units
 from autotune.profiling.traces.job import TraceJob
@@ -63,7 +69,15 @@ def gradients_of(
         shapes = [() if one.shape is None else one.shape.dims for one in gradients]
     return tuple(
         Gradient(
-            name, size, one.layer, one.ready, one.update, one.read, shape=shape, touched=touched
+            name,
+            size,
+            one.layer,
+            one.ready,
+            one.update,
+            one.read,
+            shape=shape,
+            touched=touched,
+            updates_before=one.updates_before,
         )
         for one, (name, size), shape, touched in zip(gradients, named, shapes, rows, strict=True)
     )
@@ -82,6 +96,7 @@ class _Accumulated:
     ready: int
     update: int
     read: int
+    updates_before: int
 
 
 def _variables(job: TraceJob, gradients: Sequence[_Accumulated]) -> Sequence[Variable] | None:
@@ -151,19 +166,40 @@ def _accumulated(trace: RankTrace, base: Base) -> list[_Accumulated]:
         for one in find_passes(units.units, trace.steps, origins, {}, _updates(base, units))
         if one.gradients
     ]
-    if not passes:
-        return []
+    ops = _UnitOps(trace, base, units)
+    rows = LookedUpRows(trace)
+    return [
+        gradient
+        for updates_before, between in enumerate(_between_updates(passes, ops))
+        for gradient in _completed(trace, ops, rows, origins, between, updates_before)
+    ]
+
+
+def _between_updates(passes: Sequence[ForwardPass], ops: _UnitOps) -> list[list[ForwardPass]]:
+    """The passes of a step, apart where the optimizer updates parameters in between."""
+    by_update = groupby(passes, lambda one: ops.updates_until(one.forward[0].start_s))
+    return [list(between) for _, between in by_update]
+
+
+def _completed(
+    trace: RankTrace,
+    ops: _UnitOps,
+    rows: LookedUpRows,
+    origins: Mapping[Unit, Unit],
+    passes: Sequence[ForwardPass],
+    updates_before: int,
+) -> list[_Accumulated]:
+    """The gradients of passes that one update follows."""
     counts = {len(one.gradients) for one in passes}
     repeats = len(counts) == 1  # micro-batches accumulate the same gradients
-    ops = _UnitOps(base, units)
-    rows = LookedUpRows(trace)
+    first_update = ops.first_update(passes[0].forward[0].start_s)
+    updated: dict[Unit, Unit] = {}
+    for gradient, unit in update_units(passes[-1]):
+        updated.setdefault(gradient, unit)
     gradients = []
     for one in passes[-1:] if repeats else passes:
         batches = passes if repeats else [one]
         readers = (passes[0] if repeats else one).gradients
-        updated: dict[Unit, Unit] = {}
-        for gradient, unit in update_units(passes[-1]):
-            updated.setdefault(gradient, unit)
         for place, (unit, reader) in enumerate(zip(one.gradients, readers, strict=True)):
             same = [batch.gradients[place] for batch in batches]
             gradients.append(
@@ -174,8 +210,9 @@ def _accumulated(trace: RankTrace, base: Base) -> list[_Accumulated]:
                     sum(rows.of(each.lane, each.start_s) for each in same),
                     ops.layer(unit),
                     ops.last_device(unit),
-                    ops.first_device(updated.get(unit)) if updated else ops.first_update,
+                    ops.first_device(updated.get(unit)) if updated else first_update,
                     ops.first_read(origins.get(reader)),
+                    updates_before,
                 )
             )
     return gradients
@@ -192,7 +229,7 @@ def _updates(base: Base, units: HostUnits) -> set[int]:
 class _UnitOps:
     """The ops of units in a base."""
 
-    def __init__(self, base: Base, units: HostUnits) -> None:
+    def __init__(self, trace: RankTrace, base: Base, units: HostUnits) -> None:
         self.base = base
         self.first: dict[Unit, int] = {}
         self.last: dict[Unit, int] = {}
@@ -207,14 +244,23 @@ class _UnitOps:
             own = plain[base.queue[base.launch[plain]] == queue]
             own = own[np.argsort(base.launch[own], kind="stable")]
             self.launched[queue] = base.launch[own].tolist(), own
-        self.first_update = self._first_update()
-
-    def _first_update(self) -> int:
-        base = self.base
         updates = base.launched[base.kind[base.launched] == Kind.UPDATE]
+        calls = base.launch[updates]
         if not len(updates):
-            updates = np.flatnonzero(base.kind == Kind.UPDATE)
-        return int(updates[0]) if len(updates) else NONE
+            updates = calls = np.flatnonzero((base.kind == Kind.UPDATE) & (base.event != NONE))
+        called_s = trace.start_s[base.event[calls]]
+        order = np.argsort(called_s, kind="stable")
+        self.updates, self.updated_s = updates[order], called_s[order]
+
+    def updates_until(self, at_s: float) -> int:
+        """How many ops of optimizers are called before a time of the trace."""
+        return int(np.searchsorted(self.updated_s, at_s))
+
+    def first_update(self, after_s: float) -> int:
+        """The first op of an optimizer behind a time of the trace; else the step's first one."""
+        if not len(self.updates):
+            return NONE
+        return int(self.updates[self.updates_until(after_s) % len(self.updates)])
 
     def layer(self, unit: Unit) -> str:
         layer = int(self.base.layer[self.first[unit]]) if unit in self.first else NONE
