@@ -30,7 +30,6 @@ from typing import Any
 
 from autotune.cluster import Cluster, Host
 from autotune.dataset.autosync_graph import read_variables
-from autotune.dataset.wire import WireMessage
 from autotune.errors import InvalidInput
 from autotune.files import read_bytes
 from autotune.parsing import read_yaml
@@ -43,6 +42,7 @@ from autotune.strategy_space.strategy import (
     Synchronizer,
     VariableStrategy,
 )
+from autotune.wire import WireMessage
 from autotune.workload import Variable, Workload
 
 ASSUMED = (

@@ -7,8 +7,8 @@ size 1, unknown_rank 3.
 
 from __future__ import annotations
 
-from autotune.dataset.wire import WireMessage
 from autotune.errors import InvalidInput
+from autotune.wire import WireMessage
 from autotune.workload import Variable
 
 _DTYPES = {

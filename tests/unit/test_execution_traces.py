@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,19 @@ FIRST_GROUP = {"pg_name": "0", "ranks": [], "group_size": 4}
 SECOND_GROUP = {"pg_name": "7", "ranks": [1, 3], "group_size": 2}
 GROUPS = json.dumps([FIRST_GROUP, SECOND_GROUP])
 NO_IO: dict[str, Any] = {"values": [], "shapes": [], "types": []}
+
+
+def field(number: int, value: int | str | bytes) -> bytes:
+    """A field of a protocol buffer."""
+    if isinstance(value, int):
+        return varint(number << 3) + varint(value)
+    data = value.encode() if isinstance(value, str) else value
+    return varint(number << 3 | 2) + varint(len(data)) + data
+
+
+def varint(value: int) -> bytes:
+    low, rest = value & 0x7F, value >> 7
+    return bytes([low | 0x80]) + varint(rest) if rest else bytes([low])
 
 
 def read(data: Any) -> ExecutionTrace:
@@ -94,6 +108,74 @@ def test_every_schema_gives_the_same_collective(form: Any, schema: str) -> None:
     assert comm.sequence == (-1 if form is chakra_form else 12)
     groups = {first_form: ("", ()), second_form: ("7", (1, 3)), chakra_form: ("7", ())}
     assert (comm.group, comm.group_ranks) == groups[form]
+
+
+PROCESS = {"name": "pid", "uint64Val": "1"}
+VALUE_FIELDS = {"int64Val": 9, "uint64Val": 13, "string_val": 29, "int64_val": 9}
+
+
+def chakra_messages() -> bytes:
+    """The nodes of `chakra_form` as Chakra's converter of PyTorch writes them, with the process."""
+    data = chakra_form()
+    messages = [field(1, data["version"]) + field(2, attribute(PROCESS))]
+    for node in data["nodes"]:
+        kind = {"METADATA_NODE": 1, "COMM_COLL_NODE": 7}[node["type"]]
+        message = field(1, int(node["id"])) + field(2, node["name"]) + field(3, kind)
+        for number, key in ((4, "ctrlDeps"), (5, "dataDeps")):
+            packed = b"".join(varint(int(one)) for one in node.get(key, []))
+            message += field(number, packed) if packed else b""
+        inputs = node.get("inputs", {})
+        texts = [field(1 + place, text) for place, text in enumerate(inputs.values())]
+        message += field(8, b"".join(texts)) if texts else b""
+        messages.append(message + b"".join(field(10, attribute(one)) for one in node["attr"]))
+    return b"".join(varint(len(message)) + message for message in messages)
+
+
+def attribute(one: dict[str, str]) -> bytes:
+    (key,) = set(one) - {"name"}
+    value = one[key] if key == "string_val" else int(one[key])
+    return field(1, one["name"]) + field(VALUE_FIELDS[key], value)
+
+
+def chakra_objects() -> bytes:
+    """As Chakra's jsonizer writes them: the metadata, then each node, without a comma."""
+    data = chakra_form()
+    objects = [{"version": data["version"], "attr": [PROCESS]}, *data["nodes"]]
+    return "".join(json.dumps(one, indent=2) for one in objects).encode()
+
+
+@pytest.mark.parametrize(
+    ("write", "name"), [(chakra_messages, "net.0.et"), (chakra_objects, "net.0.json")]
+)
+def test_files_of_chakra_are_read_with_their_process(
+    write: Callable[[], bytes], name: str, tmp_path: Path
+) -> None:
+    """Neither was read: the one is no JSON, and the other one more than one JSON value."""
+    (tmp_path / name).write_bytes(write())
+    job = read_job(Job(ranks=2).run().write(tmp_path))
+    (trace,) = job.execution_traces
+    expected = read(chakra_form())
+    assert (trace.schema, trace.process, trace.names) == ("0.0.4", "1", expected.names)
+    for column in ("node_id", "parent", "rf_id", "thread", "input_bytes"):
+        assert getattr(trace, column).tolist() == getattr(expected, column).tolist()
+    assert trace.marks == expected.marks
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (chakra_messages()[:-3], "cut off within message 2"),
+        (chakra_messages() + varint(2**30), "at most 16777216 bytes, but it has 1073741824"),
+        (chakra_messages() + varint(0), "node 2 is empty"),
+        (chakra_messages() + varint(2) + b"\x0f\x00", "field of kind 7"),
+        (chakra_objects()[:-3], "the file ends within it"),
+        (chakra_objects() + b"[]", "node 2 must be an object"),
+    ],
+)
+def test_damaged_files_of_chakra_are_refused(data: bytes, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "net.et").write_bytes(data)
+    with pytest.raises(InvalidInput, match=reason):
+        read_job(tmp_path)
 
 
 def test_nodes_without_ids_and_files_without_nodes_are_refused() -> None:

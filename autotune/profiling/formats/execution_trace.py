@@ -7,7 +7,7 @@ writer:
 |---|---|---|---|
 | PyTorch, schema 1.0.0 and 1.0.1 | field `parent` | fields | numbers |
 | PyTorch, schema 1.0.2 to 1.1.1 | `ctrl_deps`, a number | in list `attrs`, as `value` | numbers |
-| Chakra, JSON of protocol buffers | first of list `ctrl_deps` or `ctrlDeps` | in `attr`, as
+| Chakra, also as read by `chakra.py` | first of list `ctrl_deps` or `ctrlDeps` | in `attr`, as
 `int64_val`, `stringVal`, ... | numbers or text |
 
 A collective is a node `record_param_comms`, a node of Chakra's type COMM_COLL_NODE, or the
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,11 +76,16 @@ class ExecutionTrace:
 
 def read_execution_trace(read: Read, where: str) -> ExecutionTrace:
     """Read one execution trace. Raises `InvalidInput` for any other file."""
+    return trace_of_nodes(JsonItems(read, "nodes", where), where)
+
+
+def trace_of_nodes(items: Iterable[Any], where: str) -> ExecutionTrace:
+    """The trace of a file's nodes and of the `Field`s next to them. Raises `InvalidInput`."""
     reader = _ExecutionTraceReader(where)
-    items = JsonItems(read, "nodes", where)
+    count = 0
     for node in items:
         if isinstance(node, Field):
-            if node.key in ("schema", "version"):
+            if node.key in ("schema", "version") and node.value:
                 reader.schema = str(node.value)[:40]
             elif node.key == "pid" and (process := _id(node.value)) != MISSING:
                 reader.process = str(process)
@@ -88,16 +93,17 @@ def read_execution_trace(read: Read, where: str) -> ExecutionTrace:
         number = _id(node.get("id")) if isinstance(node, dict) else MISSING
         if number == MISSING or not isinstance(node.get("name"), str):
             raise InvalidInput(
-                f"{where}: node {items.items - 1} must be an object with an id and a name, but is "
+                f"{where}: node {count} must be an object with an id and a name, but is "
                 f"{str(node)[:60]}"
             )
-        if items.items > MAX_NODES:
+        if count >= MAX_NODES:
             raise InvalidInput(f"{where} may hold at most {MAX_NODES} nodes, but has more")
         try:
             reader.add(node, number)
         except InvalidInput as error:
-            place = f"{where}, node {items.items - 1}"
+            place = f"{where}, node {count}"
             raise InvalidInput(f"{place}: {error}; is the file damaged?") from error
+        count += 1
     return reader.trace()
 
 

@@ -91,6 +91,13 @@ class JsonItems:
                 f"{self.where} must end after its JSON value, but goes on with {rest!r}"
             )
 
+    def in_a_row(self) -> Iterator[Any]:
+        """The values of a text that holds one value behind the other, without an array."""
+        while self._peek():
+            value = self._value(f"value {self.items}")
+            self.items += 1
+            yield value
+
     def _object(self) -> Iterator[Any]:
         if self._peek() == "}":
             self._at += 1
@@ -169,9 +176,9 @@ class JsonItems:
 
     def _is_complete(self, value: Any, end: int) -> bool:
         """False for a number at the end of the buffer: its next digits may be in the next chunk."""
-        if end >= len(self._text):
-            return False
-        return not isinstance(value, int | float) or self._text[end] in _AFTER_NUMBER
+        if not isinstance(value, int | float):
+            return True
+        return end < len(self._text) and self._text[end] in _AFTER_NUMBER
 
     def _may_hold_not_numbers(self, problem: ValueError) -> bool:
         if not isinstance(problem, JSONDecodeError) or problem.pos >= len(self._text):

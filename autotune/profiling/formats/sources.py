@@ -36,7 +36,7 @@ MAX_VISITED = 200_000
 _SNIFFED_BYTES = 2**16
 
 _CUT_OFF = (EOFError, gzip.BadGzipFile, zlib.error, tarfile.TarError)
-_ENDINGS = (".json", ".json.gz", ".pt.trace.json.gz")
+_ENDINGS = (".json", ".json.gz", ".pt.trace.json.gz", ".et")
 _ARCHIVES = (".tar", ".tar.gz", ".tgz")
 
 
@@ -88,7 +88,7 @@ def _expanded(paths: Sequence[str | Path]) -> Iterator[Path]:
         path = Path(given)
         rule = "a trace must exist"
         if is_folder(path):
-            rule = "a folder of traces must hold .json, .json.gz or .tar.gz files"
+            rule = "a folder of traces must hold .json, .json.gz, .et or .tar.gz files"
             files = sorted(_inside(path))
         elif is_file(path) or path.exists():
             files = [path]
@@ -214,7 +214,7 @@ def _members(path: Path) -> Iterator[TraceSource]:
                         opener = partial(_open_member, archive, member, path)
                         yield TraceSource(f"{path}:{member.name}", opener)
                 if empty:
-                    rule = "an archive of traces must hold .json or .json.gz files"
+                    rule = "an archive of traces must hold .json, .json.gz or .et files"
                     raise InvalidInput(f"{rule}, but {path} has none")
     except tarfile.TarError as error:
         raise InvalidInput(f"{path} must be a tar archive, but is not: {error}") from error

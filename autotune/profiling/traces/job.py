@@ -15,6 +15,7 @@ from autotune.arrays import FloatArray
 from autotune.errors import InvalidInput
 from autotune.files import MAX_FILE_BYTES
 from autotune.parsing import parse_json
+from autotune.profiling.formats.chakra import chakra_reader
 from autotune.profiling.formats.execution_trace import ExecutionTrace, read_execution_trace
 from autotune.profiling.formats.horovod import BEGINNING, HorovodTimeline, read_horovod
 from autotune.profiling.formats.json_stream import Read
@@ -150,7 +151,10 @@ def read_job(
                     f"a timeline of Horovod is replayed alone, but {source.name} is one among "
                     "other files; name it alone"
                 )
-            if f'"{NODES}"'.encode() in beginning:
+            of_chakra = chakra_reader(beginning)
+            if of_chakra is not None:
+                execution.append(of_chakra(read, source.name))
+            elif f'"{NODES}"'.encode() in beginning:
                 if graph is not None:
                     raise InvalidInput(
                         f"a job has one recorded graph, but {source.name} is a second one; name "

@@ -13,7 +13,7 @@ from autotune.errors import InvalidInput
 
 _VARINT, _I64, _LEN, _I32 = 0, 1, 2, 5
 _FIXED = {_I64: 8, _I32: 4}
-_LONGEST_VARINT = 10
+LONGEST_VARINT = 10
 
 Value = int | bytes
 
@@ -46,6 +46,22 @@ class WireMessage:
             raise InvalidInput(f"{self._where}: field {number} must be a number, but holds bytes")
         return values[-1]
 
+    def numbers(self, number: int) -> list[int]:
+        """All values of a repeated field of numbers, which a writer may pack into bytes."""
+        numbers: list[int] = []
+        for value in self._fields.get(number, []):
+            packed, at = (value, 0) if isinstance(value, bytes) else (b"", 0)
+            if isinstance(value, int):
+                numbers.append(value)
+            while at < len(packed):
+                one, at = varint(packed, at, self._where)
+                numbers.append(one)
+        return numbers
+
+    @property
+    def fields(self) -> frozenset[int]:
+        return frozenset(self._fields)
+
     def has(self, number: int) -> bool:
         return number in self._fields
 
@@ -67,16 +83,16 @@ class WireMessage:
 def _fields(data: bytes, where: str) -> Iterator[tuple[int, Value]]:
     at = 0
     while at < len(data):
-        key, at = _varint(data, at, where)
+        key, at = varint(data, at, where)
         number, kind = key >> 3, key & 7
         if number == 0:
             raise InvalidInput(f"{where} must be a protocol buffer, but has field 0 at byte {at}")
         if kind == _VARINT:
-            value, at = _varint(data, at, where)
+            value, at = varint(data, at, where)
             yield number, value
             continue
         if kind == _LEN:
-            size, at = _varint(data, at, where)
+            size, at = varint(data, at, where)
         elif kind in _FIXED:
             size = _FIXED[kind]
         else:
@@ -89,10 +105,10 @@ def _fields(data: bytes, where: str) -> Iterator[tuple[int, Value]]:
         at += size
 
 
-def _varint(data: bytes, at: int, where: str) -> tuple[int, int]:
-    """The number, and the place of its end."""
+def varint(data: bytes, at: int, where: str) -> tuple[int, int]:
+    """The number at a place of `data`, and the place of its end."""
     value = 0
-    for index in range(_LONGEST_VARINT):
+    for index in range(LONGEST_VARINT):
         if at + index >= len(data):
             problem = f"is cut off at byte {len(data)}"
             raise InvalidInput(f"{where} must be a whole protocol buffer, but {problem}")
@@ -100,5 +116,5 @@ def _varint(data: bytes, at: int, where: str) -> tuple[int, int]:
         value |= (byte & 0x7F) << (7 * index)
         if byte < 0x80:
             return value, at + index + 1
-    problem = f"has a number of more than {_LONGEST_VARINT} bytes at byte {at}"
+    problem = f"has a number of more than {LONGEST_VARINT} bytes at byte {at}"
     raise InvalidInput(f"{where} must be a protocol buffer, but {problem}")
