@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from synthetic_traces import Event, Job, span
+from synthetic_traces import EPOCH_US, Event, Job, span
 
+from autotune.dfg.graph import Kind
 from autotune.errors import InvalidInput
 from autotune.jobs.sources import read_source
 from autotune.profiling.formats.kineto import read_kineto
@@ -61,6 +62,61 @@ def test_a_streams_number_is_read_from_the_arguments_or_the_thread() -> None:
     kinds = ({"tid": "stream 7"}, {"tid": 7}, {"tid": "stream 9", "args": {"stream": 7}})
     trace = read_events([add(cat="kernel", pid=0, **kind) for kind in kinds])
     assert [(lane.thread, lane.device) for lane in trace.lanes] == [("7", True)]
+
+
+def mxnet_profile() -> dict[str, Any]:
+    """A step of a dense layer as MXNet 1.9 writes it: times in us since 1970, threads as hashes."""
+    names = ["cpu/0", "cpu/1", "gpu/0", "cpu pinned/"]
+    events: list[Event] = [
+        {"ph": "M", "args": {"name": name}, "pid": pid, "name": "process_name"}
+        for pid, name in enumerate(names)
+    ]
+    operators = [
+        (2, "CopyCPU2GPU", 100, 20),
+        (2, "FullyConnectedin: [[16,10]]out: [[16,64]]", 130, 40),
+        (2, "softmax", 170, 10),
+        (2, "[_backward_FullyConnected,_backward_softmax]", 190, 70),
+        (2, "sgd_mom_update", 270, 15),
+        (0, "_backward_FullyConnected", 200, 30),
+    ]
+    for pid, name, at, us in operators:
+        place = {"pid": pid, "tid": 14094860372735483713 + pid, "cat": "operator", "name": name}
+        task = {**place, "pid": 2**63 + 5, "id": 1}
+        events += [
+            {"ph": "B", "ts": EPOCH_US + at, **place},
+            {"ph": "E", "ts": EPOCH_US + at + us, **place},
+        ]
+        events += [
+            {"ph": "b", "ts": EPOCH_US + at, **task},
+            {"ph": "e", "ts": EPOCH_US + at + us, **task},
+        ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def test_operators_of_mxnet_are_on_their_devices_and_in_their_passes() -> None:
+    """Those of a GPU counted as threads of the host, and none as of the backward pass."""
+    trace = read(mxnet_profile())
+    assert {(lane.process, lane.device) for lane in trace.lanes} == {("0", True), ("0", False)}
+    assert (trace.steps[0].source, trace.dropped) == ("whole trace", {})
+    ops = TracedSteps(assemble([trace])).rank_ops(0, 0).ops
+    of_gpu = [op for op in ops if trace.lanes[op.lane].device]
+    kinds = [
+        (op.name.split("in:")[0], op.kind, round((op.end_s - op.start_s) * 1e6)) for op in of_gpu
+    ]
+    assert kinds == [
+        ("CopyCPU2GPU", Kind.COPY, 20),
+        ("FullyConnected", Kind.FORWARD, 40),
+        ("softmax", Kind.FORWARD, 10),
+        ("[_backward_FullyConnected,_backward_softmax]", Kind.BACKWARD, 70),
+        ("sgd_mom_update", Kind.OTHER, 15),
+    ]
+
+
+def test_a_file_without_known_categories_names_them() -> None:
+    """TensorFlow's timeline has spans, which the message denied."""
+    events = [add(cat="Op", name=name) for name in ("MatMul", "BiasAdd")]
+    with pytest.raises(InvalidInput, match="has only others: Op, Tensor; TensorFlow is"):
+        read_events([*events, add(ph="N", cat="Tensor")])
 
 
 def test_times_count_from_the_first_event_and_the_base_is_kept() -> None:

@@ -2,6 +2,8 @@
 
 Since 2021 the category names, the types of thread ids, the keys of correlation ids and the place of
 the time's origin have changed. This module undoes all of it, so no other module knows the formats.
+MXNet's profiler writes such a file, too (src/profiler/profiler.h of apache/mxnet 1.x): an operator
+is a span of category `operator` in a process that is named `cpu/0` or `gpu/0`.
 Unusable events are left out and counted. Above a share of `MOST_BAD` the file is refused.
 """
 
@@ -62,6 +64,8 @@ _MARKS = re.compile(
 """Names of annotations that profilers until 2021 categorized as operators."""
 _OLD_PROCESSES = {"CPU functions": Category.HOST_OP, "CUDA functions": Category.KERNEL}
 """The legacy autograd profiler gives no categories, only these processes."""
+_MXNET_DEVICE = re.compile(r"(cpu|gpu)/(\d+)$")
+_MXNET_COPY = re.compile(r"Copy[CG]PU2[CG]PU")
 MEMORY = "[memory]"
 """Name of the instants that state a block of an allocator."""
 _FLOWS = ("fwdbwd", "forward_backward")
@@ -108,6 +112,7 @@ class _KinetoReader:
         self.flow_ends: dict[str, dict[int, tuple[int, float]]] = {"s": {}, "f": {}}
         self.memory_us, self.memory = array("d"), array("q")
         self.fields: dict[str, Any] = {}
+        self.mxnet: dict[str, tuple[str, int]] = {}  # process -> kind and number of its device
         self.bad = 0
         self.first_bad = ""
         self.base_us: float | None = None
@@ -140,6 +145,12 @@ class _KinetoReader:
                 f"at most {100 * MOST_BAD:.0f} % of a trace's events may be unusable, but of "
                 f"{usable + self.bad} in {self.where} {self.bad} are; first {self.first_bad}; "
                 "export the trace again"
+            )
+        if not usable and self.dropped:
+            raise InvalidInput(
+                f"{self.where} must hold events of Kineto's or MXNet's categories, such as cpu_op "
+                f"and kernel, but has only others: {', '.join(list(self.dropped)[:8])}; TensorFlow "
+                "is recorded with autotune profile"
             )
         if not usable:
             raise InvalidInput(
@@ -176,9 +187,19 @@ class _KinetoReader:
             self._flow(event, str(phase))
         elif phase == "i" and event.get("name") == MEMORY and self._memory(event):
             pass
-        elif phase != "M":  # names of processes and threads
-            self._drop(event)
+        elif phase == "M":  # names of processes and threads
+            self._name(event)
+        elif not (self.mxnet and phase in ("b", "e") and event.get("cat") == "operator"):
+            self._drop(event)  # MXNet shows each operator again as an asynchronous task
         return ""
+
+    def _name(self, event: dict[str, Any]) -> None:
+        """Note which device a process of MXNet stands for."""
+        args = event.get("args")
+        name = args.get("name") if isinstance(args, dict) else None
+        device = _MXNET_DEVICE.match(str(name))
+        if event.get("name") == "process_name" and device:
+            self.mxnet[str(event.get("pid"))] = device.group(1), int(device.group(2)[:9])
 
     def _memory(self, event: dict[str, Any]) -> bool:
         """Store a block that was allocated or freed; False if the event does not state it all."""
@@ -218,6 +239,10 @@ class _KinetoReader:
             return f"dur must be a number of 0 to {MAX_SPAN_US:.0f} us, but is {shown}"
         args = event.get("args")
         args = args if isinstance(args, dict) else {}
+        kind, number = self.mxnet.get(str(event.get("pid")), ("", 0))
+        if kind == "gpu" and category is Category.HOST_OP:
+            category = Category.MEMCPY if _MXNET_COPY.match(name) else Category.KERNEL
+            args = {"device": number, **args}
         if self.base_us is None:
             self.base_us = float(math.floor(start))
         self.floats["start"].append(start - self.base_us)

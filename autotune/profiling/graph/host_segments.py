@@ -27,6 +27,8 @@ _NO_LAYER = re.compile(
     r"DistributedDataParallel\.forward|## (?:forward|backward|optimizer|zero_grad) ##"
 )
 _BACKWARD = re.compile(r"\w+Backward\d*")
+MXNET_BACKWARD = re.compile(r"\[?_backward_")
+"""Operators of MXNet's backward pass; brackets are around several that run as one."""
 _MODULE = re.compile(r"nn\.Module: ")
 
 
@@ -123,7 +125,7 @@ def _scope(trace: RankTrace, event: int, name: str, outer: Scope) -> Scope:
     elif name.startswith("autograd::engine::evaluate_function"):
         scope = replace(scope, kind=Kind.BACKWARD)
     elif scope.kind == Kind.OTHER:
-        if _BACKWARD.fullmatch(name):
+        if _BACKWARD.fullmatch(name) or MXNET_BACKWARD.match(name):
             scope = replace(scope, kind=Kind.BACKWARD)
         elif trace.sequence[event] >= 0 and name.startswith("aten::"):
             # autograd numbers the ops that it will have to differentiate

@@ -38,7 +38,13 @@ from autotune.profiling.graph.device_order import (
     without_launch,
 )
 from autotune.profiling.graph.device_waits import WAKE_S, explain_starts
-from autotune.profiling.graph.host_segments import NO_SCOPE, HostSegment, Scope, host_segments
+from autotune.profiling.graph.host_segments import (
+    MXNET_BACKWARD,
+    NO_SCOPE,
+    HostSegment,
+    Scope,
+    host_segments,
+)
 from autotune.profiling.graph.rank_ops import RankOps, TracedOp
 from autotune.profiling.graph.step_draft import StepDraft, without_cycles
 from autotune.profiling.traces.collectives import TracedCollective
@@ -47,7 +53,7 @@ IDLE_S = 20e-6
 WAKE_SHARE = 0.1
 _ISSUING_CALL = re.compile(r"c10d::(?!wait)")
 _POLLING_CALL = re.compile(r"(?:cuda|hip)(?:EventQuery|ThreadExchangeStreamCaptureMode)$")
-_COPY_WAYS = ("HtoD", "DtoH", "H2D", "D2H", "HostToDevice", "DeviceToHost")
+_COPY_WAYS = ("HtoD", "DtoH", "H2D", "D2H", "HostToDevice", "DeviceToHost", "PU2")
 
 
 def step_ops(
@@ -303,6 +309,8 @@ class _StepBuilder:
             name = self.trace.name_of(event)
             if any(way in name for way in _COPY_WAYS):
                 return Kind.COPY
+        if scope is NO_SCOPE and MXNET_BACKWARD.match(self.trace.name_of(event)):
+            return Kind.BACKWARD  # an operator on a device, without a launch
         return scope.kind if scope.kind not in (Kind.LOAD, Kind.COLLECTIVE) else Kind.OTHER
 
     def _flows(self) -> None:
