@@ -14,6 +14,7 @@ from synthetic_traces import Event, Job
 from autotune.errors import InvalidInput
 from autotune.profiling.formats.execution_trace import ExecutionTrace, read_execution_trace
 from autotune.profiling.traces import TraceJob, read_job
+from autotune.wire import WireMessage
 
 TENSOR = [9, 6, 0, 250, 4, "cuda:0"]
 FIRST_GROUP = {"pg_name": "0", "ranks": [], "group_size": 4}
@@ -159,6 +160,11 @@ def test_files_of_chakra_are_read_with_their_process(
     for column in ("node_id", "parent", "rf_id", "thread", "input_bytes"):
         assert getattr(trace, column).tolist() == getattr(expected, column).tolist()
     assert trace.marks == expected.marks
+
+
+def test_repeated_numbers_of_protocol_buffers_may_be_packed() -> None:
+    message = WireMessage(field(4, 300) + field(4, varint(5) + varint(300)) + field(4, 7), "here")
+    assert (message.numbers(4), message.numbers(5)) == ([300, 5, 300, 7], [])
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,8 @@ def test_only_what_works_on_rows_of_the_table_takes_longer(tmp_path: Path) -> No
         one.name for one in operators
     }
     assert changed.notes == base.notes
+    twice = with_rows_of_all(base, (*gradients, table), 2, Reading.EXPECTED)
+    assert (twice.duration_s == changed.duration_s).all(), "two tables of one shape"
 
 
 def test_an_optimizer_whose_operators_lack_shapes_stays_and_is_noted(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from test_trace_graph import job_of, mark
 
 from autotune.errors import InvalidInput
 from autotune.whatif.base import Base
+from autotune.whatif.changes.batch import accumulate
 from autotune.whatif.changes.distributed import distributed
 from autotune.whatif.changes.optimizer import for_each_optimizer, foreach_optimizer, fused_adam
 from autotune.whatif.changes.p3 import p3
@@ -124,6 +125,6 @@ def test_a_gradient_scaler_reads_the_gradients_before_each_update() -> None:
 def test_what_needs_one_update_in_a_step_is_refused() -> None:
     base, gradients = recorded("gan")
     question = Question(cluster=cluster((1, 1000.0), (1, 1000.0)), gradients=gradients)
-    for change in (for_each_optimizer, p3):
+    for change in (for_each_optimizer, accumulate, p3):
         with pytest.raises(InvalidInput, match=r"prof\.step\(\) after every update"):
             change(base, question)

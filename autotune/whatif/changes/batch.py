@@ -13,6 +13,7 @@ from autotune.whatif.base import Base
 from autotune.whatif.kernels.factors import FactorTable
 from autotune.whatif.kernels.h100_factors import H100
 from autotune.whatif.kernels.parameters import gradient_bytes
+from autotune.whatif.kernels.situations import require_one_update
 from autotune.whatif.primitives import insert
 from autotune.whatif.question import Question, Reading
 from autotune.whatif.recording.repetition import passes, repeat
@@ -92,6 +93,7 @@ def accumulate(base: Base, question: Question, table: FactorTable = H100) -> Bas
         raise InvalidInput(
             f"gradients accumulate over 2 to {MOST_PARTS} parts, but the amount is {parts}"
         )
+    require_one_update(base, "accumulation of gradients is predicted")
     sizes = gradient_bytes(base, question)
     add_s = np.maximum(3 * sizes / table.cast_bytes_per_s, table.each_s).sum()
     ops = passes(base)

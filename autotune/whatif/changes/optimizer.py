@@ -14,7 +14,7 @@ from autotune.whatif.base import Base
 from autotune.whatif.kernels.factors import FactorTable
 from autotune.whatif.kernels.h100_factors import H100
 from autotune.whatif.kernels.parameters import gradient_bytes
-from autotune.whatif.kernels.situations import update_runs
+from autotune.whatif.kernels.situations import require_one_update, update_runs
 from autotune.whatif.primitives import remove
 from autotune.whatif.question import Question
 from autotune.whatif.registry import what_if
@@ -99,14 +99,8 @@ def for_each_optimizer(base: Base, question: Question, table: FactorTable = H100
     - The kernels of an operation are modelled as one op of their total time.
     """
     base = table.noted(base)
-    updates = _updates(base)
-    if len(updates) > 1:
-        raise InvalidInput(
-            "kernels for each tensor are predicted for one update in a step, but the trace's steps "
-            f"have {len(updates)}, and it does not show which parameters each one updates; call "
-            "prof.step() after every update"
-        )
-    (update,) = updates
+    require_one_update(base, "kernels for each tensor are predicted")
+    (update,) = _updates(base)
     if not all(FOREACH in base.names.ops[op] for op in update.tolist()):
         raise InvalidInput(
             "the change replaces kernels for many tensors, but the trace's optimizer has others"

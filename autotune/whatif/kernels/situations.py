@@ -52,6 +52,16 @@ def update_runs(base: Base) -> list[IntArray]:
     return np.split(update, np.flatnonzero(np.diff(passes)) + 1) if len(update) else []
 
 
+def require_one_update(base: Base, what: str) -> None:
+    """Raise `InvalidInput` if a step updates parameters several times; `what` is predicted."""
+    count = len(update_runs(base))
+    if count > 1:
+        raise InvalidInput(
+            f"{what} for one update in a step, but the trace's steps have {count}; call "
+            "prof.step() after every update"
+        )
+
+
 def require(ops: BoolArray, reason: str) -> BoolArray:
     """`ops` themselves. Raises `InvalidInput` with the reason if no op is among them."""
     if not ops.any():
