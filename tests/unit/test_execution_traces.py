@@ -134,7 +134,7 @@ def chakra_messages() -> bytes:
 
 def attribute(one: dict[str, str]) -> bytes:
     (key,) = set(one) - {"name"}
-    value = one[key] if key == "string_val" else int(one[key])
+    value: int | str = one[key] if key == "string_val" else int(one[key])
     return field(1, one["name"]) + field(VALUE_FIELDS[key], value)
 
 
