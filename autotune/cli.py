@@ -14,9 +14,9 @@ from collections.abc import Collection, Sequence
 from importlib import import_module
 
 from autotune import __version__
-from autotune.commands.render.printing import accept_any_character, discard, printable
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.garbage import collection_paused
+from autotune.printing import accept_any_character, discard, printable
 
 OUTPUT_CLOSED = 128 + signal.SIGPIPE
 """The status that a shell reports for a program that writes to a closed pipe."""

@@ -15,9 +15,9 @@ from rich.table import Table
 from synthetic_job import job_spec
 
 from autotune.cli import OUTPUT_CLOSED, main
-from autotune.commands.render.printing import printable
 from autotune.commands.render.tables import table_text
 from autotune.commands.render.terminal import Terminal
+from autotune.printing import printable
 from autotune.storage.store import Store
 
 STEERING = "\x1b]0;owned\x07\x1b[2J\r\x9b31m\u202e\udc80"

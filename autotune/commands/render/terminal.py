@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from autotune.commands.render.printing import discard, printable
+from autotune.printing import discard, printable
 
 
 class Terminal(Console):
