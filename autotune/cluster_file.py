@@ -14,6 +14,7 @@ from autotune.errors import InvalidInput
 from autotune.parsing import parse, read_yaml, refuse_newer
 from autotune.units import (
     format_bytes,
+    format_rate,
     format_seconds,
     parse_bytes,
     parse_bytes_per_s,
@@ -188,7 +189,7 @@ def _fit_data(fit: CollectiveFit) -> dict[str, Any]:
 
 def _link_comment(fit: LinkFit | None, bytes_per_s: float, latency_s: float) -> str:
     """The figures in everyday units, and their source."""
-    rate = f"{bytes_per_s * 8 / 1e6:.4g} Mbit/s ({format_bytes(bytes_per_s)}/s)"
+    rate = f"{format_rate(bytes_per_s)} ({format_bytes(bytes_per_s)}/s)"
     figures = f"{rate}, {format_seconds(latency_s)}"
     if fit is None:
         return f"{figures}: not measured"

@@ -69,12 +69,18 @@ def _checked(value: float, what: str) -> float:
     return number
 
 
+_TIMES = (("h", 3600.0, 1), ("min", 60.0, 2), ("s", 1.0, 1), ("ms", 1e-3, 1), ("us", 1e-6, 1))
+"""Units of time with their seconds, and the number from which each is used."""
+_SIZES = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10))
+_RATES = (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3))
+
+
 def format_seconds(seconds: float) -> str:
-    """Three significant digits with a readable unit."""
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if abs(seconds) >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns"
+    """Three significant digits with a readable unit: `12.3 ms`, `30 min`, `1.5 h`."""
+    for unit, scale, least in _TIMES:
+        if abs(float(f"{seconds / scale:.3g}")) >= least:
+            return f"{_digits(seconds / scale)} {unit}"
+    return f"{_digits(seconds * 1e9)} ns"
 
 
 def format_ratio(ratio: float) -> str:
@@ -84,15 +90,21 @@ def format_ratio(ratio: float) -> str:
 
 def format_rate(bytes_per_s: float) -> str:
     """Bits per second, as link rates are quoted: `250 Mbit/s`."""
-    for scale, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s")):
+    for unit, scale in _RATES:
         if 8 * bytes_per_s >= scale:
-            return f"{8 * bytes_per_s / scale:.4g} {unit}"
-    return f"{8 * bytes_per_s:.4g} bit/s"
+            return f"{_digits(8 * bytes_per_s / scale, 4)} {unit}"
+    return f"{_digits(8 * bytes_per_s, 4)} bit/s"
 
 
 def format_bytes(count: float) -> str:
-    """Binary prefixes, as bucket sizes are quoted."""
-    for scale, unit in ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB")):
-        if abs(count) >= scale:
-            return f"{count / scale:.3g} {unit}"
+    """Three significant digits, or a whole number; binary prefixes, as bucket sizes are quoted."""
+    for unit, scale in _SIZES:
+        if abs(float(f"{count / scale:.3g}")) >= 1:
+            return f"{_digits(count / scale)} {unit}"
     return f"{count:.0f} B"
+
+
+def _digits(value: float, significant: int = 3) -> str:
+    """The value with so many significant digits, and never with an exponent."""
+    text = f"{value:.{significant}g}"
+    return f"{value:.0f}" if "e" in text else text

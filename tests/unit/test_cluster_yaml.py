@@ -304,8 +304,8 @@ def test_the_file_states_for_every_figure_whether_it_was_measured():
     link = LinkFit("a", False, 1.25e8, 5e-5, 0.012, 0.004)
     text = cluster_yaml(Cluster("c", hosts, link_fits=(link,)))
     measured = "measured, fit error 1.2%, spread of the repeats 0.4%"
-    assert f"# link 1000 Mbit/s (119 MiB/s), 50 us: {measured}\n" in text
-    assert "# inside 8e+04 Mbit/s (9.31 GiB/s), 5 us: not measured\n" in text
+    assert f"# link 1 Gbit/s (119 MiB/s), 50 us: {measured}\n" in text
+    assert "# inside 80 Gbit/s (9.31 GiB/s), 5 us: not measured\n" in text
 
 
 def test_the_file_states_what_was_emulated(tmp_path):

@@ -64,9 +64,18 @@ def test_a_value_that_is_no_quantity_is_refused_with_an_example(parse, value, me
 
 def test_people_read_three_digits_and_a_fitting_unit():
     seconds = {1.5: "1.5 s", 0.01234: "12.3 ms", 5e-5: "50 us", 2e-8: "20 ns"}
+    seconds |= {119.0: "119 s", 120.0: "2 min", 1800.0: "30 min", 3600.0: "1 h", 5400.0: "1.5 h"}
     assert {value: format_seconds(value) for value in seconds} == seconds
     sizes = {25 * 2**20: "25 MiB", 2**30: "1 GiB", 1536: "1.5 KiB", 12: "12 B"}
     assert {value: format_bytes(value) for value in sizes} == sizes
+
+
+def test_a_value_that_rounds_up_takes_the_next_unit_and_none_has_an_exponent():
+    seconds = {0.9996: "1 s", 3598.0: "1 h", 3.6e7: "10000 h", 9.996e-7: "1 us", 1e-15: "0 ns"}
+    assert {value: format_seconds(value) for value in seconds} == seconds
+    sizes = {1020 * 2**20: "1020 MiB", 1023.9 * 2**20: "1 GiB", 5000 * 2**30: "5000 GiB"}
+    assert {value: format_bytes(value) for value in sizes} == sizes
+    assert format_rate(3e12) == "24000 Gbit/s"
 
 
 def test_rates_of_links_are_formatted_in_bits():
