@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import IO
 
 from autotune.jobs.stopping import signals_passed_on
+from autotune.printing import discard
 
 TAIL_BYTES = 8192
 POLL_S = 0.2
@@ -88,10 +89,17 @@ class Launched:
                 self._process.stdout.close()
 
     def _pass_on(self, output: IO[bytes]) -> None:
+        """Show the output; read on without our stderr, as the script waits for a full pipe."""
+        shown = True
         for line in iter(output.readline, b""):
             if line.startswith(b"USDT:"):  # torch's profiler, about itself
                 continue
             self._tail += line
             del self._tail[:-TAIL_BYTES]
-            sys.stderr.buffer.write(line)
-            sys.stderr.buffer.flush()
+            if shown:
+                try:
+                    sys.stderr.buffer.write(line)
+                    sys.stderr.buffer.flush()
+                except (OSError, ValueError):  # its reader is gone, or it is closed
+                    discard(sys.stderr)
+                    shown = False

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,10 +18,12 @@ from synthetic_job import job_spec
 from autotune.cli import OUTPUT_CLOSED, main
 from autotune.commands.render.tables import table_text
 from autotune.commands.render.terminal import Terminal
+from autotune.jobs.processes import Launched
 from autotune.printing import printable
 from autotune.storage.store import Store
 
 STEERING = "\x1b]0;owned\x07\x1b[2J\r\x9b31m\u202e\udc80"
+ENDS_WITHIN_S = 60.0
 ESCAPED = r"\x1b]0;owned\x07\x1b[2J\r\x9b31m\u202e\udc80"
 
 
@@ -65,6 +68,15 @@ def test_progress_shows_names_with_escapes_and_tables_show_brackets(monkeypatch)
     table = Table("name")
     table.add_row("[/x] [red]a[0] :smile:")
     assert "[/x] [red]a[0] :smile:" in table_text(table)
+
+
+@pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE"])
+def test_a_table_is_plain_text_also_if_colors_are_forced(monkeypatch, variable):
+    monkeypatch.setenv(variable, "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    table = Table("name")
+    table.add_row("a")
+    assert "\x1b" not in table_text(table)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +127,19 @@ def test_progress_goes_on_without_its_reader(monkeypatch):
         terminal.print("trial 2")
         assert terminal.quiet
         stream.write("at the end")
+        stream.flush()
+
+
+def test_a_script_goes_on_without_the_reader_of_its_output(monkeypatch):
+    """It prints more than a pipe holds, so it would wait for us."""
+    code = "print('a line of output\\n' * 20_000, 'at the end')"
+    with closed_pipe() as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        launched = Launched([sys.executable, "-c", code])
+        with launched.signals_passed_on():
+            status = launched.wait(time.monotonic() + ENDS_WITHIN_S, lambda: False)
+        assert (status, launched.tail()[-11:]) == (0, "at the end\n")
+        stream.write("the next message")
         stream.flush()
 
 

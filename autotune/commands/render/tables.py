@@ -51,5 +51,6 @@ def _cut(line: str, width: int | None) -> str:
 def table_text(table: RenderableType, width: int = WIDTH) -> str:
     """The table as text that ends with a line break. Cells are shown as they are, [x] included."""
     buffer = StringIO()
-    Console(file=buffer, width=width, markup=False, emoji=False).print(table)
+    plain = Console(file=buffer, width=width, markup=False, emoji=False, color_system=None)
+    plain.print(table)
     return buffer.getvalue()
