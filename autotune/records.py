@@ -190,6 +190,9 @@ class Comparison:
     signed-rank test. Both use the logarithms of the ratios of block medians (Hollander and Wolfe,
     Nonparametric Statistical Methods, ch. 3). So a disturbed pair counts by its rank and not by its
     size.
+
+    `bounded`: whether the interval has its confidence. It has not if the comparison ended since the
+    tuned side was clearly slower: the signs of the differences ended it.
     """
 
     ratio: float
@@ -197,6 +200,7 @@ class Comparison:
     high: float
     pairs: int
     confidence: float
+    bounded: bool = field(default=True, metadata=LATER)
 
 
 @dataclass(frozen=True)

@@ -252,11 +252,10 @@ def _finish(decision: Decision | None, history: History) -> Delivery:
     metrics: list[Metric] = [("trials", float(len(history.trials)), 0)]
     if decision is not None and decision.comparison is not None:
         comparison = decision.comparison
-        metrics += [
-            ("time_ratio", comparison.ratio, 0),
-            ("time_ratio_low", comparison.low, 0),
-            ("time_ratio_high", comparison.high, 0),
-        ]
+        metrics.append(("time_ratio", comparison.ratio, 0))
+        if comparison.bounded:
+            metrics.append(("time_ratio_low", comparison.low, 0))
+            metrics.append(("time_ratio_high", comparison.high, 0))
 
     def deliver(mlflow: Connection) -> None:
         if decision is not None:

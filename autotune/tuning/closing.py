@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autotune.records import CURRENT_SETUP, Decision, Failed, Measured, Role
 from autotune.tuning.events import TrialFinished
 from autotune.tuning.finalists import contender, is_second_look
@@ -85,7 +87,7 @@ def decide(
     count = f"the best of {len(history.measured_s)} strategies"
     stays = f"so the current setup stays; {history.quality}{_why_search_ended(spec, history)}"
     if ended is Ended.LOSING:
-        # The signs of the differences ended it, so the interval does not have its confidence.
+        comparison = replace(comparison, bounded=False)
         reason = (
             f"{count} is {ended.value} in {comparison.pairs} interleaved pairs, which ended the "
             f"comparison: time ratio about {comparison.ratio:.3f} (without an interval, as its "

@@ -217,6 +217,15 @@ def test_the_headline_states_that_the_current_setup_stays(tmp_path):
     assert "The current setup stays" in text and "(not exported)" in text
 
 
+def test_a_comparison_that_its_direction_ended_is_shown_without_an_interval(job, tmp_path):
+    spec = job_spec(ab_pairs=20, ab_precision=1e-9)
+    history, end = drive(spec, SyntheticWorld(default_s=0.2, noise=0.05))
+    text = rendered(tmp_path, spec, history, end.decision)
+    assert f"{end.decision.comparison.ratio:.3f}, without an interval, as its direction" in text
+    assert "95 % interval" not in text.partition("The closing comparison")[2].partition("<h2>")[0]
+    assert "95 % interval" in rendered(tmp_path, *job)
+
+
 def test_every_variable_has_its_message_and_its_ddp_bucket(job, tmp_path):
     spec, history, decision = job
     rows = Page(rendered(tmp_path, spec, history, decision)).rows
