@@ -7,6 +7,7 @@ import shlex
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rich.table import Table
 from autotune.canonical import to_data
 from autotune.commands.render.tables import table_text
 from autotune.errors import InvalidInput
-from autotune.jobs.record import clear_recording, record, recorded_files
+from autotune.jobs.record import earlier_kept, record, recorded_files
 from autotune.masking import masked_command
 from autotune.recordings.job_file import JOB_FILE, RecordedJob, trace_name
 from autotune.recordings.memory_file import RecordedMemory
@@ -92,27 +93,26 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
             f"{options.output} must not hold a recording or traces yet, but has a "
             f"{existing[0].name}; name another --output, or use --overwrite"
         )
+    settings = RecordSettings(  # before anything is changed
+        folder=str(folder),
+        steps=options.steps,
+        warmup=options.warmup,
+        between=options.between,
+        workload=not options.no_workload,
+        stop=not options.go_on,
+        record_shapes=options.shapes,
+        profile_memory=options.memory,
+        with_stack=options.stacks,
+        command=masked_command(options.command),
+    )
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    clear_recording(folder)
     with (
         _empty_folder_removed(folder, is_new),
+        earlier_kept(folder),
         tempfile.TemporaryDirectory(prefix="autotune-profile-") as reports,
     ):
-        settings = RecordSettings(
-            folder=str(folder),
-            steps=options.steps,
-            warmup=options.warmup,
-            between=options.between,
-            workload=not options.no_workload,
-            stop=not options.go_on,
-            record_shapes=options.shapes,
-            profile_memory=options.memory,
-            with_stack=options.stacks,
-            reports=reports,
-            command=masked_command(options.command),
-        )
-        status = record(command, settings, timeout_s)
+        status = record(command, replace(settings, reports=reports), timeout_s)
     job = RecordedJob.read(folder)
     shown = shlex.quote(str(options.output))
     peak_bytes = _peak_bytes(folder)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from autotune.errors import LaunchError
@@ -28,9 +31,35 @@ def recorded_files(folder: Path) -> list[Path]:
 
 
 def clear_recording(folder: Path) -> None:
-    """Delete an earlier recording, whose traces would be read along with the new ones."""
+    """Delete the recording in a folder."""
     for path in recorded_files(folder):
         path.unlink(missing_ok=True)
+
+
+@contextmanager
+def earlier_kept(folder: Path) -> Iterator[None]:
+    """Put an earlier recording aside, and back if the block fails; else delete it.
+
+    In its place, its traces would be read along with the new ones.
+    """
+    earlier = recorded_files(folder)
+    if not earlier:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix=".earlier-recording-", dir=folder) as aside:
+        _move(earlier, Path(aside))
+        try:
+            yield
+        except BaseException:
+            clear_recording(folder)
+            _move([Path(aside, path.name) for path in earlier], folder)
+            raise
+
+
+def _move(files: Iterable[Path], folder: Path) -> None:
+    for path in files:
+        with suppress(FileNotFoundError):  # the command on another host has moved it
+            path.rename(folder / path.name)
 
 
 def record(command: ScriptCommand, settings: RecordSettings, timeout_s: float) -> int:

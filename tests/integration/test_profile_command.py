@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.jobs.record import record
+from autotune.jobs.record import earlier_kept, record
 from autotune.recordings.job_file import JOB_FILE, RecordedJob
 from autotune.recordings.memory_file import RecordedMemory
 from runtime_rewriter.recording.settings import RecordSettings
@@ -105,6 +105,21 @@ def test_traces_of_others_are_not_deleted_without_overwrite(tmp_path) -> None:
     refused = run(tmp_path, "--", "--steps", "1")
     assert refused.returncode == 2 and "has a rank0.json.gz" in refused.stderr
     assert trace.read_bytes() == b"of torch.profiler"
+
+
+def test_an_earlier_recording_stays_until_there_is_a_new_one(tmp_path) -> None:
+    trace = tmp_path / "rank0.json.gz"
+    trace.write_bytes(b"earlier")
+    refused = run(tmp_path, "--overwrite", "--steps", "0", "--", "--steps", "1")
+    assert refused.returncode == 2 and "at least 1 step" in refused.stderr
+    with pytest.raises(KeyboardInterrupt), earlier_kept(tmp_path):
+        assert not trace.exists()
+        (tmp_path / "rank1.json.gz").write_bytes(b"half")
+        raise KeyboardInterrupt
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"earlier"]
+    with earlier_kept(tmp_path):
+        trace.write_bytes(b"new")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"new"]
 
 
 def test_a_script_that_goes_on_ends_by_itself_with_its_own_status(tmp_path) -> None:
