@@ -127,9 +127,9 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
         "--check",
         nargs="?",
         const="",
-        metavar="NAME",
-        help="enact this what-if (default: every predicted one that can be) on the script behind "
-        "--, and measure it in turns with the unchanged script",
+        metavar="NAMES",
+        help="enact these what-ifs, as in --only (default: every predicted one that can be) on the "
+        "script behind --, and measure each in turns with the unchanged script",
     )
     measured.add_argument("--pairs", type=int, default=10, help="pairs of turns (default 10)")
     measured.add_argument(
@@ -173,6 +173,8 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         written.append(options.report)
     tail = "".join(f"\nwritten: {path}" for path in written)
     data = answered_data(answers) | {"files": [str(path) for path in written]}
+    if command is not None:  # a script that crashes is no success
+        data["exit_status"] = int(not answers.checked)
     return data, answered_text(answers) + tail
 
 
@@ -199,7 +201,8 @@ def _checked(found: Answered, command: ScriptCommand, options: argparse.Namespac
         parse_seconds(options.timeout, "--timeout"),
         not options.writes_are_fine,
     )
-    answers = to_check(found.answers, options.check, command.workers)
+    names = [one.text for one in _asked_to_check(options)]
+    answers = to_check(found.answers, names, command.workers)
     with CountedProgress(Terminal(), "part", progress_items(answers, plan)) as progress:
         measured, refusals = check_all(command, answers, plan, progress.begin)
     return replace(found, checked=measured, refusals=refusals)
@@ -217,9 +220,9 @@ def _wanted(options: argparse.Namespace) -> Wanted:
     if options.only:
         asked = read_asked(",".join(options.only))
     elif options.check:
-        asked = read_asked(options.check)
-    if options.check and options.check not in [one.text for one in asked]:
-        asked += read_asked(options.check)
+        asked = ()
+    predicted = {one.text for one in asked}
+    asked += tuple(one for one in _asked_to_check(options) if one.text not in predicted)
     if options.measure is not None:
         path = str(options.measure)
         if "," in path or "+" in path:
@@ -237,6 +240,11 @@ def _wanted(options: argparse.Namespace) -> Wanted:
         if options.unrecorded_step is None
         else parse_seconds(options.unrecorded_step, "--unrecorded-step"),
     )
+
+
+def _asked_to_check(options: argparse.Namespace) -> tuple[Asked, ...]:
+    """The what-ifs that `--check` names; none if it has no names."""
+    return read_asked(options.check) if options.check else ()
 
 
 def _numbers(text: str) -> tuple[int, ...]:

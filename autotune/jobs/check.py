@@ -14,11 +14,11 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from autotune.whatif.answers.answered import MeasuredChange
 from autotune.whatif.answers.answers import Answer
 from runtime_rewriter.changes.settings import ENACTABLE, CheckSettings
 from runtime_rewriter.control import ControlClosed, ControlLine
-from runtime_rewriter.world.command import with_launcher
+from runtime_rewriter.world.command import at_any_port, with_launcher
 from runtime_rewriter.world.script_command import ScriptCommand
 from runtime_rewriter.world.starting import launcher_words
 from runtime_rewriter.world.views import HeldView, Protected
@@ -93,18 +93,51 @@ def check(
         for side in sides:  # one after the other: their first steps are the longest
             progress(f"{side.name}: warming up")
             side.turn(WARMUP_STEPS, deadline_s)
-        steps_s: list[list[float]] = [[], []]
-        begun_s = time.monotonic()
-        for pair in range(plan.pairs):
-            now_s = time.monotonic()
-            if not fits_another(pair, now_s - begun_s, deadline_s - now_s):
-                sides[1].notes.append(f"{pair} of {plan.pairs} pairs fitted into --timeout")
-                break
-            progress(f"{answer.asked.text}: pair {pair + 1} of {plan.pairs}")
+        pairs_s = pairs_of_turns(sides, plan, deadline_s, progress)
+        return _measured(answer, pairs_s, plan, tuple(sides[1].notes))
+
+
+class OutOfTime(LaunchError):
+    """A turn was not over at the deadline."""
+
+
+class TakesTurns(Protocol):
+    """A script that trains when it is its turn."""
+
+    name: str
+    notes: list[str]
+
+    def turn(self, steps: int, deadline_s: float) -> list[float]:
+        """The times of `steps` steps; raises `OutOfTime`, or `LaunchError` if the script ends."""
+
+
+def pairs_of_turns(
+    sides: Sequence[TakesTurns], plan: CheckPlan, deadline_s: float, progress: Progress
+) -> list[tuple[float, float]]:
+    """The median step times of both sides, in pairs of neighbouring turns, shape (pairs, 2).
+
+    From `FEWEST_PAIRS` on, fewer than planned if the time ends; a note of the second side says so.
+    """
+    pairs_s: list[tuple[float, float]] = []
+    begun_s = time.monotonic()
+    for pair in range(plan.pairs):
+        now_s = time.monotonic()
+        if not fits_another(pair, now_s - begun_s, deadline_s - now_s):
+            break
+        progress(f"{sides[1].name}: pair {pair + 1} of {plan.pairs}")
+        pair_s = [0.0, 0.0]
+        try:
             for place in (0, 1) if pair % 2 == 0 else (1, 0):
                 times_s = sides[place].turn(plan.steps + SETTLING_STEPS, deadline_s)
-                steps_s[place].append(median(times_s[SETTLING_STEPS:]))
-        return _measured(answer, steps_s, plan, tuple(sides[1].notes))
+                pair_s[place] = median(times_s[SETTLING_STEPS:])
+        except OutOfTime:
+            if pair < FEWEST_PAIRS:
+                raise
+            break
+        pairs_s.append((pair_s[0], pair_s[1]))
+    if len(pairs_s) < plan.pairs:
+        sides[1].notes.append(f"{len(pairs_s)} of {plan.pairs} pairs fitted into --timeout")
+    return pairs_s
 
 
 def fits_another(pairs: int, spent_s: float, left_s: float) -> bool:
@@ -116,9 +149,9 @@ def fits_another(pairs: int, spent_s: float, left_s: float) -> bool:
 
 
 def _measured(
-    answer: Answer, steps_s: Sequence[Sequence[float]], plan: CheckPlan, notes: tuple[str, ...]
+    answer: Answer, pairs_s: Sequence[tuple[float, float]], plan: CheckPlan, notes: tuple[str, ...]
 ) -> MeasuredChange:
-    before_s, after_s = (np.array(side) for side in steps_s)
+    before_s, after_s = np.array(pairs_s).T
     comparison = compare_pairs(np.log(before_s / after_s), CONFIDENCE)
     bounded = math.isfinite(comparison.high)
     prediction = answer.prediction
@@ -132,7 +165,7 @@ def _measured(
         measured_high=comparison.high if bounded else None,
         baseline_s=float(np.median(before_s)),
         changed_s=float(np.median(after_s)),
-        pairs=len(steps_s[0]),
+        pairs=len(pairs_s),
         steps_per_turn=plan.steps,
         notes=notes,
     )
@@ -224,7 +257,7 @@ class _Side:
 
     def _check_runs(self, deadline_s: float) -> None:
         if time.monotonic() > deadline_s:
-            raise LaunchError(self._ended("was not measured within the time limit (--timeout)"))
+            raise OutOfTime(self._ended("was not measured within the time limit (--timeout)"))
         if self._launched.wait(time.monotonic(), lambda: False) is not None:
             raise LaunchError(self._ended("ended before everything was measured"))
 
@@ -237,7 +270,7 @@ class _Side:
 def _words(command: ScriptCommand, mode: tuple[str, ...]) -> list[str]:
     if command.workers is None:
         return [sys.executable, *launcher_words(), *mode, "--", *command.as_python_words()]
-    return with_launcher(command, command.workers, mode)
+    return with_launcher(at_any_port(command), command.workers, mode)
 
 
 def _view(command: ScriptCommand, kept: Path) -> HeldView:
@@ -258,31 +291,33 @@ def _view(command: ScriptCommand, kept: Path) -> HeldView:
 def check_all(
     command: ScriptCommand, answers: Sequence[Answer], plan: CheckPlan, progress: Progress
 ) -> tuple[tuple[MeasuredChange, ...], tuple[tuple[str, str], ...]]:
-    """Check each answer in turn; the measured ones, and (name, reason) of those refused."""
+    """Check each answer in turn; the measured ones, and (name, reason) of the others."""
     measured: list[MeasuredChange] = []
     refusals: list[tuple[str, str]] = []
     for answer in answers:
         try:
             measured.append(check(command, answer, plan, progress))
-        except InvalidInput as refusal:
+        except (InvalidInput, LaunchError) as refusal:
             refusals.append((answer.asked.text, str(refusal)))
     return tuple(measured), tuple(refusals)
 
 
 def progress_items(answers: Sequence[Answer], plan: CheckPlan) -> int:
-    """How often `check_all` calls `progress` if nothing is refused."""
+    """How often `check_all` calls `progress` if everything is measured."""
     return len(answers) * (2 + plan.pairs)
 
 
-def to_check(answers: Sequence[Answer], name: str, workers: int | None) -> tuple[Answer, ...]:
-    """The answers of one combination, or with "" of all predicted ones that can be enacted.
+def to_check(
+    answers: Sequence[Answer], names: Collection[str], workers: int | None
+) -> tuple[Answer, ...]:
+    """The answers of these combinations, or without any of all predicted ones that can be enacted.
 
     For a combination with several numbers of workers, the one of the command.
     """
     chosen: dict[str, Answer] = {}
     for one in answers:
         fits = set(one.asked.names.split("+")) <= set(ENACTABLE) and one.prediction is not None
-        if (one.asked.text == name) if name else fits:
+        if (one.asked.text in names) if names else fits:
             text = one.asked.text
             if text not in chosen or one.workers == workers:
                 chosen[text] = one

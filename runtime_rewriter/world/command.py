@@ -102,6 +102,17 @@ def _started_by(
     return replace(command, workers=workers, environment={**variables, **command.environment})
 
 
+def at_any_port(command: ScriptCommand) -> ScriptCommand:
+    """The command of one node, whose ranks meet at a free port, so that it can run twice at once.
+
+    torchrun then ignores its --master-addr, --master-port and --rdzv-* options, but --rdzv-conf.
+    """
+    options = command.torchrun_options
+    if not options or "--standalone" in options:
+        return command
+    return replace(command, torchrun_options=("--standalone", *options))
+
+
 def with_launcher(command: ScriptCommand, workers: int, mode: Sequence[str]) -> list[str]:
     """The argv that runs `command` on all its ranks, with our launcher in `mode` before the script.
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from pathlib import Path
 
 import pytest
 
 from autotune.errors import InvalidInput, LaunchError
-from autotune.jobs.check import CheckPlan, check, check_all, fits_another, to_check
+from autotune.jobs.check import (
+    CheckPlan,
+    OutOfTime,
+    check,
+    check_all,
+    fits_another,
+    pairs_of_turns,
+    to_check,
+)
 from autotune.whatif.answers.answers import Answer, Asked
 from autotune.whatif.question import Question
 from runtime_rewriter.world.command import read_command
@@ -49,7 +59,10 @@ def asked(text: str) -> Answer:
 
 
 def test_a_change_is_measured_in_turns_on_two_ranks_and_files_stay(script: Path) -> None:
-    words = ["torchrun", "--nproc-per-node", "2", str(script), "100000", "adam"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = ("--master-port", str(probe.getsockname()[1]))  # of the user, for one of both sides
+    words = ["torchrun", "--nproc-per-node", "2", *port, str(script), "100000", "adam"]
     seen: list[str] = []
     plan = CheckPlan(pairs=6, steps=3, timeout_s=200)
     found = check(read_command(words), asked("fused_adam"), plan, seen.append)
@@ -76,11 +89,52 @@ def test_a_script_that_ends_too_early_is_an_error(script: Path) -> None:
         check(command, asked("fused_adam"), CheckPlan(pairs=9, steps=3, timeout_s=200))
 
 
+def test_a_script_that_crashes_discards_no_other_check(script: Path) -> None:
+    script.write_text("print('no data', flush=True); raise SystemExit(1)")
+    command = read_command(["python", str(script)])
+    plan = CheckPlan(pairs=1, steps=1, timeout_s=200)
+    changes = [asked("fused_adam"), asked("amp")]
+    measured, refusals = check_all(command, changes, plan, lambda item: None)
+    assert measured == () and [name for name, _ in refusals] == ["fused_adam", "amp"]
+    assert all("no data" in reason for _, reason in refusals)
+
+
+class Planned:
+    """Takes its turns at once, until the time is over."""
+
+    def __init__(self, name: str, turns: int) -> None:
+        self.name = name
+        self.notes: list[str] = []
+        self.turns = turns
+
+    def turn(self, steps: int, deadline_s: float) -> list[float]:
+        if self.turns == 0:
+            raise OutOfTime(f"{self.name} was not measured within the time limit (--timeout)")
+        self.turns -= 1
+        return [9.0, *[float(self.turns)] * (steps - 1)]
+
+
+@pytest.mark.parametrize("turns", [(7, 8), (8, 7), (7, 7)])
+def test_a_pair_that_outlasts_the_time_discards_no_pair_before(turns: tuple[int, int]) -> None:
+    sides = [Planned("baseline", turns[0]), Planned("amp", turns[1])]
+    found = pairs_of_turns(sides, CheckPlan(pairs=10), time.monotonic() + 1e6, lambda item: None)
+    assert found == [(turns[0] - 1.0 - k, turns[1] - 1.0 - k) for k in range(7)]
+    assert sides[1].notes == ["7 of 10 pairs fitted into --timeout"]
+
+
+def test_fewer_pairs_than_an_interval_needs_are_an_error() -> None:
+    sides = [Planned("baseline", 5), Planned("amp", 5)]
+    with pytest.raises(OutOfTime, match="baseline was not measured within the time limit"):
+        pairs_of_turns(sides, CheckPlan(pairs=10), time.monotonic() + 1e6, lambda item: None)
+
+
 def test_only_enactable_what_ifs_are_checked() -> None:
     with pytest.raises(InvalidInput, match="can be enacted on a script from outside"):
-        to_check([asked("vdnn")], "", None)
-    (found,) = to_check([asked("vdnn"), asked("amp")], "amp", None)
+        to_check([asked("vdnn")], (), None)
+    (found,) = to_check([asked("vdnn"), asked("amp")], ["amp"], None)
     assert found.asked.text == "amp"
+    both = [asked("amp"), asked("fused_adam")]
+    assert list(to_check([*both, asked("vdnn")], ["amp", "fused_adam"], None)) == both
     with pytest.raises(InvalidInput, match="at least 1 pair of turns"):
         CheckPlan(pairs=0)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autotune.errors import InvalidInput
-from runtime_rewriter.world.command import read_command, with_launcher
+from runtime_rewriter.world.command import at_any_port, read_command, with_launcher
 from runtime_rewriter.world.launchers import _read_any_torchrun, _read_plain_torchrun
 from runtime_rewriter.world.script_command import ScriptCommand
 
@@ -149,6 +149,14 @@ def test_a_run_keeps_horovodrun_with_its_options() -> None:
     again = with_launcher(read("horovodrun -np 2 --gloo python train.py"), 2, ())
     assert again[:4] == ["horovodrun", "-np", "2", "--gloo"]
     assert run[-6:] == ["--strategy", "best.json", "--", "train.py", "--lr", "1"]
+
+
+def test_two_runs_at_once_share_no_port() -> None:
+    words = "torchrun --nproc-per-node 2 --master-port 29501 train.py"
+    run = with_launcher(at_any_port(read(words)), 2, ())
+    assert run[3:6] == ["--standalone", "--nproc-per-node", "2"]
+    for other in ("torchrun --standalone --nproc-per-node 2 train.py", "mpirun -np 2 train.py"):
+        assert at_any_port(read(other)) == read(other)
 
 
 def test_a_run_keeps_the_launcher_of_its_command() -> None:

@@ -15,10 +15,12 @@ import pytest
 from periodic_training import training, training_text
 from synthetic_traces import span
 
+from autotune.cli import main
 from autotune.commands.render.what_if import memory_text
 from autotune.dfg.perfetto_trace import write_perfetto_trace
 from autotune.jobs.what_if import Wanted, answered
 from autotune.profiling.traces.job import read_job
+from autotune.reports.whatif_page import write_whatif_report
 from autotune.whatif.answers.answers import Asked
 from autotune.whatif.answers.limits import surrounded_step
 from autotune.whatif.answers.user_file import load_what_ifs
@@ -112,6 +114,26 @@ def test_timelines_and_report_are_written(trace, tmp_path, capsys) -> None:
         lengths_us.append({round(event["dur"]) for event in kernels})
         assert all(0 <= event["ts"] <= 301 for event in events if event["ph"] == "X")
     assert lengths_us == [{100}, {50}]
+
+
+def test_the_report_tells_the_replayed_step_from_that_without_recording(trace) -> None:
+    load_what_ifs(trace.with_name("own.py"))
+    found = answered(read_job([trace]), Wanted((Asked("quick", "quick"),)))
+    report = trace.with_name("report.html")
+    write_whatif_report(report, replace(found, recorded_s=2 * found.recorded_s))
+    text = "which the replay gives as 600 us. Speed-ups start from a step of 300 us."
+    assert text in report.read_text()
+
+
+def test_several_what_ifs_are_checked_each_by_itself(trace, capsys, monkeypatch) -> None:
+    script = trace.with_name("train.py")
+    script.touch()
+    words = ["what-if", trace, "--load", trace.with_name("own.py"), "--check", "quick,never"]
+    assert main([*map(str, words), "--json", "--", str(script)]) == 1
+    data = json.loads(capsys.readouterr().out)
+    assert [row["what_if"] for row in data["what_ifs"]] == ["quick", "never"]
+    assert list(data["not_checked"]) == ["quick", "never"] and not data["checked"]
+    assert "needs a change of the script itself" in data["not_checked"]["quick"]
 
 
 def test_perfetto_timelines_hold_every_op(trace, tmp_path, capsys) -> None:
