@@ -50,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--op-fusion",
         action="store_true",
-        help="also fuse the ops of a layer profile: for a graph engine, not enacted",
+        help="also fuse the ops of a layer profile or a named model: for a graph engine, not "
+        "enacted",
     )
     parser.add_argument(
         "--memory",
@@ -69,6 +70,11 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Search, replay the result, and show the gain over DDP's default buckets."""
     source, cluster = read_source(options.source, options.ranks), named_cluster(options.cluster)
     within = _memory_budget(options, source, cluster)
+    if options.op_fusion and source.graph is None:
+        raise InvalidInput(
+            "--op-fusion needs the ops of a model, which a layer profile (.txt) and the models of "
+            f"the zoo have, but {options.source} has only its variables; leave the option out"
+        )
     best = optimize(
         source.workload,
         cluster,

@@ -146,6 +146,10 @@ def test_optimize_keeps_to_what_the_recorded_script_can(tmp_path, capsys) -> Non
             "the cluster must be a cluster file or one of",
         ),
         (
+            ["optimize", "{workload}", "--cluster", "B7", "--op-fusion"],
+            "--op-fusion needs the ops of a model, which a layer profile (.txt) and the models of",
+        ),
+        (
             ["optimize", "{untimed}", "--cluster", "B7"],
             "record them with `autotune profile`, or name a model of the zoo",
         ),
