@@ -69,8 +69,15 @@ def _text(overview: Overview) -> str:
     rows = (_row(trial, overview, exported) for trial in summary.trials)
     table = plain_table(TRIAL_COLUMNS, rows, terminal_width(), SPARE)
     limits = f"{summary.profiled.limits}\n" if summary.profiled and summary.profiled.limits else ""
-    headline = f"not finished ({summary.quality}); `autotune tune --resume` continues"
-    if decision:
+    headline = (
+        f"not finished ({summary.quality}); `autotune tune --resume {overview.job_id}` continues"
+    )
+    if overview.status == "aborted":
+        headline = (
+            "nothing was decided, since the current setup failed: repair the script and start a "
+            "new job"
+        )
+    elif decision:
         winner = summary.in_words(decision.strategy_id)
         headline = (
             f"{decision.strategy_id} ({winner}): {decision.reason}" if winner else decision.reason

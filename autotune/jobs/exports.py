@@ -123,15 +123,20 @@ def chosen_decision(store: Store, job_id: str, wanted: str | None) -> Decision:
     Raises `InvalidInput` if there is none or more than one.
     """
     history, decision = store.history(job_id), store.decision(job_id)
+    if store.job_status(job_id) == "aborted":
+        raise InvalidInput(
+            f"job {job_id!r} has nothing to export, since its current setup failed; "
+            f"`autotune show {job_id}` shows its trials, repair the script and start a new job"
+        )
+    resume = f"resume it with `autotune tune --resume {job_id}`"
     if history.profiled is None:
         raise InvalidInput(
-            f"job {job_id!r} has no profile yet, so nothing can be exported; resume it with "
-            f"`autotune tune --resume {job_id}`"
+            f"job {job_id!r} has no profile yet, so nothing can be exported; {resume}"
         )
     if wanted is None:
         if decision is None:
             raise InvalidInput(
-                f"job {job_id!r} has not decided yet; resume it, or name a measured strategy with "
+                f"job {job_id!r} has no decision; {resume}, or name a measured strategy with "
                 "--strategy"
             )
         return decision

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +99,13 @@ def _training_state(spec: JobSpec, trained: Trained | None) -> str:
     return f"ended by itself after {trained.steps} steps"
 
 
+def _mlflow_text(uri: str) -> str:
+    """The address of a server, or the command that starts one for the store at `uri`."""
+    if uri.startswith(("http:", "https:")):
+        return masked(uri)
+    return f"mlflow ui --backend-store-uri {shlex.quote(masked(uri))}"
+
+
 def decision_text(
     decision: Decision,
     results: Results,
@@ -117,7 +125,6 @@ def decision_text(
     headline = ""
     if decision.strategy_id != CURRENT_SETUP:
         headline = f"exported {decision.strategy_id}{f' ({winner})' if winner else ''}: "
-    command, server = " ".join(spec.command), masked(uri)
     why = [f"  why      {decision.explanation}"] if decision.explanation else []
     lines = [
         f"{headline}{decision.reason}{taken_under(spec.conditions)}",
@@ -125,15 +132,16 @@ def decision_text(
         *(f"  {fact}" for fact in facts),
         f"  export   {results.export}",
         f"  report   {results.report}",
-        f"  mlflow   mlflow ui --backend-store-uri {server}",
+        f"  mlflow   {_mlflow_text(uri)}",
     ]
     if decision.strategy_id != CURRENT_SETUP:
-        lines.append(f"  use it   autotune run --strategy {results.export} -- {command}")
+        export, command = shlex.quote(str(results.export)), shlex.join(spec.command)
+        lines.append(f"  use it   autotune run --strategy {export} -- {command}")
     lines.append(f"  training {_training_state(spec, trained)}")
     going_on = spec.continue_training and trained is None
     if unsent:
         lines.append(
-            f"  {unsent} items could not be sent to {server} yet; `autotune track` sends them"
+            f"  {unsent} items could not be sent to {masked(uri)} yet; `autotune track` sends them"
             f"{' after the training' if going_on else ''}"
         )
     return "\n".join(lines)

@@ -37,6 +37,24 @@ def test_a_tracking_uri_is_shown_without_its_password() -> None:
     assert "bluebottle" not in text and text.count("https://me:***@tracking") == 2
 
 
+def test_the_printed_commands_can_be_typed_in_a_shell() -> None:
+    exported = Decision("strategy-1", "faster", None, "strategy-1")
+    results = Results(Path("my jobs/best.json"), Path("report.html"))
+    spec = replace(SPEC, command=("python", "x.py", "--name", "a b", "--token", "***"))
+    lines = decision_text(exported, results, "sqlite:///my jobs/mlflow.db", 0, spec).splitlines()
+    assert (
+        "  use it   autotune run --strategy 'my jobs/best.json' -- python x.py --name 'a b' "
+        "--token '***'"
+    ) in lines
+    assert "  mlflow   mlflow ui --backend-store-uri 'sqlite:///my jobs/mlflow.db'" in lines
+
+
+def test_a_server_of_mlflow_is_shown_by_its_address() -> None:
+    stays = Decision(CURRENT_SETUP, "no better", None, None)
+    text = decision_text(stays, RESULTS, "http://mlf:5000", 0, SPEC)
+    assert "  mlflow   http://mlf:5000" in text.splitlines()
+
+
 def test_unsent_items_of_a_training_that_goes_on_are_sent_after_it() -> None:
     stays = Decision(CURRENT_SETUP, "no better", None, None)
     kept = replace(SPEC, continue_training=True)

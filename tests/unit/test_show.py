@@ -16,6 +16,7 @@ from autotune.canonical import to_data
 from autotune.commands import show
 from autotune.commands.render.tables import plain_table
 from autotune.errors import InvalidInput
+from autotune.jobs.exports import chosen_decision
 from autotune.jobs.results import job_facts
 from autotune.jobs.workspace import Workspace
 from autotune.records import CURRENT_SETUP, Measured
@@ -104,6 +105,20 @@ def test_the_report_of_an_undecided_job_is_written_when_asked_for(folder, tmp_pa
     assert Path(data["report"]).is_file()
     with pytest.raises(InvalidInput, match="--report needs a job"):
         show.run(options(tmp_path, job=None, report=True))
+
+
+def test_an_undecided_job_is_to_be_resumed_and_an_aborted_one_is_not(tmp_path) -> None:
+    with Store.open(tmp_path / "autotune.db") as store:
+        store.create_job("job", SPEC)
+        assert "; `autotune tune --resume job` continues" in show.run(options(tmp_path))[1]
+        with pytest.raises(InvalidInput, match="resume it with `autotune tune --resume job`"):
+            chosen_decision(store, "job", None)
+        store.finish("job", None)
+        _, text = show.run(options(tmp_path))
+        assert "job (aborted): nothing was decided, since the current setup failed" in text
+        assert "--resume" not in text
+        with pytest.raises(InvalidInput, match=r"its current setup failed; .* start a new job"):
+            chosen_decision(store, "job", None)
 
 
 def test_show_imports_nothing_that_computes() -> None:
