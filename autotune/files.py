@@ -94,11 +94,11 @@ def _is_kind(path: Path, kind: Callable[[int], bool]) -> bool:
 
 
 @contextmanager
-def whole_file(path: Path, what: str) -> Iterator[IO[bytes]]:
+def whole_file(path: Path, what: str, private: bool = False) -> Iterator[IO[bytes]]:
     """Write a file atomically and durably: `path` has the old or the new content.
 
-    A link is followed to its file. Raises `InvalidInput` if the path is no regular file, or if the
-    file cannot be written.
+    Only its owner may read a `private` one. A link is followed to its file. Raises `InvalidInput`
+    if the path is no regular file, or if the file cannot be written.
     """
     target = _target(path, what)
     try:
@@ -109,7 +109,8 @@ def whole_file(path: Path, what: str) -> Iterator[IO[bytes]]:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            Path(temporary).chmod(0o666 & ~_umask())
+            if not private:  # `mkstemp` made it for its owner only
+                Path(temporary).chmod(0o666 & ~_umask())
             Path(temporary).replace(target)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
@@ -118,9 +119,9 @@ def whole_file(path: Path, what: str) -> Iterator[IO[bytes]]:
         raise _unwritable(path, what, error) from error
 
 
-def write_whole(path: Path, text: str, what: str) -> None:
+def write_whole(path: Path, text: str, what: str, private: bool = False) -> None:
     """Write a text atomically, as `whole_file` does."""
-    with whole_file(path, what) as file:
+    with whole_file(path, what, private) as file:
         file.write(text.encode("utf-8"))
 
 

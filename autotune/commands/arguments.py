@@ -25,10 +25,11 @@ def add_directory(parser: argparse.ArgumentParser) -> None:
 
 def add_tracking(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--tracking-uri", help="MLflow tracking URI (default: SQLite in the job directory)"
+        "--tracking-uri",
+        help="MLflow tracking URI (default: that of the job, else SQLite in the job directory)",
     )
     parser.add_argument(
-        "--experiment", default="autotune", help="MLflow experiment (default autotune)"
+        "--experiment", help="MLflow experiment (default: that of the job, else autotune)"
     )
 
 

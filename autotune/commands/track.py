@@ -7,7 +7,7 @@ from typing import Any
 
 from autotune.commands.arguments import add_directory, add_tracking
 from autotune.commands.render.names import first_line
-from autotune.jobs.tune import open_tracker
+from autotune.jobs.tracking import Tracking, open_tracker
 from autotune.jobs.workspace import Workspace, latest_job
 from autotune.masking import masked
 from autotune.storage.store import Store
@@ -30,9 +30,10 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     workspace = Workspace.existing(options.directory)
     with Store.open(workspace.store_path) as store:
         job_id = options.job or latest_job(store)
-        where = options.tracking_uri, options.experiment
-        tracker = open_tracker(workspace, store, job_id, *where, PATIENT_ITEM_S)
         with store.lock(job_id):
+            given = Tracking(options.tracking_uri, options.experiment)
+            tracking = given.of_job(workspace, job_id)
+            tracker = open_tracker(workspace, store, job_id, tracking, PATIENT_ITEM_S)
             before = len(store.outbox.waiting(job_id))
             left = tracker.flush(float("inf"))
             rejected = store.outbox.rejected(job_id)

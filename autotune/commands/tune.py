@@ -28,15 +28,8 @@ from autotune.jobs.processes import shell_status
 from autotune.jobs.results import decision_text, job_facts, taken_under, training_text
 from autotune.jobs.settings import read_ports, read_settings, refuse_settings
 from autotune.jobs.signals import Interruption, terminable
-from autotune.jobs.tune import (
-    FinishedJob,
-    Job,
-    create_job,
-    locked,
-    open_tracker,
-    resume_job,
-    run_job,
-)
+from autotune.jobs.tracking import Tracking, open_tracker
+from autotune.jobs.tune import FinishedJob, Job, create_job, locked, resume_job, run_job
 from autotune.jobs.workspace import Workspace
 from autotune.masking import masked
 from autotune.storage.store import Store
@@ -105,9 +98,10 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
             console.print(
                 f"[dim]{escape(training_text(job.spec))}[/dim]", highlight=False, soft_wrap=True
             )
-            tracker = open_tracker(
-                workspace, store, job.id, options.tracking_uri, options.experiment
-            )
+            given = Tracking(options.tracking_uri, options.experiment)
+            tracking = given.of_job(workspace, job.id)
+            tracker = open_tracker(workspace, store, job.id, tracking)
+            tracking.keep(workspace, job.id)
             with ConsoleProgress(job.spec, console, began_s) as progress:
                 observers: list[Observer] = [progress, tracker, interruption]
                 training = _KeptTraining(job, options, progress, interruption)

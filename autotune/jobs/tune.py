@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -12,6 +11,7 @@ from functools import partial
 from typing import Protocol
 
 from autotune.errors import InvalidInput, LaunchError
+from autotune.files import write_whole
 from autotune.jobs.driver import Observer, drive
 from autotune.jobs.files import protected_folders
 from autotune.jobs.past_jobs import past_jobs
@@ -27,7 +27,7 @@ from autotune.sampler.proposer import Proposer
 from autotune.simulators.registry import SIMULATORS
 from autotune.storage.store import Store
 from autotune.strategy_space.plan import PlannedStrategy
-from autotune.tracking.tracker import ITEM_S, Tracker
+from autotune.tracking.tracker import Tracker
 from autotune.tuning.explanation import Explainer, explained
 from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec
@@ -78,9 +78,7 @@ def create_job(workspace: Workspace, store: Store, settings: Settings, job_id: s
     store.create_job(job_id, spec)
     if spec.command != command:
         path = workspace.job(job_id) / COMMAND_FILE
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump(command, file)
+        write_whole(path, json.dumps(command), "the command", private=True)
     return Job(job_id, spec, command)
 
 
@@ -200,16 +198,3 @@ def _written(
     store.finish(job.id, decision)
     winner = history.in_words(decision.strategy_id)
     return FinishedJob(decision, results, tracker.uri, tracker.flush(), winner, history)
-
-
-def open_tracker(
-    workspace: Workspace,
-    store: Store,
-    job_id: str,
-    uri: str | None,
-    experiment: str,
-    item_s: float = ITEM_S,
-) -> Tracker:
-    """The tracker of a job; `uri` None: the workspace's own SQLite file."""
-    uri = uri or workspace.default_tracking_uri
-    return Tracker(store, job_id, uri, experiment, workspace.artifacts, item_s)

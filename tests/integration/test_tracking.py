@@ -20,6 +20,7 @@ import urllib.request
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from short_jobs import with_tracking_store
@@ -28,9 +29,17 @@ from synthetic_job import WORKLOAD, SyntheticWorld, drive, job_spec, strategy
 from autotune.canonical import canonical_json, to_data
 from autotune.cli import main
 from autotune.cluster import Cluster
-from autotune.jobs.tune import open_tracker
+from autotune.jobs.tracking import Tracking, open_tracker
 from autotune.jobs.workspace import Workspace
-from autotune.records import Accelerators, Conditions, Measured, Network
+from autotune.records import (
+    CURRENT_SETUP,
+    Accelerators,
+    Comparison,
+    Conditions,
+    Decision,
+    Measured,
+    Network,
+)
 from autotune.sampler.scoring import Scorer
 from autotune.simulators.interface import Example, Simulator
 from autotune.simulators.registry import SIMULATORS
@@ -354,7 +363,7 @@ def test_the_environment_of_the_job_has_no_settings_of_ours_before_an_item_is_se
         monkeypatch.delenv(name)
     workspace = Workspace(tmp_path)
     before = dict(os.environ)
-    open_tracker(workspace, store, "job", None, "sync")
+    open_tracker(workspace, store, "job", Tracking(None, "sync"))
     assert dict(os.environ) == before
 
 
@@ -377,6 +386,24 @@ def test_the_command_says_why_items_are_unsent_without_the_password(store, tmp_p
     shown = capsys.readouterr()
     assert json.loads(shown.out)["problem"].startswith("MlflowException: ")
     assert "bluebottle" not in shown.out + shown.err
+
+
+def test_the_command_sends_to_the_server_of_the_job(store, tmp_path, capsys):
+    Tracking("http://127.0.0.1:9", "sync").keep(Workspace.existing(tmp_path), "job")
+    assert main(["track", "job", "--directory", str(tmp_path)]) == 1
+    sent = "0 items of job job sent to http://127.0.0.1:9; 1 are still unsent"
+    assert sent in capsys.readouterr().out and not (tmp_path / "mlflow.db").exists()
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+def test_only_an_interval_with_its_confidence_is_sent(store, bounded):
+    compared = Comparison(1.2, 1.1, 1.3, 9, 0.95, bounded)
+    store.finish("job", Decision(CURRENT_SETUP, "slower", compared, "strategy-1"))
+    item, server = store.outbox.waiting("job")[-1], Mock()
+    Sender(store, "job").delivery(item, store.history("job"))(server)
+    names = {name for name, *_ in server.log_job.call_args.args[0]}
+    assert "time_ratio" in names and ("time_ratio_low" in names) is bounded
+    assert ("time_ratio_high" in names) is bounded
 
 
 def test_sending_is_silent_leaves_nothing_behind_and_asks_nobody_else(tmp_path):

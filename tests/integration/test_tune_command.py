@@ -332,7 +332,11 @@ def test_a_dead_mlflow_server_does_not_stop_a_bayesian_search_and_the_runs_are_s
     assert len(json.loads(shown.stdout)["trials"]) == len(trials)
     tried = [one.outcome for one in trials if one.request.role == "candidate"]
     assert tried and all(isinstance(outcome, Measured) for outcome in tried)
-    later = autotune("track", "offline", "--directory", str(tmp_path), "--json")
+    again = autotune("track", "offline", "--directory", str(tmp_path))
+    assert again.returncode == 1 and f"{unsent} are still unsent" in again.stdout
+    assert "0 items of job offline sent to http://127.0.0.1:9" in again.stdout
+    elsewhere = ("--tracking-uri", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    later = autotune("track", "offline", "--directory", str(tmp_path), *elsewhere, "--json")
     assert later.returncode == 0, later.stderr
     assert json.loads(later.stdout) == {
         "job": "offline",

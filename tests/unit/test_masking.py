@@ -11,6 +11,7 @@ import pytest
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
 from autotune.jobs.settings import Settings
+from autotune.jobs.tracking import TRACKING_FILE, Tracking, open_tracker
 from autotune.jobs.tune import COMMAND_FILE, create_job, resume_job
 from autotune.jobs.workspace import Workspace
 from autotune.masking import masked, masked_command, secrets_of
@@ -62,6 +63,24 @@ def test_a_scripts_exception_is_described_without_secrets(monkeypatch) -> None:
     monkeypatch.setenv("DB_PASSWORD", "hunter22")
     error = RuntimeError(f"401 for {SECRET} and hunter22 at https://u:pw@h/x")
     assert _describe(error) == "RuntimeError: 401 for *** and *** at https://u:***@h/x"
+
+
+def test_only_a_private_file_keeps_the_tracking_uri_of_a_job(tmp_path) -> None:
+    workspace = Workspace.create(tmp_path / "jobs")
+    given = Tracking(f"http://me:{SECRET}@mlf:5000", "mine")
+    Tracking().keep(workspace, "job")
+    assert not workspace.job("job").exists()
+    given.keep(workspace, "job")
+    (file,) = workspace.job("job").iterdir()
+    assert file.name == TRACKING_FILE and stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert Tracking().of_job(workspace, "job") == given
+    assert Tracking(None, "other").of_job(workspace, "job") == Tracking(given.uri, "other")
+    assert Tracking().of_job(workspace, "another") == Tracking()
+    with Store.open(workspace.store_path) as store:
+        tracker = open_tracker(workspace, store, "job", Tracking().of_job(workspace, "job"))
+        assert tracker.uri == given.uri
+        tracker = open_tracker(workspace, store, "another", Tracking())
+        assert tracker.uri == workspace.default_tracking_uri
 
 
 def test_only_a_private_file_keeps_the_command_of_a_job(tmp_path) -> None:
