@@ -64,9 +64,10 @@ def past_residuals(jobs: Sequence[PastJob], deadline: Deadline = NO_DEADLINE) ->
                 continue
             described = job.extractor.features(planned, with_shards=False)
             described = job.extractor.described(described, planned.plan)
-            assert described.timeline is not None
+            replayed_s = described.replayed_step_s
+            assert described.timeline is not None and replayed_s is not None
             rows.append(described.timeline.row)
-            residuals.append(float(np.log(step_s / described.replayed_step_s)))
+            residuals.append(float(np.log(step_s / replayed_s)))
             numbers.append(number)
     x = np.array(rows, dtype=np.float64).reshape(len(rows), len(TIMELINE_FEATURES))
     return Residuals(x, np.array(residuals), np.array(numbers, dtype=np.int64))

@@ -368,7 +368,7 @@ def _ranked(
     extractor: Extractor,
     simulator: Simulator | None,
     examples: Sequence[Example],
-    others: Experience,
+    past: Experience,
     quality: tuple[RankingQuality, ...],
     deadline: Deadline,
     replayed: int,
@@ -376,7 +376,7 @@ def _ranked(
     """Rank candidates without a replay, then replay the optimizer's and the best and rank these
     anew.
 
-    The others follow them. Without a simulator, `examples` and the `others` of earlier jobs correct
+    The others follow them. Without a simulator, `examples` and the `past` of earlier jobs correct
     the replay. The first half of the time is for the first ranking.
     """
     guessed = list(_guesses(pool, extractor, simulator, deadline.share(0.5)))
@@ -394,7 +394,7 @@ def _ranked(
     shortlist, rest = first[: len(described)], first[len(described) :]
     hidden = shown_s = sd = None
     if simulator is None:
-        corrected = corrected_times(examples, described, others)
+        corrected = corrected_times(examples, described, past)
         shown_s = predicted_s * float(np.median(corrected.shown_s / predicted_s[shortlist]))
         predicted_s *= float(np.median(corrected.ranking_s / predicted_s[shortlist]))
         sd = np.full(len(predicted_s), np.nan)

@@ -487,9 +487,8 @@ def check_scaled(rank: int, compressor: Compressor, mode: str) -> None:
         arrived = (start[index] - synchronizer.parameters[index].detach().double()) / rate
         largest = float(total.abs().amax())
         case = (compressor, mode, synchronizer.names[index])
-        torch.testing.assert_close(
-            arrived + waiting, total, rtol=0, atol=1e-4 * largest, msg=lambda m, c=case: f"{c}: {m}"
-        )
+        off = float((arrived + waiting - total).abs().amax())
+        assert off <= 1e-4 * largest, (case, off, largest)
     synchronizer.close()
 
 

@@ -93,8 +93,8 @@ def amp_fp16(base: Base, question: Question, table: FactorTable = H100) -> Base:
     seconds = np.full(len(ends), read_bytes / table.cast_bytes_per_s / len(ends))
     after = np.array([backward for backward, _ in ends])
     grown = insert(faster, after, seconds, ["unscale"] * len(ends), Kind.BACKWARD)
-    for place, (_, update) in enumerate(ends):
-        grown = connect(grown, faster.ops + place, int(faster.launch[update]))
+    for place, (_, first_launched) in enumerate(ends):
+        grown = connect(grown, faster.ops + place, int(faster.launch[first_launched]))
     return grown
 
 
