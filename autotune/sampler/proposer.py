@@ -130,7 +130,10 @@ class Proposer:
         scored = len(scores.ranked)
         untried.cut_short |= scored < len(pool)
         most = int(LATER_LEADERS * count) if round_ else max(1, round(LEADERS * count))
-        leading = [i for i in range(scored) if pool[i].optimized][:most]
+        found = [i for i in range(scored) if pool[i].optimized]
+        leading = found[:most]
+        if not round_:
+            leading = _with_lossless(pool, leading, found[most:])
         if not round_ and len(leading) < count:
             leading += _nearly_fastest_built(pool, scores)
         rest = [i for i in range(scored) if i not in leading]
@@ -226,6 +229,19 @@ class Proposer:
             rows = choice_agreement_rows([pool[int(i)].planned.strategy for i in survivors])
             picked = select_diverse(predicted[survivors], rows, count, self._spec.diversity)
         return [int(survivors[i]) for i in picked] + explorers.tolist()
+
+
+def _with_lossless(
+    pool: Sequence[Candidate], leading: list[int], following: Sequence[int]
+) -> list[int]:
+    """Let the first lossless one of those that follow take the last place, if none leads.
+
+    A job that allows compressors still wants to know what it gains by them.
+    """
+    lossless = [i for i in following if pool[i].planned.strategy.lossless]
+    if not leading or not lossless or any(pool[i].planned.strategy.lossless for i in leading):
+        return leading
+    return [*leading[:-1], lossless[0]]
 
 
 def _nearly_fastest_built(pool: Sequence[Candidate], scores: Scores) -> list[int]:

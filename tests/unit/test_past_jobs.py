@@ -66,7 +66,7 @@ def test_residuals_of_earlier_trials_are_those_of_their_own_replays() -> None:
     assert len(past_residuals([many]).r) == MOST_TRIALS
     gone = replace(PAST[0], extractor=predictor(model(8)))  # of other variables
     assert len(past_residuals([gone]).r) == 0
-    over = Deadline.after(0.0, lambda: 0.0)
+    over = Deadline.after(-1.0, lambda: 0.0)
     assert len(past_residuals(PAST, over).r) == 0
 
 
