@@ -126,7 +126,7 @@ def chosen_decision(store: Store, job_id: str, wanted: str | None) -> Decision:
     if store.job_status(job_id) == "aborted":
         raise InvalidInput(
             f"job {job_id!r} has nothing to export, since its current setup failed; "
-            f"`autotune show {job_id}` shows its trials, repair the script and start a new job"
+            f"see its trials in `autotune show {job_id}`, repair the script and start a new job"
         )
     resume = f"resume it with `autotune tune --resume {job_id}`"
     if history.profiled is None:
