@@ -124,7 +124,7 @@ def test_a_pair_that_outlasts_the_time_discards_no_pair_before(turns: tuple[int,
 
 def test_fewer_pairs_than_an_interval_needs_are_an_error() -> None:
     sides = [Planned("baseline", 5), Planned("amp", 5)]
-    with pytest.raises(OutOfTime, match="baseline was not measured within the time limit"):
+    with pytest.raises(OutOfTime, match="amp was not measured within the time limit"):
         pairs_of_turns(sides, CheckPlan(pairs=10), time.monotonic() + 1e6, lambda item: None)
 
 
