@@ -6,7 +6,8 @@ readers of such traces understand Gloo's too. An object `autotune` next to them 
 A thread of Gloo serves one group and takes its collectives in the order of their issue. So within
 a group the i-th span belongs to the i-th entry of the log. NCCL's kernels name their group, and lie
 in the order of its stream. Sends and receives over Gloo have no thread: their spans are on the one
-that begins them, which goes on meanwhile. They get lanes of their own.
+that begins them, which goes on meanwhile. They get lanes of their own. Gloo begins such a span only
+behind its call, when the message may have arrived already, so it is extended to the issue.
 """
 
 from __future__ import annotations
@@ -107,13 +108,13 @@ def annotate(
         issued_us = clock.trace_us(entry.issued_ns)
         description["issued_us"] = round(issued_us, 3)
         if (span := spans.get(number)) is not None:
+            if entry.pair:
+                _move_to_peers(span, issued_us, lanes_us)
             description["queue_us"] = round(max(0.0, span["ts"] - issued_us), 3)
             span.setdefault("args", {}).update(_as_nccl(entry, log))
             span["args"]["autotune"] = dict(description)
             end_us = round(span["ts"] + span.get("dur", 0.0), 3)
             description |= {"start_us": span["ts"], "end_us": end_us}
-            if entry.pair:
-                span["tid"] = f"{PEERS} {free_lane(lanes_us, span['ts'], end_us)}"
         descriptions.append(description)
     trace["autotune"] = {
         "schema": 1,
@@ -125,6 +126,14 @@ def annotate(
     info |= {"rank": rank, "world_size": world_size}
     info.setdefault("backend", next((group.backend for group in log.groups.values()), ""))
     return Annotated(tuple(_collective(description) for description in descriptions))
+
+
+def _move_to_peers(span: Event, issued_us: float, lanes_us: list[float]) -> None:
+    """Let the span of a send or receive begin at its issue, on a lane of its own."""
+    end_us = span["ts"] + span.get("dur", 0.0)
+    span["ts"] = min(span["ts"], round(issued_us, 3))
+    span["dur"] = round(end_us - span["ts"], 3)
+    span["tid"] = f"{PEERS} {free_lane(lanes_us, span['ts'], end_us)}"
 
 
 def free_lane(lanes_us: list[float], start_us: float, end_us: float) -> int:

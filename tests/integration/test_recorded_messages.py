@@ -16,6 +16,7 @@ from torch_world import BACKEND, run_world, seeded
 import autotune
 from autotune.dfg.replay import replay
 from autotune.profiling.alignment import align
+from autotune.profiling.alignment.same_clock import SAME_S
 from autotune.profiling.graph.traced_steps import TracedSteps
 from autotune.profiling.traces import read_job
 from autotune.profiling.traces.job import TraceJob, assemble
@@ -128,8 +129,8 @@ def test_messages_alone_align_clocks_that_were_moved(folder: Path) -> None:
     )
     aligned = align(_messages_only(job), samples=2)
     true_s, width_s = OFFSET_S * np.arange(3), aligned.high_s - aligned.low_s
-    assert np.all(aligned.low_s - 1e-5 <= true_s) and np.all(true_s <= aligned.high_s + 1e-5)
-    assert np.all(width_s < 0.05) and np.all(np.abs(aligned.offset_s - true_s) <= width_s + 1e-5)
+    assert np.all(aligned.low_s - SAME_S <= true_s) and np.all(true_s <= aligned.high_s + SAME_S)
+    assert np.all(width_s < 0.05) and np.all(np.abs(aligned.offset_s - true_s) <= width_s + SAME_S)
     assert np.all(aligned.spread_s[1:] > 0)
 
 
