@@ -495,11 +495,11 @@ def check_scaled(rank: int, compressor: Compressor, mode: str) -> None:
 MODES = ("within", "accumulated", "hierarchical", "across")
 
 
-@on_ranks(4)
+@on_ranks(3)
 def test_nothing_is_lost_or_counted_twice_when_a_scaler_skips_steps_and_changes_its_scale(
     rank: int,
 ) -> None:
-    set_host(rank, (2, 2))
+    set_host(rank, (2, 1))
     for compressor, mode in itertools.product(FED_BACK, MODES):
         check_scaled(rank, compressor, mode)
 
