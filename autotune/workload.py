@@ -56,6 +56,7 @@ class Variable:
     not counted, and then all rows count as touched. `script_read_s`: when the script first reads
     the variable, its gradient or its optimizer's state outside the forward pass, the backward pass
     and `step()`, before the next forward pass. None: in most steps it reads none of them.
+    `rows_only`: the script must get the rows of the gradient as rows, so no plan may send it dense.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -68,6 +69,7 @@ class Variable:
     needed_s: float | None = None
     touched_rows: float | None = None
     script_read_s: float | None = field(default=None, metadata=LATER)
+    rows_only: bool = field(default=False, metadata=LATER)
 
     def __post_init__(self) -> None:
         if len(self.shape) > MAX_DIMENSIONS:
@@ -93,6 +95,10 @@ class Variable:
             raise InvalidInput(
                 f"script_read_s of {self.name!r} must be finite and at least 0, "
                 f"but is {self.script_read_s}"
+            )
+        if self.rows_only and not self.sparse:
+            raise InvalidInput(
+                f"rows_only of {self.name!r} needs a sparse variable, but its gradient is dense"
             )
         if self.dtype not in DTYPE_BYTES:
             raise InvalidInput(

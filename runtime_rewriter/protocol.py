@@ -125,7 +125,7 @@ class ProfileAnswer(_Message):
     in its order; empty: not known. `op_fusions`: choices of sets of ops that the model can enact;
     `op_fusion_report`: what was measured of them, for people. `mirrored`, `direct_refused`,
     `further_models`: see `Profiled`. `reads_norms`: as in `Workload`, also if no steps were
-    profiled.
+    profiled. `rows_only`: the variables of which it holds, likewise.
     """
 
     workload: Workload | None
@@ -140,6 +140,7 @@ class ProfileAnswer(_Message):
     reads_norms: bool = False
     direct_refused: str = ""
     further_models: int = 0
+    rows_only: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,10 @@ def build_export(
         job_id=job_id,
         created_at=created_at.isoformat(timespec="seconds"),
         model=workload.model,
-        variables=tuple(replace(variable, ready_s=None) for variable in workload.variables),
+        # older versions do not know `rows_only`
+        variables=tuple(
+            replace(variable, ready_s=None, rows_only=False) for variable in workload.variables
+        ),
         world_size=spec.workers,
         strategy=strategy,
         plan_id=planned.plan.id if planned else None,

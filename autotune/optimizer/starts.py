@@ -48,8 +48,7 @@ def started(problem: Problem, fusion: OpFusion, built_by: Builders) -> list[tupl
     with suppress(TimeUp):
         for name, built in built_by(problem, fusion):
             problem.deadline.check()
-            rows = not problem.space.dense_rows
-            strategy = with_rows(built, problem.workload) if rows else built
+            strategy = with_rows(built, problem.workload, every=not problem.space.dense_rows)
             if strategy not in known and problem.space.contains(
                 strategy, problem.workload, problem.cluster
             ):

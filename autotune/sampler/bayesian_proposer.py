@@ -76,7 +76,8 @@ class BayesianProposer:
             asked += 1
             planned = PlannedStrategy.of(search.ask(), workload, self._spec.workers)
             plan_id = planned.plan.id
-            if plan_id not in times and self._allowed.refusal_reason(planned.plan) is None:
+            refusal = self._allowed.refusal_reason(planned.plan, workload)
+            if plan_id not in times and refusal is None:
                 return planned, asked
             search.tell(planned.strategy.id, times.get(plan_id, failed_s))
             repeats = repeats + 1 if plan_id in told else 0
@@ -90,5 +91,5 @@ class BayesianProposer:
         workload, cluster = history.profiled.workload, history.profiled.cluster
         space = self._allowed.space(history)
         if self._spec.search is Search.FUSION:
-            return FusionScalars(workload, rows=not space.dense_rows)
+            return FusionScalars(workload, every=not space.dense_rows)
         return SpaceChoices(workload, cluster, space, self._spec.seed)

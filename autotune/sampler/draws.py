@@ -141,6 +141,7 @@ def draw(context: Context, rng: np.random.Generator) -> Drawn:
     owner = np.repeat(np.arange(counts.size), counts)
     shard_bytes = shard_bytes_of(context, partitions, owner)
     synchronizer = _draw_choices(len(space.synchronizers), owner, rng)
+    _redraw_for_rows(context, synchronizer, counts, rng)
     sparse = _draw_sparse(context, synchronizer, owner, counts, rng)
     dense = np.array([kind is SparseHandling.DENSE for kind in sparse])[owner]
     compressor, parameter = _draw_compressors(context, dense, owner, rng)
@@ -280,6 +281,22 @@ def shard_bytes_of(
     return sizes
 
 
+def _redraw_for_rows(
+    context: Context, synchronizer: IntArray, counts: IntArray, rng: np.random.Generator
+) -> None:
+    """Give a variable whose rows must stay rows one synchronizer, if its own do not carry them."""
+    space, first = context.space, np.cumsum(counts) - counts
+    for position, variable in enumerate(context.workload.variables):
+        if not variable.rows_only:
+            continue
+        shards = slice(first[position], first[position] + counts[position])
+        used = (space.synchronizers[index] for index in synchronizer[shards].tolist())
+        carriers = space.carriers_for(variable)
+        if carriers and not space.handlings_for(used, variable):
+            drawn = carriers[int(rng.integers(len(carriers)))]
+            synchronizer[shards] = space.synchronizers.index(drawn)
+
+
 def _draw_sparse(
     context: Context,
     synchronizer: IntArray,
@@ -289,8 +306,8 @@ def _draw_sparse(
 ) -> tuple[SparseHandling, ...]:
     """One of the handlings that the synchronizers of a sparse variable's shards allow."""
     handlings = [SparseHandling.DENSE] * counts.size
-    space = context.space
-    positions = [i for i, variable in enumerate(context.workload.variables) if variable.sparse]
+    space, variables = context.space, context.workload.variables
+    positions = [i for i, variable in enumerate(variables) if variable.sparse]
     if not positions or len(space.sparse) == 1:
         return tuple(handlings)
     first = np.cumsum(counts) - counts
@@ -299,9 +316,10 @@ def _draw_sparse(
         probability = 1.0
     for position in positions:
         used = synchronizer[first[position] : first[position] + counts[position]].tolist()
-        allowed = space.handlings_for(space.synchronizers[index] for index in used)
+        kinds = (space.synchronizers[index] for index in used)
+        allowed = space.handlings_for(kinds, variables[position])
         others = [kind for kind in allowed if kind is not SparseHandling.DENSE]
-        if others and rng.random() < probability:
+        if others and rng.random() < (1.0 if variables[position].rows_only else probability):
             handlings[position] = others[int(rng.integers(len(others)))]
     return tuple(handlings)
 

@@ -75,13 +75,13 @@ class Encoding(Protocol):
 class FusionScalars:
     """Horovod's fusion threshold (bytes) and cycle time (s).
 
-    Sparse gradients travel dense, or as `rows`.
+    Sparse gradients travel dense, or as rows: `every` one, or only those that must.
     """
 
     initial = 3  # Horovod's warm-up samples
 
-    def __init__(self, workload: Workload, rows: bool = False) -> None:
-        self._workload, self._rows = workload, rows
+    def __init__(self, workload: Workload, every: bool = False) -> None:
+        self._workload, self._every = workload, every
 
     def dimensions(self) -> list[Any]:
         from skopt.space import Real
@@ -93,7 +93,7 @@ class FusionScalars:
 
     def strategy(self, point: Point) -> Strategy:
         fused = horovod_like(self._workload, int(point[0]), float(point[1]))
-        return with_rows(fused, self._workload) if self._rows else fused
+        return with_rows(fused, self._workload, self._every)
 
 
 class SpaceChoices:
@@ -111,6 +111,11 @@ class SpaceChoices:
             for number in range(len(space.settings_of(compressor)))
         ]
         self._seed = seed
+        self._carriers = {
+            position: [space.synchronizers.index(kind) for kind in space.carriers_for(variable)]
+            for position, variable in enumerate(workload.variables)
+            if variable.rows_only
+        }
         rng = generator(seed, "rings of bayes")
         count = RINGS if space.ring_orders_for(cluster) else 0
         orders = [random_ring(cluster, rng) for _ in range(count)]
@@ -172,8 +177,8 @@ class SpaceChoices:
         counts = np.array([len(cut.sizes) if cut else 1 for cut in partitions], dtype=np.int64)
         owner = np.repeat(np.arange(counts.size), counts)
         shard_bytes = shard_bytes_of(context, partitions, owner)
-        synchronizer = self._by_size(large, chosen, "synchronizer")[owner]
-        sparse = self._sparse(self._by_size(large, chosen, "synchronizer"), chosen)
+        of_variable = self._synchronizers(large, chosen)
+        synchronizer, sparse = of_variable[owner], self._sparse(of_variable, chosen)
         dense = np.array([kind is SparseHandling.DENSE for kind in sparse])[owner]
         compressor, parameter = self._compressors(
             self._by_size(large, chosen, "compressor")[owner], dense, owner
@@ -231,6 +236,14 @@ class SpaceChoices:
         of_small = chosen.get(f"{what} of small ones", 0)
         return np.where(large, of_large, of_small).astype(np.int64)
 
+    def _synchronizers(self, large: BoolArray, chosen: dict[str, int]) -> IntArray:
+        """The choice of each variable, or the first one that carries rows which must stay rows."""
+        synchronizer = self._by_size(large, chosen, "synchronizer")
+        for position, carriers in self._carriers.items():
+            if carriers and synchronizer[position] not in carriers:
+                synchronizer[position] = carriers[0]
+        return synchronizer
+
     def _sparse(self, synchronizer: IntArray, chosen: dict[str, int]) -> tuple[SparseHandling, ...]:
         """The chosen handling, if the variable's synchronizer allows it."""
         space = self._context.space
@@ -238,8 +251,9 @@ class SpaceChoices:
         handlings: list[SparseHandling] = []
         kinds = synchronizer.tolist()
         for variable, kind in zip(self._context.workload.variables, kinds, strict=True):
-            allowed = space.handlings_for([space.synchronizers[kind]]) if variable.sparse else ()
-            other = allowed[0] if allowed and not space.dense_rows else SparseHandling.DENSE
+            allowed = space.handlings_for([space.synchronizers[kind]], variable)
+            rows = allowed and SparseHandling.DENSE not in allowed
+            other = allowed[0] if rows else SparseHandling.DENSE
             handlings.append(wanted if wanted in allowed else other)
         return tuple(handlings)
 

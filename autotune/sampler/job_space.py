@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from autotune.strategy_space.enactable import refusal_reason, scaled_refusal_reason, scaled_space
+from autotune.strategy_space.enactable import (
+    dense_rows_refusal,
+    refusal_reason,
+    scaled_refusal_reason,
+    scaled_space,
+)
 from autotune.strategy_space.mirrored import mirrored_space
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec
+from autotune.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -35,9 +41,11 @@ class JobSpace:
         refused = history.profiled.cross_step_refused
         return self.narrow(space.without_cross_step(refused) if refused else space)
 
-    def refusal_reason(self, plan: Plan) -> str | None:
-        """Why the job cannot enact a plan; None if it can."""
+    def refusal_reason(self, plan: Plan, workload: Workload) -> str | None:
+        """Why the job cannot enact a plan of `workload`; None if it can."""
         # only scripts whose graph is rewritten have choices of op fusion
-        return refusal_reason(plan, rewrites_graph=bool(plan.op_fusion)) or scaled_refusal_reason(
-            plan, self.spec.conditions.byte_scale
+        return (
+            refusal_reason(plan, rewrites_graph=bool(plan.op_fusion))
+            or scaled_refusal_reason(plan, self.spec.conditions.byte_scale)
+            or dense_rows_refusal(plan, workload)
         )

@@ -160,10 +160,11 @@ class PoolBuilder:
         # numba is heavy, and the baselines do without
         from autotune.optimizer.suggest import suggestions
 
-        steps = self._scorer.extractor(history).steps
+        assert history.profiled is not None
+        steps, workload = self._scorer.extractor(history).steps, history.profiled.workload
 
         def allowed(one: Plan) -> bool:
-            return self._allowed.refusal_reason(one) is None
+            return self._allowed.refusal_reason(one, workload) is None
 
         seed = int(generator(self._spec.seed, "optimizer", round_).integers(2**31))
         first, again = self._budgets
@@ -199,11 +200,12 @@ class PoolBuilder:
         The pool has at least one candidate before the deadline counts.
         """
         assert history.profiled is not None
+        workload = history.profiled.workload
         for origin, strategy in strategies:
-            planned = PlannedStrategy.of(strategy, history.profiled.workload, self._spec.workers)
+            planned = PlannedStrategy.of(strategy, workload, self._spec.workers)
             if planned.plan.id not in pool.known:
                 pool.known.add(planned.plan.id)
-                refusal = self._allowed.refusal_reason(planned.plan)
+                refusal = self._allowed.refusal_reason(planned.plan, workload)
                 if refusal is None:
                     pool.candidates.append(Candidate(planned, origin, optimized, built))
                     pool.slices += planned.plan.slice_count

@@ -19,6 +19,7 @@ from autotune.strategy_space.strategy import (
     direct_error,
     in_flight_error,
 )
+from autotune.workload import Workload
 
 _FED_BACK = ("float32", "float64")
 _MOST_INDICES = 2**31 - 1
@@ -117,6 +118,19 @@ def _feedback_refusal(message: Message) -> str | None:
             f"top_k sends int32 indices, but the message has {message.elements} elements; "
             f"cut it to at most {_MOST_INDICES}"
         )
+    return None
+
+
+def dense_rows_refusal(plan: Plan, workload: Workload) -> str | None:
+    """Return why a plan is refused that sends gradients dense which the script needs as rows."""
+    rows_only = {variable.name for variable in workload.variables if variable.rows_only}
+    for number, message in enumerate(plan.messages if rows_only else ()):
+        dense = message.sparse is SparseHandling.DENSE
+        if dense and not rows_only.isdisjoint(part.variable for part in message.slices):
+            return (
+                f"message {number} ({describe(message)}): the script must get rows of the sparse "
+                "gradient, but the message is dense; set sparse = all_gather or gather_scatter"
+            )
     return None
 
 

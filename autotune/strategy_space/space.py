@@ -203,15 +203,25 @@ class SearchSpace:
         """Whether a strategy may exchange directly."""
         return Synchronizer.DIRECT_EXCHANGE in self.synchronizers
 
-    def handlings_for(self, synchronizers: Iterable[Synchronizer]) -> tuple[SparseHandling, ...]:
-        """Ways to send a sparse gradient whose shards all use `synchronizers`."""
-        used = set(synchronizers)
+    def sends_dense(self, variable: Variable) -> bool:
+        """Whether the gradient of a variable may be sent dense."""
+        return not variable.sparse or (self.dense_rows and not variable.rows_only)
+
+    def handlings_for(
+        self, synchronizers: Iterable[Synchronizer], variable: Variable
+    ) -> tuple[SparseHandling, ...]:
+        """Ways to send the gradient of `variable`, whose shards all use `synchronizers`."""
+        used, dense = set(synchronizers), self.sends_dense(variable)
         return tuple(
             kind
             for kind in self.sparse
-            if (self.dense_rows and kind is SparseHandling.DENSE)
-            or used <= set(SPARSE_SYNCHRONIZERS.get(kind, ()))
+            if (dense and kind is SparseHandling.DENSE)
+            or (variable.sparse and used <= set(SPARSE_SYNCHRONIZERS.get(kind, ())))
         )
+
+    def carriers_for(self, variable: Variable) -> tuple[Synchronizer, ...]:
+        """Synchronizers that can send the gradient of `variable`."""
+        return tuple(kind for kind in self.synchronizers if self.handlings_for([kind], variable))
 
     def settings_of(self, compressor: Compressor) -> tuple[CompressorSetting, ...]:
         """The compressor with each of its parameters."""
@@ -249,7 +259,8 @@ class SearchSpace:
         verdicts: dict[ShardKind, str | None] = {}
         for choice in strategy.variables:
             variable = variables[index[choice.variable]]
-            whole = choice.partition is None and choice.sparse is dense
+            plain = choice.sparse is dense and not variable.sparse
+            whole = choice.partition is None and plain
             if whole and id(choice.shards[0]) in inside.get(variable.dtype, ()):
                 continue
             problem = self._choice_violation(choice, variable, cluster, verdicts)
@@ -273,8 +284,8 @@ class SearchSpace:
         if choice.sparse not in self.sparse:
             ways = ", ".join(self.sparse)
             return f"the space sends sparse gradients {ways}, but the strategy {choice.sparse}"
-        if variable.sparse and choice.sparse is SparseHandling.DENSE and not self.dense_rows:
-            return "the space sends sparse gradients as rows only, but the strategy sends it dense"
+        if choice.sparse is SparseHandling.DENSE and not self.sends_dense(variable):
+            return "the space sends its gradient as rows only, but the strategy sends it dense"
         dtype = variable.dtype
         for shard in choice.shards:
             setting = shard.compressor, shard.ratio, shard.rank

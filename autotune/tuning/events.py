@@ -96,6 +96,11 @@ class Profiled:
                 f"the script itself reads {read} of {count} variables between two steps, so "
                 "synchronization that crosses the step waits there for them"
             ]
+        if rows_only := sum(variable.rows_only for variable in self.workload.variables):
+            limits.append(
+                f"sparse gradients of {rows_only} of {count} variables travel as rows only: the "
+                "script's updates take each row for itself, or change each row that they get"
+            )
         if self.further_models:
             limits.append(
                 f"only the first of the script's {1 + self.further_models} models is tuned; the "

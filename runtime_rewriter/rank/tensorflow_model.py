@@ -6,7 +6,6 @@ Rank 0 is the only client. It measures for all ranks, which repeat its answers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from statistics import median
 
 import numpy as np
@@ -58,7 +57,6 @@ from runtime_rewriter.tensorflow.refusals import CROSSING_REFUSED, DIRECT_REFUSE
 from runtime_rewriter.tensorflow.running import RunningGraph
 from runtime_rewriter.tensorflow.script_recorder import ScriptRecorder
 from runtime_rewriter.tensorflow.servers import session_config, versions
-from runtime_rewriter.tensorflow.training_graph import TrainingGraph
 
 WARMUP_STEPS = 1
 """The first traced step allocates what the later ones use."""
@@ -66,20 +64,9 @@ WARMUP_STEPS = 1
 Batch = Mapping[str, np.ndarray]
 
 
-def current_strategy(training: TrainingGraph, workload: Workload) -> Strategy:
+def current_strategy(workload: Workload) -> Strategy:
     """One message of all gradients, but for rows that the program must get as rows."""
-    strategy = single_bucket(workload)
-    choices = zip(strategy.variables, with_rows(strategy, workload).variables, strict=True)
-    readers = training.row_readers
-    return replace(
-        strategy,
-        variables=tuple(
-            as_rows
-            if (of := readers.get(dense.variable)) and of.dense_refusal(dense.variable)
-            else dense
-            for dense, as_rows in choices
-        ),
-    )
+    return with_rows(single_bucket(workload), workload, every=False)
 
 
 class TensorflowModel:
@@ -88,7 +75,7 @@ class TensorflowModel:
     def __init__(self, running: RunningGraph, name: str) -> None:
         self.running, self.name = running, name
         self.workload = workload_of(running.training, name)
-        strategy = current_strategy(running.training, self.workload)
+        strategy = current_strategy(self.workload)
         self.current_plan = planned(strategy, self.workload, len(running.servers.devices))
         self.overrun = 0.0
         """See `Accelerator`."""
@@ -306,6 +293,7 @@ class ProfileRun:
             fusions.choices,
             fusions.report,
             direct_refused=DIRECT_REFUSED,
+            rows_only=tuple(one.name for one in model.workload.variables if one.rows_only),
         )
 
     def _workload(self, recording: StepRecording) -> Workload:

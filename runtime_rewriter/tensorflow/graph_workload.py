@@ -19,6 +19,7 @@ def workload_of(training: TrainingGraph, model: str) -> Workload:
                 training.by_name[gradient.variable].shape,
                 training.by_name[gradient.variable].dtype,
                 gradient.sparse,
+                rows_only=training.rows_only(gradient.variable),
             )
             for gradient in training.gradients
         ),

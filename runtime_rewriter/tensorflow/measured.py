@@ -151,6 +151,7 @@ def workload_of_steps(
             median(float(len(np.unique(rows))) for rows in touched[name])
             if name in touched
             else None,
+            rows_only=training.rows_only(name),
         )
         for name in sorted(order, key=lambda name: (ready_s[name], order[name]))
     )

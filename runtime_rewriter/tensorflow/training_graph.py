@@ -103,6 +103,11 @@ class TrainingGraph:
             if one.indices is not None
         }
 
+    def rows_only(self, variable: str) -> bool:
+        """Whether the program must get the rows of a gradient as rows."""
+        readers = self.row_readers.get(variable)
+        return readers is not None and readers.dense_refusal(variable) is not None
+
     @cached_property
     def by_name(self) -> dict[str, GraphVariable]:
         return {variable.name: variable for variable in self.variables}

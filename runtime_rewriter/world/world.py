@@ -144,9 +144,8 @@ class World:
         first = answers[0]
         workload = given or first.workload
         assert workload is not None
-        reads_norms = any(answer.reads_norms for answer in answers)
         profile = Profile(
-            replace(workload, reads_norms=reads_norms),
+            as_answered(workload, answers),
             first.series,
             first.software,
             first.cores,
@@ -232,6 +231,19 @@ def _demand(answers: list[Answer] | Failed, problem: str) -> list[Answer]:
     if isinstance(answers, Failed):
         raise LaunchError(f"{problem} ({answers.kind}): {answers.message}")
     return answers
+
+
+def as_answered(workload: Workload, answers: list[ProfileAnswer]) -> Workload:
+    """A profile with what the script itself does, which a given one may not state."""
+    rows_only = {name for answer in answers for name in answer.rows_only}
+    variables = (
+        replace(one, rows_only=one.sparse and one.name in rows_only) for one in workload.variables
+    )
+    return replace(
+        workload,
+        variables=tuple(variables),
+        reads_norms=any(answer.reads_norms for answer in answers),
+    )
 
 
 def _joined(first: TrialAnswer, then: TrialAnswer) -> TrialAnswer:

@@ -39,10 +39,15 @@ from tensorflow_programs import (
 )
 
 from autotune.errors import InvalidInput
+from autotune.records import CURRENT_SETUP, Measured, Role, TrialRequest
+from autotune.sampler.proposer import Proposer
 from autotune.strategy_space.builders.registry import BUILDERS
 from autotune.strategy_space.builders.rows import with_rows
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import SparseHandling, Strategy
+from autotune.tuning.events import Profiled, TrialFinished
+from autotune.tuning.history import History
+from autotune.tuning.job import JobSpec, Search
 from autotune.workload import Workload
 from autotune.zoo.architectures import workload as zoo
 from runtime_rewriter.rank.tensorflow_model import current_strategy
@@ -52,6 +57,7 @@ from runtime_rewriter.tensorflow.capture import capture_function
 from runtime_rewriter.tensorflow.distribute import distribute
 from runtime_rewriter.tensorflow.distributed_graph import DistributedGraph
 from runtime_rewriter.tensorflow.graph_workload import workload_of
+from runtime_rewriter.tensorflow.refusals import CROSSING_REFUSED, DIRECT_REFUSED
 
 REPLICAS = 4
 DEVICES = [f"/device:CPU:{rank}" for rank in range(REPLICAS)]
@@ -130,6 +136,24 @@ def test_rows_of_replicas_train_as_the_whole_batch_does_on_one_device():
     assert_close(dict(zip(expected, found.values(), strict=True)), expected, TOLERANCE)
 
 
+@pytest.mark.parametrize(("optimizer", "rows_only"), [(Adam, True), (SGD, False)])
+def test_plans_that_are_proposed_send_rows_as_the_program_needs_them(optimizer, rows_only):
+    training = collaborative_filtering(optimizer(0.1)).capture()
+    workload = replace(workload_of(training, "model"), backward_s=0.1)
+    tables = [one.rows_only for one in workload.variables if one.sparse]
+    assert tables == [rows_only, rows_only]
+    profiled = Profiled(workload, CLUSTER, 0.0, {}, CROSSING_REFUSED, direct_refused=DIRECT_REFUSED)
+    for search, count in ((Search.RANDOM, 6), (Search.FUSION, 1)):
+        spec = JobSpec(("python", "t.py"), REPLICAS, CLUSTER, search=search, samples_per_round=20)
+        reference = TrialRequest(0, CURRENT_SETUP, Role.REFERENCE, 0, 3)
+        measured = TrialFinished(reference, Measured(((0.4,) * 3,)), None, 0.0)
+        history = History((profiled, measured), 0.1)
+        proposals = Proposer(spec, {}).propose(history, 0, count).proposals
+        assert len(proposals) == count
+        for one in proposals:
+            distribute(training, plan(one.strategy, workload, REPLICAS), DEVICES)
+
+
 v1 = tf.compat.v1
 V1_OPTIMIZERS = {
     "ResourceSparseApplyMomentum": lambda: v1.train.MomentumOptimizer(0.1, 0.9),
@@ -149,7 +173,7 @@ def test_the_rows_that_own_optimizers_of_v1_touch_are_those_of_one_device(operat
     expected = unchanged_steps(training, batches)
     workload = workload_of(training, "v1")
     moves_rows = operation.startswith("Resource")
-    assert sends_rows_dense(current_strategy(training, workload), workload) is not moves_rows
+    assert sends_rows_dense(current_strategy(workload), workload) is not moves_rows
     for name in ("single_bucket", "parameter_server", "uneven_partitioned_ps"):
         dense = BUILDERS[name](workload, PAIR)
         for strategy in (dense, with_rows(dense, workload)):

@@ -25,6 +25,7 @@ VARIABLES = (
     Variable("half", (300, 300), dtype="float16"),
     Variable("scalar", ()),
     Variable("rows", (50_000, 16), sparse=True),
+    Variable("only rows", (40_000, 16), sparse=True, rows_only=True),
 )
 MODEL = Workload("m", VARIABLES, forward_s=0.1, backward_s=0.2)
 CLUSTER = Cluster(

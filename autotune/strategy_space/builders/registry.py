@@ -70,8 +70,8 @@ def seed_strategies(
 ) -> Iterator[tuple[str, Strategy]]:
     """Build the distinct hand-made strategies inside `space`, each under its first name.
 
-    Sparse gradients are sent both dense and as rows. Servers, and reduce-scatters with all-gathers,
-    exchange directly if the space can.
+    Sparse gradients are sent both dense, as far as they may be, and as rows. Servers, and
+    reduce-scatters with all-gathers, exchange directly if the space can.
     """
     known: set[Strategy] = set()
     sparse = any(variable.sparse for variable in workload.variables)
@@ -79,7 +79,7 @@ def seed_strategies(
         strategy = build(workload, cluster)
         if Synchronizer.DIRECT_EXCHANGE in space.synchronizers:
             strategy = directly(strategy, workload, cluster)
-        variants = {name: strategy}
+        variants = {name: with_rows(strategy, workload, every=False)}
         if sparse:
             variants[f"{name}, rows"] = with_rows(strategy, workload)
         for variant_name, variant in variants.items():

@@ -13,16 +13,16 @@ from autotune.strategy_space.strategy import (
 from autotune.workload import Workload
 
 
-def with_rows(strategy: Strategy, workload: Workload) -> Strategy:
-    """Send sparse gradients as rows by their synchronizers.
+def with_rows(strategy: Strategy, workload: Workload, every: bool = True) -> Strategy:
+    """Send `every` sparse gradient as rows by its synchronizers, or only those that must be rows.
 
     They stay dense if a synchronizer cannot send rows.
     """
+    rows = {one.name for one in workload.variables if (one.sparse if every else one.rows_only)}
     choices = tuple(
-        _as_rows(choice) if workload.variables[workload.index[choice.variable]].sparse else choice
-        for choice in strategy.variables
+        _as_rows(choice) if choice.variable in rows else choice for choice in strategy.variables
     )
-    return replace(strategy, variables=choices)
+    return replace(strategy, variables=choices) if rows else strategy
 
 
 def _as_rows(choice: VariableStrategy) -> VariableStrategy:

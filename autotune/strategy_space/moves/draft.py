@@ -25,6 +25,7 @@ from autotune.strategy_space.shares import MOST_PIECES
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import (
     ROOTED,
+    SPARSE_SYNCHRONIZERS,
     Partition,
     Shard,
     SparseHandling,
@@ -244,12 +245,29 @@ class Draft:
             shard, synchronizer=synchronizer, placement=placement, shares=shares, pieces=pieces
         )
 
-    def make_dense(self, members: list[Member]) -> None:
-        """Send the variables of these shards dense, which any synchronizer can do, if the space
-        allows it."""
+    def senders(self, message: DraftMessage) -> tuple[Synchronizer, ...]:
+        """The synchronizers by which a message can be sent; rows that must stay rows are alone."""
+        position = message.members[0][0]
+        variable = self.workload.variables[position]
+        if not variable.rows_only:
+            return self.space.synchronizers
+        carriers = self.space.carriers_for(variable)
+        if self.shards_of(position) == 1:
+            return carriers
+        same = SPARSE_SYNCHRONIZERS.get(self.sparse[position], ())
+        return tuple(kind for kind in carriers if kind in same)
+
+    def make_dense(self, members: list[Member], synchronizer: Synchronizer) -> None:
+        """Send the variables of these shards dense, which any synchronizer can do.
+
+        Where the space allows rows only, send them as the rows that `synchronizer` carries.
+        """
         for position, _ in members:
-            if self.space.dense_rows:
-                self.sparse[position] = SparseHandling.DENSE
+            variable = self.workload.variables[position]
+            if variable.sparse:
+                handlings = self.space.handlings_for([synchronizer], variable)
+                dense = SparseHandling.DENSE in handlings
+                self.sparse[position] = SparseHandling.DENSE if dense else handlings[0]
 
     def neighbouring(self) -> list[tuple[DraftMessage, DraftMessage]]:
         """Pairs of dense messages of one dtype that are issued one after the other."""

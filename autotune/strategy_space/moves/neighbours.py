@@ -143,15 +143,14 @@ def _split(draft: Draft) -> bool:
 
 
 def _switch_message(draft: Draft) -> bool:
-    """Give a message another synchronizer; its sparse gradients become dense."""
+    """Give a message another synchronizer; its sparse gradients become dense if they may."""
     message = draft.messages[draft.pick(len(draft.messages))]
-    others = [kind for kind in draft.space.synchronizers if kind is not message.shard.synchronizer]
+    others = [kind for kind in draft.senders(message) if kind is not message.shard.synchronizer]
     if not others:
         return False
-    message.shard = draft.with_synchronizer(
-        message.shard, others[draft.pick(len(others))], message.members
-    )
-    draft.make_dense(message.members)
+    synchronizer = others[draft.pick(len(others))]
+    message.shard = draft.with_synchronizer(message.shard, synchronizer, message.members)
+    draft.make_dense(message.members, synchronizer)
     return True
 
 
@@ -160,14 +159,14 @@ def _switch_variable(draft: Draft) -> bool:
     position = draft.pick(len(draft.partitions))
     others = [
         kind
-        for kind in draft.space.synchronizers
+        for kind in draft.space.carriers_for(draft.workload.variables[position])
         if kind is not draft.holder(position).shard.synchronizer
     ]
     if not others:
         return False
-    holder = draft.take_out(position)
-    draft.make_dense([(position, 0)])
-    draft.send_alone(position, holder, others[draft.pick(len(others))], holder.shard)
+    holder, synchronizer = draft.take_out(position), others[draft.pick(len(others))]
+    draft.make_dense([(position, 0)], synchronizer)
+    draft.send_alone(position, holder, synchronizer, holder.shard)
     return True
 
 
@@ -258,6 +257,7 @@ def _switch_sparse(draft: Draft) -> bool:
     if not positions:
         return False
     position = positions[draft.pick(len(positions))]
+    variable = draft.workload.variables[position]
     current = draft.holder(position).shard.synchronizer
     others = [
         (kind, synchronizer)
@@ -265,7 +265,7 @@ def _switch_sparse(draft: Draft) -> bool:
         for synchronizer in SPARSE_SYNCHRONIZERS.get(kind, (current,))
         if kind is not draft.sparse[position]
         and synchronizer in draft.space.synchronizers
-        and (draft.space.dense_rows or kind is not SparseHandling.DENSE)
+        and (kind is not SparseHandling.DENSE or draft.space.sends_dense(variable))
     ]
     if not others:
         return False
