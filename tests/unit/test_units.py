@@ -71,7 +71,7 @@ def test_people_read_three_digits_and_a_fitting_unit():
 
 
 def test_a_value_that_rounds_up_takes_the_next_unit_and_none_has_an_exponent():
-    seconds = {0.9996: "1 s", 3598.0: "1 h", 3.6e7: "10000 h", 9.996e-7: "1 us", 1e-15: "0 ns"}
+    seconds = {0.9996: "1 s", 3599.0: "1 h", 3.6e7: "10000 h", 9.996e-7: "1 us", 1e-15: "0 ns"}
     assert {value: format_seconds(value) for value in seconds} == seconds
     sizes = {1020 * 2**20: "1020 MiB", 1023.9 * 2**20: "1 GiB", 5000 * 2**30: "5000 GiB"}
     assert {value: format_bytes(value) for value in sizes} == sizes
