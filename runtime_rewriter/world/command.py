@@ -54,11 +54,9 @@ def _read(words: list[str]) -> ScriptCommand:
     if first.startswith("python"):
         while rest and rest[0] in ("-u", "-O", "-B"):  # do not change what is run
             rest = rest[1:]
-        module = rest[1] if rest[:1] == ["-m"] and len(rest) > 1 else None
-        if module in launchers.TORCHRUN_MODULES:
-            return launchers.read_torchrun(rest[2:])
-        if module == launchers.ACCELERATE_MODULE:
-            return launchers.read_accelerate(rest[2:])
+        module = rest[1] if rest[:1] == ["-m"] and len(rest) > 1 else ""
+        if module in launchers.MODULES:
+            return launchers.MODULES[module](rest[2:])
         return _of_python(rest)
     if first.endswith(".py"):
         return ScriptCommand(words[0], tuple(rest), False, None)
@@ -128,3 +126,13 @@ def with_launcher(command: ScriptCommand, workers: int, mode: Sequence[str]) -> 
         *("--nproc-per-node", str(command.workers or workers)),
     )
     return [sys.executable, "-m", "torch.distributed.run", *options, *launcher]
+
+
+def launcher_threads(command: ScriptCommand, workers: int) -> dict[str, str]:
+    """The number of threads that the launcher of `with_launcher` gives its ranks by default.
+
+    torchrun starts several ranks per host with one thread each. Other launchers set none.
+    """
+    own_launcher = command.mpirun_words or command.horovodrun_words
+    per_host = (command.workers or workers) // command.nodes
+    return {} if own_launcher or per_host < 2 else {"OMP_NUM_THREADS": "1"}

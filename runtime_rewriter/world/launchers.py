@@ -20,8 +20,9 @@ from typing import Any, NoReturn
 from autotune.errors import InvalidInput
 from runtime_rewriter.world.script_command import ScriptCommand
 
-TORCHRUN_MODULES = ("torch.distributed.run", "torch.distributed.launch")
-ACCELERATE_MODULE = "accelerate.commands.launch"
+_USE_ENV = ("--use-env", "--use_env")
+_ACCELERATE_PORT = 29500
+"""accelerate's own port for several machines."""
 _UV_FLAGS = ("--frozen", "--locked", "--no-sync", "--offline", "--active", "--quiet", "-q", "--")
 _NOT_DDP = {
     "deepspeed": "DeepSpeed sends gradients itself, and autotune changes how "
@@ -146,6 +147,24 @@ def _read_any_torchrun(words: list[str]) -> ScriptCommand:
     )
 
 
+def read_torch_launch(words: list[str]) -> ScriptCommand:
+    """The options and the script of `python -m torch.distributed.launch --use-env`.
+
+    Without that option, the module passes `--local-rank` to the script, which our ranks do not get.
+    """
+    flags = [place for place, word in enumerate(words) if word in _USE_ENV]
+    rest = [word for place, word in enumerate(words) if place not in flags[:1]]
+    command = read_torchrun(rest)
+    options = len(rest) - 1 - len(command.arguments)
+    if not flags or flags[0] > options:
+        raise InvalidInput(
+            "a rank gets its number as LOCAL_RANK in its environment, but python -m "
+            f"torch.distributed.launch without --use-env passes --local-rank to {command.target}; "
+            "use torchrun, and let the script read os.environ['LOCAL_RANK']"
+        )
+    return command
+
+
 def read_accelerate(words: list[str]) -> ScriptCommand:
     """The options and the script of `accelerate launch`, and the variables that it would set.
 
@@ -153,6 +172,7 @@ def read_accelerate(words: list[str]) -> ScriptCommand:
     """
     try:
         from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+        from accelerate.utils import check_cuda_p2p_ib_support
         from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
     except ImportError as error:
         raise InvalidInput(
@@ -175,9 +195,13 @@ def read_accelerate(words: list[str]) -> ScriptCommand:
                         "can be tuned; choose --multi_gpu, or another --config_file"
                     )
             workers, nodes = int(options.num_processes or 1), int(options.num_machines or 1)
+            torchrun_options = _options_of_machines(options, workers, nodes)
+            workers -= workers % nodes  # accelerate starts as many on each machine
             options.main_process_port = 0
             if workers > 1:
                 environment = prepare_multi_gpu_env(options)
+                if not check_cuda_p2p_ib_support():
+                    environment = {**_WITHOUT_PEER_ACCESS, **environment}
             else:
                 _, environment = prepare_simple_launcher_cmd_env(options)
     except ValueError as error:
@@ -185,16 +209,53 @@ def read_accelerate(words: list[str]) -> ScriptCommand:
     ours = {
         name: value
         for name, value in environment.items()
-        if os.environ.get(name) != value and name.startswith(("ACCELERATE_", "FP8_", "OMP_"))
+        if os.environ.get(name) != value and not name.startswith("MASTER_")
     }
     return ScriptCommand(
         target=options.training_script,
         arguments=tuple(options.training_script_args),
         is_module=is_module,
         workers=workers if workers > 1 else None,
+        torchrun_options=torchrun_options,
         nodes=nodes,
         environment=ours,
     )
+
+
+_WITHOUT_PEER_ACCESS = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+"""accelerate sets these for GPUs that cannot access each other's memory."""
+
+
+def _options_of_machines(options: Any, workers: int, nodes: int) -> tuple[str, ...]:
+    """torchrun's options by which the ranks of several machines meet, as accelerate sets them.
+
+    Empty for one machine. `options` are accelerate's, with those of its configuration file.
+    """
+    if nodes == 1:
+        return ()
+    address, rank = options.main_process_ip, options.machine_rank
+    if address is None or rank is None or workers < nodes:
+        raise InvalidInput(
+            "accelerate launch with several machines needs --num_processes of all machines, "
+            "--main_process_ip and --machine_rank, but has "
+            f"--num_machines {nodes} --num_processes {workers}, the address {address} and the "
+            f"machine rank {rank}; add what is missing, or let accelerate config ask for it"
+        )
+    port = _ACCELERATE_PORT if options.main_process_port is None else options.main_process_port
+    return (
+        *("--nnodes", str(nodes), "--nproc-per-node", str(workers // nodes)),
+        *("--node-rank", str(rank), "--rdzv-backend", options.rdzv_backend or "static"),
+        *("--rdzv-endpoint", f"{address}:{port}"),
+        *(("--rdzv-conf", options.rdzv_conf) if options.rdzv_conf else ()),
+    )
+
+
+MODULES = {
+    "torch.distributed.run": read_torchrun,
+    "torch.distributed.launch": read_torch_launch,
+    "accelerate.commands.launch": read_accelerate,
+}
+"""Readers of the words after `python -m MODULE`."""
 
 
 _MPI_COUNT = ("-np", "--np", "-n", "-c", "--n")

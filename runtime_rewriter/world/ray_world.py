@@ -12,6 +12,7 @@ from autotune.errors import LaunchError
 from autotune.records import REAL_CONDITIONS, Conditions
 from autotune.workload import Workload
 from runtime_rewriter.scheduling import requested_conditions
+from runtime_rewriter.world.command import launcher_threads
 from runtime_rewriter.world.placement import Launch
 from runtime_rewriter.world.ray_actors import WorkerPlace
 from runtime_rewriter.world.ray_bundles import Room
@@ -79,8 +80,16 @@ class _RayPlacement:
         port = self.workers[0].call("reserve_port", *self._ports, host)
         interface = "lo" if place.local else place.interface
         conditions = requested_conditions(self._conditions)
+        threads = launcher_threads(self._command, len(self.workers))
         environments = tuple(
-            {**self._environment, **of_rank, **self._command.environment, **conditions, **view}
+            {
+                **threads,
+                **self._environment,
+                **of_rank,
+                **self._command.environment,
+                **conditions,
+                **view,
+            }
             for of_rank, view in zip(
                 _environments(self._places, host, port, interface), self._fresh_views(), strict=True
             )

@@ -26,7 +26,7 @@ from runtime_rewriter.world.starting import launcher_words
 
 LOG_TAIL_BYTES = 8192
 CLOSING_S = 5.0
-_SET_BY_RAY = ("PYTHONPATH", "PYTHONBREAKPOINT")
+_SET_BY_RAY = ("PYTHONPATH", "PYTHONBREAKPOINT", "OMP_NUM_THREADS")
 """Variables besides RAY_* that Ray sets in its workers."""
 _MACHINE_VARIABLES = frozenset(
     [
@@ -117,8 +117,8 @@ class ProcessSupervisor:
     ) -> None:
         """Start `runtime_rewriter.rank.launch --control FD -- words` in `directory` ("": our own).
 
-        `environment` is added to ours without Ray's part of it; the only PYTHONPATH is the one in
-        `environment`.
+        `environment` is added to ours without Ray's part of it; PYTHONPATH and OMP_NUM_THREADS
+        come from `environment` alone.
         """
         self.stop()
         ours, theirs = socket.socketpair()

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from autotune.errors import InvalidInput
-from runtime_rewriter.world.command import at_any_port, read_command, with_launcher
+from runtime_rewriter.world.command import (
+    at_any_port,
+    launcher_threads,
+    read_command,
+    with_launcher,
+)
 from runtime_rewriter.world.launchers import _read_any_torchrun, _read_plain_torchrun
 from runtime_rewriter.world.script_command import ScriptCommand
+from runtime_rewriter.world.starting import launcher_words
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +34,12 @@ COMMANDS = {
     "torchrun --nproc-per-node 4 train.py --lr 1": ("train.py", False, 4),
     "torchrun --nnodes 2 --nproc-per-node=2 -m pkg.train --lr 1": ("pkg.train", True, 4),
     "python -m torch.distributed.run --nproc-per-node 2 train.py --lr 1": ("train.py", False, 2),
+    "python -m torch.distributed.launch --nproc-per-node 2 --use-env train.py --lr 1": (
+        "train.py",
+        False,
+        2,
+    ),
+    "python -m torch.distributed.launch --use_env -m pkg.train --lr 1": ("pkg.train", True, 1),
     "env A=1 B=x=y torchrun --nproc-per-node 2 train.py --lr 1": ("train.py", False, 2),
     "uv run train.py --lr 1": ("train.py", False, None),
     "uv run --frozen torchrun --nproc-per-node 2 train.py --lr 1": ("train.py", False, 2),
@@ -106,6 +119,36 @@ def test_variables_of_the_command_reach_the_ranks() -> None:
     assert not {"MASTER_ADDR", "MASTER_PORT"} & set(accelerated.environment)
 
 
+def test_the_gpus_that_accelerate_is_given_reach_the_ranks() -> None:
+    chosen = "accelerate launch --multi_gpu --num_processes 2 --gpu_ids 2,3 train.py"
+    assert read(chosen).environment["CUDA_VISIBLE_DEVICES"] == "2,3"
+    alone = "accelerate launch --num_processes 1 --gpu_ids 3 train.py"
+    assert read(alone).environment["CUDA_VISIBLE_DEVICES"] == "3"
+
+
+NVIDIA_SMI = """#!/bin/sh
+case "$1" in
+    *count*) printf '2, NVIDIA GeForce RTX 4090\\n2, NVIDIA GeForce RTX 4090\\n' ;;
+    *driver*) printf '%s\\n' {driver} ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(("driver", "disabled"), [("535.54.03", True), ("550.90.07", False)])
+def test_nccl_leaves_out_what_accelerate_knows_that_the_gpus_lack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: str, disabled: bool
+) -> None:
+    """accelerate asks nvidia-smi for the GPUs and their driver."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(NVIDIA_SMI.format(driver=driver))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("NCCL_IB_DISABLE", "0")  # the user's own choice stays
+    command = read("accelerate launch --multi_gpu --num_processes 2 train.py")
+    nccl = {name: value for name, value in command.environment.items() if "NCCL" in name}
+    assert nccl == ({"NCCL_P2P_DISABLE": "1"} if disabled else {})
+
+
 REFUSED = {
     "": "a command is needed",
     "bash train.sh": "must start with torchrun, accelerate launch, horovodrun, mpirun, python or",
@@ -127,6 +170,14 @@ REFUSED = {
     "horovodrun -np 2 --min-np 1 --host-discovery-script d.sh python train.py": "elastic Horovod",
     "torchrun --nproc-per-node 2 --nonsense 3 train.py": "torchrun does not understand",
     "torchrun --nproc-per-node many train.py": "needs numbers",
+    "python -m torch.distributed.launch --nproc-per-node 2 train.py": (
+        "passes --local-rank to train.py; use torchrun, and let the script read os.environ"
+    ),
+    "python -m torch.distributed.launch train.py --use-env": "passes --local-rank to train.py",
+    "accelerate launch --num_machines 2 --num_processes 4 train.py": (
+        "needs --num_processes of all machines, --main_process_ip and --machine_rank, but has "
+        "--num_machines 2 --num_processes 4, the address None and the machine rank None; add"
+    ),
     "accelerate launch --use_deepspeed --num_processes 2 train.py": "is set to use_deepspeed",
     "accelerate launch --use_fsdp --num_processes 2 train.py": "is set to use_fsdp",
     "python": "python needs a script or -m module",
@@ -170,3 +221,33 @@ def test_a_run_keeps_the_launcher_of_its_command() -> None:
     assert bare[3:6] == ["--standalone", "--nproc-per-node", "3"]
     accelerated = "accelerate launch --multi_gpu --num_processes 2 train.py"
     assert with_launcher(read(accelerated), 3, mode)[5] == "2"
+
+
+MACHINES = "--num_machines 2 --machine_rank 1 --main_process_ip 10.0.0.1"
+
+
+def test_a_run_of_accelerate_is_one_world_of_all_its_machines() -> None:
+    command = read(f"accelerate launch {MACHINES} --num_processes 8 train.py --lr 1")
+    assert (command.workers, command.nodes) == (8, 2)
+    run = with_launcher(command, 8, ("--strategy", "best.json"))
+    options = run[3 : run.index(launcher_words()[0])]
+    again = read_command(["torchrun", *options, "train.py"])
+    assert (again.workers, again.nodes) == (8, 2)
+    values = dict(zip(options[::2], options[1::2], strict=True))
+    assert (values["--node-rank"], values["--rdzv-endpoint"]) == ("1", "10.0.0.1:29500")
+    port = read(f"accelerate launch {MACHINES} --main_process_port 7 --num_processes 5 train.py")
+    assert port.torchrun_options[-1] == "10.0.0.1:7" and port.workers == 4
+
+
+@pytest.mark.parametrize(
+    ("command", "threads"),
+    [
+        ("torchrun --nproc-per-node 2 train.py", "1"),
+        ("torchrun --nproc-per-node 1 --nnodes 4 train.py", None),
+        ("python train.py", "1"),
+        ("mpirun -np 4 python train.py", None),
+        ("horovodrun -np 2 python train.py", None),
+    ],
+)
+def test_ranks_get_the_threads_of_the_launcher_of_a_run(command: str, threads: str | None) -> None:
+    assert launcher_threads(read(command), 4).get("OMP_NUM_THREADS") == threads

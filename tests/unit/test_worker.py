@@ -97,6 +97,7 @@ def test_a_process_gets_our_packages_and_the_drivers_path_but_no_setting_of_ray(
     )
     ours = os.environ | {
         "RAY_AUTH_TOKEN": "secret",
+        "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(["/vendored/by/ray", "/of/ray", str(ROOT)]),
     }
     subprocess.run(
@@ -105,7 +106,7 @@ def test_a_process_gets_our_packages_and_the_drivers_path_but_no_setting_of_ray(
     child = json.loads((tmp_path / "environment.json").read_text())
     assert child["PYTHONPATH"] == "/of/the/driver"
     assert child["RANK"] == "3"
-    assert not [name for name in child if name.startswith("RAY_")]
+    assert not [name for name in child if name.startswith(("RAY_", "OMP_"))]
 
 
 IMPORTS = """
