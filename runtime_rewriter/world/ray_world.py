@@ -186,7 +186,6 @@ def ray_world(
     Every start has this process's present environment: the tracker changes it later.
     """
     environment = carried_environment(dict(os.environ))
-    environment.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default
     rooms = tuple(
         (ranks, addresses[host] if host < len(addresses) else "")
         for host, ranks in enumerate(devices_per_host)

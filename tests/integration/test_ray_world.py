@@ -134,6 +134,7 @@ def test_ranks_keep_their_conditions_and_environment_after_a_crash(
 ) -> None:
     conditions = Conditions(Network.LOOPBACK, Accelerators.EMULATED, round_robin=True)
     monkeypatch.setenv("OF_THE_USER", "1")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     world = make_world(*fault_words("crash", tmp_path), conditions=conditions)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")  # as the tracker does
     wanted = plan(ddp_default(PROFILE), PROFILE, RANKS)
@@ -145,13 +146,26 @@ def test_ranks_keep_their_conditions_and_environment_after_a_crash(
     assert isinstance(again, Measured) and min(min(row) for row in again.step_s) >= 0.199
     assert again.gradient_error == 0.0
     assert world.restarts == 1 and world.round_robin() == permitted()
-    environments = [
-        Path(f"/proc/{one}/environ").read_bytes().split(b"\0")
+    everywhere = environments()
+    ranks = of_ranks(everywhere)
+    assert {"1"} == {one["OF_THE_USER"] for one in ranks}
+    assert {"1"} == {one["OMP_NUM_THREADS"] for one in ranks}, "torchrun's own default"
+    assert not any("MLFLOW_HTTP_REQUEST_TIMEOUT" in one for one in everywhere)
+
+
+def environments() -> list[dict[str, str]]:
+    """The variables of the cluster's processes and of the ranks'."""
+    texts = [
+        Path(f"/proc/{one}/environ").read_bytes().decode(errors="replace")
         for one in processes_of(Path(os.environ[FOLDER_VARIABLE]))
     ]
-    of_ranks = [variables for variables in environments if b"WORLD_SIZE=2" in variables]
-    assert len(of_ranks) >= RANKS and all(b"OF_THE_USER=1" in one for one in of_ranks)
-    assert not any(b"MLFLOW_HTTP_REQUEST_TIMEOUT=5" in one for one in environments)
+    return [dict(one.partition("=")[::2] for one in text.split("\0")) for text in texts]
+
+
+def of_ranks(everywhere: list[dict[str, str]]) -> list[dict[str, str]]:
+    ranks = [one for one in everywhere if one.get("WORLD_SIZE") == str(RANKS)]
+    assert len(ranks) >= RANKS
+    return ranks
 
 
 def test_every_start_of_the_script_has_a_fresh_view_and_the_users_files_stay(
@@ -165,14 +179,16 @@ def test_every_start_of_the_script_has_a_fresh_view_and_the_users_files_stay(
         (project / name).write_bytes(content)
     monkeypatch.chdir(project)
     words = ["--starts", str(starts), "--crash-step", "8", "--rotate"]
-    command = read_command(["torchrun", "--nproc-per-node", str(RANKS), script, *words])
+    command = read_command(["mpirun", "-np", str(RANKS), "python", script, *words])
     place = (clusters.connected, command, RANKS, tmp_path / "logs")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     world = ray_world(*place, 60.0, START_S, statistics, protected=Protected.of([project]))
     try:
         crashed = world.run_trial(replace(REQUEST, timed_steps=12), None)
         assert isinstance(crashed, Failed) and "planted crash" in crashed.message
         again = world.run_trial(replace(REQUEST, timed_steps=12), None)
         assert isinstance(again, Measured), again
+        assert not any("OMP_NUM_THREADS" in one for one in of_ranks(environments())), "mpirun"
     finally:
         world.close()
     assert {path.name: path.read_bytes() for path in project.iterdir()} == kept | {
