@@ -18,14 +18,14 @@ _MOST_OPS = 2000
 
 def described(tensors: Sequence[Any], marks: Marks) -> list[Variable]:
     """Describe the variable of each tensor, or raise `InvalidInput`."""
-    numbers = [_nearest(tensor) for tensor in tensors]
+    numbers = [_gradient_of(tensor, marks) for tensor in tensors]
     variables: list[Variable] = []
     names: set[str] = set()
     for tensor, number in zip(tensors, numbers, strict=True):
         if number is None:
             raise InvalidInput(
                 "replica_context.all_reduce must sum the gradients of variables, and other values "
-                "by another call, but one of its tensors is not computed from a gradient"
+                "by another call, but one of its tensors is not the gradient of a variable"
             )
         if numbers.count(number) > 1:
             raise InvalidInput(
@@ -46,9 +46,17 @@ def unused(name: str, names: set[str]) -> str:
     return next(one for one in itertools.chain([name], numbered) if one not in names)
 
 
-def is_gradient(tensor: Any) -> bool:
-    """Whether the tensor comes from the gradient of a variable."""
-    return _nearest(tensor) is not None
+def is_gradient(tensor: Any, marks: Marks) -> bool:
+    """Whether the tensor comes from the gradient of a variable, and has its shape."""
+    return _gradient_of(tensor, marks) is not None
+
+
+def _gradient_of(tensor: Any, marks: Marks) -> int | None:
+    """The mark of a gradient; None for other values, such as the norm of gradients."""
+    number = _nearest(tensor)
+    if number is None or isinstance(tensor, tf.IndexedSlices):
+        return number
+    return number if tensor.shape.is_compatible_with(marks.variables[number].shape) else None
 
 
 def _nearest(tensor: Any) -> int | None:

@@ -204,7 +204,8 @@ class Steps:
                 raise InvalidInput(f"{_ONE_CALL}; decorate the function with @tf.function")
             return original(own, operation, value, *rest)
         stepping = self._inside and self._may_be_step
-        if not stepping or self._problem or not any(map(is_gradient, flat)):
+        gradients = (is_gradient(one, self.marks) for one in flat)
+        if not stepping or self._problem or not any(gradients):
             return original(own, operation, value, *rest)
         try:
             return self._summed(original, own, operation, value, rest)
@@ -238,6 +239,7 @@ class Steps:
 
     def _sums(self, gradients: Mapping[str, Any]) -> dict[str, Any]:
         """Those of the step that is traced."""
+        self._others += 1  # tracing takes time
         assert self.script_sums is not None and self._variables is not None
         results = self.script_sums.sums(self.plan, gradients)
         if self.gated and self.plan is not None:

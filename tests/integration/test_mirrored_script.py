@@ -173,7 +173,9 @@ def test_messages_of_fp16_train_almost_the_same(trained) -> None:
 def test_steps_that_are_no_single_call_are_refused_with_what_to_write(pair) -> None:
     for rank in range(RANKS):
         noted = json.loads((pair / f"noted_{rank}.json").read_text())
-        assert noted["clean"] == [True, False]  # the second step came after a prediction
+        # the second step came after a prediction, and the one of a smaller batch was traced
+        assert noted["clean"] == [True, False, True, True, False, True]
+        assert noted["norm"] == ""
         assert "for batch in dataset: train_step(batch)" in noted["twice"]
         assert "it sums gradients several times" in noted["twice"]
         assert "summed in a loop or branch" in noted["loop"]

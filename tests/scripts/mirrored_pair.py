@@ -143,7 +143,7 @@ def heartbeat_ms() -> int:
 
 
 def refused_steps() -> dict[str, str]:
-    """Refusals of steps that sum twice, in a loop, and without a tf.function."""
+    """Refusals of steps that sum twice, in a loop, and without a tf.function; none of a norm's."""
     import tensorflow as tf
 
     with strategy.scope():
@@ -158,12 +158,26 @@ def refused_steps() -> dict[str, str]:
             (total,) = context.all_reduce(tf.distribute.ReduceOp.SUM, gradients)
             weights.assign_sub(0.1 * total)
 
+    def replica_norm() -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weights * weights)
+        gradients = tape.gradient(loss, [weights])
+        context = tf.distribute.get_replica_context()
+        (total,) = context.all_reduce(tf.distribute.ReduceOp.SUM, gradients)
+        weights.assign_sub(0.1 * total)
+        return tf.linalg.global_norm(gradients)
+
+    def logged() -> Any:
+        norm = strategy.run(replica_norm)
+        return strategy.reduce(tf.distribute.ReduceOp.MEAN, norm, axis=None)
+
     def epoch() -> None:
         for _ in tf.range(3):
             strategy.run(replica_step, args=(1,))
 
     inner = tf.function(lambda: strategy.run(replica_step, args=(1,)))
     return {
+        "norm": refusal(tf.function(logged)),
         "twice": refusal(tf.function(lambda: strategy.run(replica_step, args=(2,)))),
         "loop": refusal(tf.function(epoch)),
         "inner": refusal(tf.function(lambda: inner())),
@@ -197,7 +211,14 @@ with mirrored_steered(lambda undo, peers: steered.enter_context(observer.steps.s
     observer.clean.clear()
     script["train_step"](next(iter(distributed)))
     model.predict(np.zeros((2, 5), "int32"), verbose=0)
-    script["train_step"](next(iter(distributed)))
+    batch = next(iter(distributed))
+    script["train_step"](batch)
+    observer.plans = [bucket, bucket, bucket]
+    script["train_step"](batch)
+    small = tuple(strategy.experimental_local_results(one)[0][:2] for one in batch)
+    script["train_step"](small)  # traced
+    script["train_step"](batch)
+    script["train_step"](batch)
     steered.close()
     noted = {
         "clean": observer.clean,
