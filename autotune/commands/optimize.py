@@ -23,6 +23,7 @@ from autotune.memory.peak import highest_peak
 from autotune.optimizer.budget import Budget
 from autotune.optimizer.optimize import Optimized, optimize
 from autotune.reports.timeline_page import write_timeline_report
+from autotune.strategy_space.mirrored import mirrored_space
 from autotune.strategy_space.space import SearchSpace
 from autotune.units import parse_bytes, parse_seconds
 
@@ -134,6 +135,8 @@ def _memory(
 def _space(source: Source, options: argparse.Namespace) -> SearchSpace:
     space = SearchSpace.default(lossy=options.lossy)
     refused = "--within-step was given" if options.within_step else source.cross_step_refused
+    if source.mirrored:
+        space = mirrored_space(space)
     if source.direct_refused:
         space = space.without_direct()
     return space.without_cross_step(refused) if refused else space

@@ -32,6 +32,7 @@ class Source:
     - `memory`: lifetimes of its tensors; None if not recorded, for the reason `no_memory`.
     - `cross_step_refused`, `direct_refused`: why the script cannot synchronize across steps, and
       why its ranks cannot exchange directly; empty if they can.
+    - `mirrored`: whether the script uses MultiWorkerMirroredStrategy.
     - `notes`: further assumptions.
     """
 
@@ -42,6 +43,7 @@ class Source:
     no_memory: str = "it holds no activations and no optimizer state"
     cross_step_refused: str = ""
     direct_refused: str = ""
+    mirrored: bool = False
     notes: tuple[str, ...] = ()
 
     def assumptions(self, assumed: tuple[str, ...]) -> list[str]:
@@ -146,4 +148,5 @@ def _recorded(folder: Path) -> Source:
         no_memory=missing_memory_reason(job.notes),
         cross_step_refused=job.cross_step_refused,
         direct_refused=job.direct_refused,
+        mirrored=job.mirrored,
     )

@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from autotune.canonical import to_data
+from autotune.canonical import LATER, to_data
 from autotune.errors import InvalidInput
 from autotune.files import is_file, is_folder
 from autotune.parsing import parse, read_json, refuse_newer
@@ -103,6 +103,7 @@ class RecordedJob:
     - `cross_step_refused`: why the script cannot synchronize across steps, according to its steps
       until the end of the recording; "" for no known reason. `direct_refused`: why its ranks cannot
       exchange directly.
+    - `mirrored`: whether it uses MultiWorkerMirroredStrategy, see `strategy_space.mirrored`.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -127,6 +128,7 @@ class RecordedJob:
     direct_refused: str = ""
     between: int = 0
     schema: int = SCHEMA
+    mirrored: bool = field(default=False, metadata=LATER)
 
     def __post_init__(self) -> None:
         ranks = [record.rank for record in self.ranks]

@@ -98,6 +98,7 @@ class MirroredRecorder:
             command=settings.command,
             software=software_versions() | software(),
             refused=(CROSSING_REFUSED, DIRECT_REFUSED),
+            mirrored=True,
         )
         try:
             files.write(recorded, 1, recording, [NOTE])

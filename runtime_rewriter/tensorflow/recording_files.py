@@ -39,7 +39,7 @@ class RecordingFiles:
 
     `plan`: by which the replicas synchronized; None: by the script's own messages. `threads`:
     between the ops of a replica. `refused`: why the script cannot cross the step, and why it cannot
-    exchange directly; "" for no known reason.
+    exchange directly; "" for no known reason. `mirrored`: see `RecordedJob`.
     """
 
     folder: Path
@@ -50,6 +50,7 @@ class RecordingFiles:
     command: tuple[str, ...]
     software: Mapping[str, str]
     refused: tuple[str, str]
+    mirrored: bool = False
 
     def write(
         self,
@@ -70,7 +71,7 @@ class RecordingFiles:
             self.model,
             recorded.times,
             median(step.update_s for step in recorded.times) + recorded.client_s,
-            touched={},
+            recording.touched,
             threads=self.threads,
         )
         job = RecordedJob(
@@ -95,6 +96,7 @@ class RecordingFiles:
             ),
             cross_step_refused=self.refused[0],
             direct_refused=self.refused[1],
+            mirrored=self.mirrored,
         )
         (self.folder / MEMORY_FILE).unlink(missing_ok=True)  # of an earlier recording
         job.write(self.folder)

@@ -47,7 +47,9 @@ class ScriptRecorder:
         """Train one step with the global batch; return the fetches of the first replica."""
 
         def run(options: Any, metadata: Any) -> list[np.ndarray]:
-            results, _ = self._running.observed_step(values, metadata, {}, options)
+            wanted = self._recording.further_fetches(self._running.training.row_indices(0))
+            results, rows = self._running.observed_step(values, metadata, wanted, options)
+            self._recording.note_rows(rows)
             return results
 
         results = self._recording.step(run)

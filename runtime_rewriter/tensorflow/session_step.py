@@ -71,9 +71,14 @@ class SessionStep:
         needed = {feed.name for feed in self.running.training.feeds}
         pairs = zip(self.captured.arguments, _arrays(function, arguments, named), strict=True)
         values = {name: value for name, value in pairs if name in needed}
-        return recording.step(
-            lambda options, metadata: self.running.observed_step(values, metadata, {}, options)[0]
-        )
+
+        def run_step(options: Any, metadata: Any) -> list[np.ndarray]:
+            wanted = recording.further_fetches(self.captured.training.row_indices(0))
+            results, rows = self.running.observed_step(values, metadata, wanted, options)
+            recording.note_rows(rows)
+            return results
+
+        return recording.step(run_step)
 
 
 def _spec(value: Any) -> Any:

@@ -103,6 +103,12 @@ class TrainingGraph:
             if one.indices is not None
         }
 
+    def row_indices(self, rank: int) -> dict[str, str]:
+        """The indices of each sparse gradient as a tensor of a replica, by variable."""
+        return {
+            one.variable: f"replica_{rank}/{one.indices}" for one in self.gradients if one.sparse
+        }
+
     def rows_only(self, variable: str) -> bool:
         """Whether the program must get the rows of a gradient as rows."""
         readers = self.row_readers.get(variable)

@@ -13,8 +13,10 @@ from synthetic_job import WORKLOAD
 
 from autotune.canonical import canonical_json
 from autotune.recordings.job_file import RankRecord, RecordedJob
+from autotune.strategy_space.mirrored import MIRRORED_LIMITS, mirrored_refusal
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import Strategy
+from autotune.workload import Variable
 
 HOSTS = "name: two\nhosts:\n  - {name: a, bandwidth: 1Gbit/s}\n  - {name: b, bandwidth: 1Gbit/s}\n"
 
@@ -125,6 +127,22 @@ def test_optimize_keeps_to_what_the_recorded_script_can(tmp_path, capsys) -> Non
     assert "next forward pass" not in text
     report = (tmp_path / "report.html").read_text()
     assert "gradients are clipped" in report and "no sends" in report
+
+
+def test_optimize_plans_for_recorded_mirrored_workers_what_they_can_enact(tmp_path, capsys) -> None:
+    record = RankRecord(0, "host", "cpu", "x", 1, "rank0.json.gz", (), (0.1,))
+    table = Variable("table", (5000, 64), sparse=True, ready_s=0.1, touched_rows=20.0)
+    workload = replace(WORKLOAD, variables=(*WORKLOAD.variables, table))
+    job = RecordedJob(1, (record,), 1, 1, 1, workload.id, workload, mirrored=True)
+    slow = tmp_path / "slow.yaml"
+    slow.write_text(HOSTS.replace("1Gbit/s", "10Mbit/s"))
+    job.write(tmp_path)
+    written, report = tmp_path / "strategy.json", tmp_path / "report.html"
+    words = ("optimize", tmp_path, "--cluster", slow, "--lossy", "--within-step", "-o", written)
+    text = output(capsys, *words, "--report", report, "--budget-time", "2s")
+    assert MIRRORED_LIMITS in text and MIRRORED_LIMITS in report.read_text()
+    planned = plan(Strategy.from_json(written.read_text()), workload, 2)
+    assert mirrored_refusal(planned, {"table"}) is None
 
 
 @pytest.mark.parametrize(

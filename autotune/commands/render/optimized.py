@@ -23,6 +23,7 @@ from autotune.jobs.sources import Source
 from autotune.optimizer.optimize import Optimized
 from autotune.reports.timeline_page import Fact, Listing, Page
 from autotune.strategy_space.describe import message_rows, whole_text
+from autotune.strategy_space.mirrored import MIRRORED_LIMITS
 from autotune.units import format_bytes, format_seconds
 
 SHOWN_MESSAGES, SHOWN_NAMES = 12, 3
@@ -62,6 +63,7 @@ class OptimizedResult:
             "assumed": self.assumptions,
             "cross_step_refused": self.source.cross_step_refused,
             "direct_refused": self.source.direct_refused,
+            "mirrored": self.source.mirrored,
             "log": to_data(best.log),
             "rounds": best.rounds,
             "replays": best.replays,
@@ -88,7 +90,9 @@ class OptimizedResult:
             lines.append(f"assumed, not measured: {', '.join(self.assumptions)}")
         if self.source.cross_step_refused:
             lines.append(f"synchronization stays within the step: {self.source.cross_step_refused}")
-        if self.source.direct_refused:
+        if self.source.mirrored:
+            lines.append(MIRRORED_LIMITS)
+        elif self.source.direct_refused:
             lines.append(f"no direct exchanges: {self.source.direct_refused}")
         lines.append(whole_text(best.strategy))
         search = (
@@ -146,7 +150,9 @@ class OptimizedResult:
         if self.source.cross_step_refused:
             reason = self.source.cross_step_refused
             notes.append(f"Synchronization stays within the step: {reason}.")
-        if self.source.direct_refused:
+        if self.source.mirrored:
+            notes.append(f"Fewer plans: {MIRRORED_LIMITS}.")
+        elif self.source.direct_refused:
             notes.append(f"No direct exchanges: {self.source.direct_refused}.")
         kicker = (
             f"autotune optimize · {self.source.workload.model} · {self.cluster.world_size} workers "

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import tensorflow as tf
 
 from autotune.errors import InvalidInput
@@ -121,6 +122,7 @@ class StepRecording:
     Then ordinary and recorded steps take turns until `steps` are recorded.
 
     Events are read once `records` are asked for: between two steps, other ranks would wait for it.
+    `touched`: indices of the rows of sparse gradients in the warm-up steps, by variable.
     """
 
     steps: int = RECORDED_STEPS
@@ -128,6 +130,7 @@ class StepRecording:
     partitions: bool = True
     taken: int = 0
     recorded: int = 0
+    touched: dict[str, list[np.ndarray]] = field(default_factory=dict)
     _records: StepRecords = field(default_factory=StepRecords)
     _unread: list[Any] = field(default_factory=list)  # StepStats
 
@@ -146,6 +149,15 @@ class StepRecording:
     @property
     def done(self) -> bool:
         return self.recorded == self.steps
+
+    def further_fetches(self, rows: Mapping[str, str]) -> Mapping[str, str]:
+        """What the step that runs now fetches of `rows`: no fetch changes a recorded graph."""
+        return rows if self.taken <= self.warmup else {}
+
+    def note_rows(self, indices: Mapping[str, np.ndarray]) -> None:
+        """Note what was fetched."""
+        for variable, rows in indices.items():
+            self.touched.setdefault(variable, []).append(rows)
 
     @property
     def records(self) -> StepRecords:
