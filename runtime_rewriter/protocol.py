@@ -123,9 +123,10 @@ class ProfileAnswer(_Message):
     `cores`: usable CPU cores of the host. `cross_step_refused`: why the script cannot synchronize
     across steps; empty if it can. `current_buckets`: variables of each bucket of the current setup,
     in its order; empty: not known. `op_fusions`: choices of sets of ops that the model can enact;
-    `op_fusion_report`: what was measured of them, for people. `mirrored`, `direct_refused`,
-    `further_models`: see `Profiled`. `reads_norms`: as in `Workload`, also if no steps were
-    profiled. `rows_only`: the variables of which it holds, likewise.
+    `op_fusion_report`: what was measured of them, and how the steps differ from the script's own,
+    for people. `mirrored`, `direct_refused`, `plugins_refused`, `further_models`: see `Profiled`.
+    `reads_norms`: as in `Workload`, also if no steps were profiled. `rows_only`: the variables of
+    which it holds, likewise.
     """
 
     workload: Workload | None
@@ -141,6 +142,7 @@ class ProfileAnswer(_Message):
     direct_refused: str = ""
     further_models: int = 0
     rows_only: tuple[str, ...] = ()
+    plugins_refused: str = ""
 
 
 @dataclass(frozen=True)

@@ -163,6 +163,7 @@ def _execute(
             profile.mirrored,
             profile.direct_refused,
             profile.further_models,
+            profile.plugins_refused,
         )
     if isinstance(instruction, Propose):
         return proposer.propose(

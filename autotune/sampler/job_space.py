@@ -38,6 +38,8 @@ class JobSpace:
             space = mirrored_space(space)
         if history.profiled.direct_refused:
             space = space.without_direct()
+        if history.profiled.plugins_refused:
+            space = space.without_plugins()
         refused = history.profiled.cross_step_refused
         return self.narrow(space.without_cross_step(refused) if refused else space)
 

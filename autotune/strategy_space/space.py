@@ -170,6 +170,12 @@ class SearchSpace:
         others = (kind for kind in self.synchronizers if kind is not Synchronizer.DIRECT_EXCHANGE)
         return replace(self, synchronizers=tuple(others))
 
+    def without_plugins(self) -> SearchSpace:
+        """Return this space for a runtime that lacks the compressors of plugins."""
+        return replace(
+            self, compressors=tuple(k for k in self.compressors if k in tuple(Compressor))
+        )
+
     def compressors_for(self, dtype: str) -> tuple[Compressor, ...]:
         """Compressors that a gradient of this dtype can take."""
         return self.compressors if dtype in _COMPRESSIBLE else (Compressor.NONE,)

@@ -59,7 +59,8 @@ class Profiled:
     `op_fusion_report`: what was measured of them, for people. `mirrored`: whether the script uses
     MultiWorkerMirroredStrategy, see `strategy_space.mirrored`. `direct_refused`: why ranks cannot
     exchange directly; empty if they can. `further_models`: models that the script synchronizes too,
-    without plans (the second one of a GAN).
+    without plans (the second one of a GAN). `plugins_refused`: why compressors of plugins cannot be
+    used; empty if they can.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -75,6 +76,7 @@ class Profiled:
     mirrored: bool = field(default=False, metadata=LATER)
     direct_refused: str = field(default="", metadata=LATER)
     further_models: int = field(default=0, metadata=LATER)
+    plugins_refused: str = field(default="", metadata=LATER)
 
     def in_words(self, plan: Plan) -> str:
         """The effect of a plan compared with the current setup."""
@@ -88,6 +90,7 @@ class Profiled:
         refused = {
             "synchronization cannot cross the step": self.cross_step_refused,
             "no direct exchanges": self.direct_refused,
+            "no compressors of plugins": self.plugins_refused,
         }
         limits = [f"{what}: {reason}" for what, reason in refused.items() if reason]
         read, count = self.workload.script_reads, len(self.workload.variables)

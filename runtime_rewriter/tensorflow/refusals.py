@@ -61,6 +61,7 @@ def _refuse_dense_rows(training: TrainingGraph, variable: str, message: Message)
 
 CROSSING_REFUSED = "a TensorFlow step ends with its updates"
 DIRECT_REFUSED = "TensorFlow's servers exchange tensors by collectives and reads only"
+PLUGINS_REFUSED = "they work on tensors of PyTorch"
 
 
 def plan_refusal(plan: Plan) -> str | None:

@@ -17,7 +17,7 @@ class Profile:
     order. `cross_step_refused`: why the script cannot synchronize across steps, as far as its steps
     show; empty if it can. `current_buckets`: variables of each bucket of the current setup, in its
     order; empty: not known. `op_fusions`, `op_fusion_report`: see `ProfileAnswer`. `mirrored`,
-    `direct_refused`, `further_models`: see `Profiled`.
+    `direct_refused`, `further_models`, `plugins_refused`: see `Profiled`.
     """
 
     workload: Workload
@@ -32,6 +32,7 @@ class Profile:
     mirrored: bool = False
     direct_refused: str = ""
     further_models: int = 0
+    plugins_refused: str = ""
 
 
 @dataclass(frozen=True)

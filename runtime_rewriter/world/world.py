@@ -158,6 +158,7 @@ class World:
             first.mirrored,
             first.direct_refused,
             first.further_models,
+            first.plugins_refused,
         )
         if self._emulated:
             self.emulate(workload)

@@ -16,6 +16,7 @@ from autotune.errors import InvalidInput, InvalidStrategy
 from autotune.lowering.lower import Lowering
 from autotune.memory.plan_buffers import bytes_always, plan_buffers
 from autotune.recordings.memory_profile import Replica
+from autotune.sampler.job_space import JobSpace
 from autotune.sampler.random import sample_many
 from autotune.strategy_space.compressors import COMPRESSORS
 from autotune.strategy_space.describe import compressor_text
@@ -29,6 +30,9 @@ from autotune.strategy_space.strategy import (
     Synchronizer,
     VariableStrategy,
 )
+from autotune.tuning.events import Profiled
+from autotune.tuning.history import History
+from autotune.tuning.job import JobSpec
 from autotune.workload import Variable, Workload
 from runtime_rewriter.pytorch.exchange.payloads import padded_elements, whole_payload
 
@@ -63,6 +67,17 @@ def test_a_strategy_and_a_plan_store_its_name(four_bit: Compressor) -> None:
     assert Plan.from_json(planned(four_bit).to_json()) == planned(four_bit)
     assert pickle.loads(pickle.dumps(four_bit)) is four_bit  # noqa: S301
     assert four_bit not in tuple(Compressor)
+
+
+@pytest.mark.parametrize("refused", ["", "they work on tensors of PyTorch"])
+def test_a_job_draws_it_where_the_runtime_has_it(four_bit: Compressor, refused: str) -> None:
+    profiled = Profiled(WORKLOAD, CLUSTER, 0.0, {}, plugins_refused=refused)
+    space = JobSpace(JobSpec(("python", "t.py"), 4, CLUSTER, lossy=True)).space(
+        History((profiled,), 0.1)
+    )
+    assert (four_bit in space.compressors) is not bool(refused)
+    assert set(Compressor) <= set(space.compressors)
+    assert (f"no compressors of plugins: {refused}" in profiled.limits) is bool(refused)
 
 
 def test_plan_replay_and_memory_use_its_description(four_bit: Compressor) -> None:
