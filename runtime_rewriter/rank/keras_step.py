@@ -8,7 +8,9 @@ has other arrays or shapes than the first one, trains on rank 0 alone, by the sc
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -27,6 +29,7 @@ _LOOP = f"write a loop over batches with a tf.function train_step, and before it
 _MEANS = ("sum_over_batch_size", "mean")
 
 Step = Callable[..., Any]
+_log = logging.getLogger("autotune")
 
 
 def refuse(model: Any, world_size: int) -> None:
@@ -80,6 +83,7 @@ class KerasStep:
         self._step: Step | None = None
         self._structure: Any = None  # of the first batch
         self._kind: Any = None
+        self._batches = self._alone = 0
         self._update = tf.function(self._updated_metrics, reduce_retracing=True)
 
     def __call__(self, iterator: Iterator[Any]) -> Any:
@@ -87,6 +91,7 @@ class KerasStep:
         data = unpack_x_y_sample_weight(data)
         flat = [value for value in tree.flatten(data) if value is not None]
         rows = _rows(flat)
+        self._batches += 1
         if rows % self._world_size:
             if self._step is None:
                 raise InvalidInput(
@@ -94,13 +99,32 @@ class KerasStep:
                     f"first one has {rows} rows; set batch_size to a multiple of "
                     f"{self._world_size}"
                 )
-            return self._own(iter([data]))
+            return self._by_rank_0(data)
         if self._step is None:
             self._step, self._kind = self._built(data), _kind(data)
         if _kind(data) != self._kind:
-            return self._own(iter([data]))
+            return self._by_rank_0(data)
         results = self._step(*flat)
         return self._update(data, results[OUTPUTS], results[LOSS], rows)
+
+    def close(self) -> None:
+        """Warn of the batches that trained on rank 0 alone."""
+        atexit.unregister(self.close)
+        if self._alone:
+            _log.warning(
+                "%d of %d batches trained on rank 0 alone: ranks share batches with the arrays and "
+                "shapes of the first one whose rows divide by %d; pad others, and drop a smaller "
+                "last one",
+                self._alone,
+                self._batches,
+                self._world_size,
+            )
+
+    def _by_rank_0(self, data: Any) -> Any:
+        if not self._alone:
+            atexit.register(self.close)
+        self._alone += 1
+        return self._own(iter([data]))
 
     def _built(self, data: Any) -> Step:
         self._model._symbolic_build(data_batch=data)

@@ -53,7 +53,7 @@ from runtime_rewriter.tensorflow.measured import (
 from runtime_rewriter.tensorflow.op_fusion import compilation_error, seen_options
 from runtime_rewriter.tensorflow.recording.recorder import StepRecording
 from runtime_rewriter.tensorflow.recording.step_events import step_events
-from runtime_rewriter.tensorflow.refusals import CROSSING_REFUSED, DIRECT_REFUSED
+from runtime_rewriter.tensorflow.refusals import CROSSING_REFUSED, DIRECT_REFUSED, PLUGINS_REFUSED
 from runtime_rewriter.tensorflow.running import RunningGraph
 from runtime_rewriter.tensorflow.script_recorder import ScriptRecorder
 from runtime_rewriter.tensorflow.servers import session_config, versions
@@ -79,6 +79,8 @@ class TensorflowModel:
         self.current_plan = planned(strategy, self.workload, len(running.servers.devices))
         self.overrun = 0.0
         """See `Accelerator`."""
+        self.note = ""
+        """How its steps differ from the script's own, for people."""
         self._compute_s: float | None = None  # of emulated accelerators
         self._profile: ProfileRun | None = None
         self.recorder: ScriptRecorder | None = None
@@ -254,9 +256,7 @@ class ProfileRun:
         running, recording = self._model.running, self._recording
         if recording is None:
             return running.step(batch)
-        recorded = recording.recorded
-        wanted = recorded_tensors(running.training, 0)
-        rows = {name: tensor for name, tensor in wanted.items() if name.endswith("/indices")}
+        recorded, rows = recording.recorded, running.training.row_indices(0)
         results, indices = recording.step(
             lambda options, metadata: running.observed_step(batch, metadata, rows, options)
         )
@@ -268,8 +268,7 @@ class ProfileRun:
             running.only(gradients, batch, alone)
             events = step_events(alone.step_stats)
             self._alone.append(replica_times(running.training, events, 0))
-        for name, value in indices.items():
-            variable = name.removeprefix("emulated/").removesuffix("/indices")
+        for variable, value in indices.items():
             self._touched.setdefault(variable, []).append(value)
         return results
 
@@ -291,8 +290,9 @@ class ProfileRun:
             CROSSING_REFUSED,
             (),
             fusions.choices,
-            fusions.report,
+            "; ".join(filter(None, (model.note, fusions.report))),
             direct_refused=DIRECT_REFUSED,
+            plugins_refused=PLUGINS_REFUSED,
             rows_only=tuple(one.name for one in model.workload.variables if one.rows_only),
         )
 

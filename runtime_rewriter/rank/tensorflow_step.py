@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import socket
 import time
@@ -27,7 +28,7 @@ from runtime_rewriter.rank.session import TuningSession
 from runtime_rewriter.rank.tensorflow_model import TensorflowModel
 from runtime_rewriter.recording.session import RecordingSession
 from runtime_rewriter.software import software_versions
-from runtime_rewriter.tensorflow.capture import CapturedStep, capture_step, untraced
+from runtime_rewriter.tensorflow.capture import CapturedStep, capture_step, is_compiled, untraced
 from runtime_rewriter.tensorflow.local_device import LocalDevice
 from runtime_rewriter.tensorflow.mean_loss import refuse_other_losses
 from runtime_rewriter.tensorflow.program_variables import ProgramVariables
@@ -37,6 +38,11 @@ from runtime_rewriter.tensorflow.servers import RankPlace, Servers, start_server
 
 START_S = 300.0
 """Time until all ranks have come to `distribute`: each of them may load its data before."""
+UNCOMPILED = (
+    "XLA compiles the script's own step (jit_compile), but not the graphs of ranks, also in the "
+    "current setup; a plan may make kernels of sets of ops"
+)
+_log = logging.getLogger("autotune")
 
 
 def distribute(step: Any, strategy: str | Path | None) -> Any:
@@ -55,7 +61,8 @@ def distributed_fit(model: Any, own: Any) -> Any:
 
     place = RankPlace.of(os.environ)
     assert place is not None, "a model is fitted on all ranks where a launcher has started them"
-    return KerasStep(model, own, place.world_size, _joined(place, None, combined))
+    distributed = _joined(place, None, combined, compiled=bool(model.jit_compile))
+    return KerasStep(model, own, place.world_size, distributed)
 
 
 def is_distributing() -> bool:
@@ -67,7 +74,10 @@ _STARTED: list[Servers] = []
 
 
 def _joined(
-    place: RankPlace, strategy: str | Path | None, combine: Combine | None = None
+    place: RankPlace,
+    strategy: str | Path | None,
+    combine: Combine | None = None,
+    compiled: bool = False,
 ) -> Callable[[Any], DistributedStep]:
     """Start the servers of all ranks; return what distributes a step. Only rank 0 returns."""
     session = current_session()
@@ -86,7 +96,9 @@ def _joined(
     _STARTED.append(servers)
     lines, hosts = servers.peers.lines, _hosts(servers)
     steering = recording or tuning
-    return lambda step: DistributedStep(step, servers, lines, steering, export, hosts, combine)
+    return lambda step: DistributedStep(
+        step, servers, lines, steering, export, hosts, combine, compiled
+    )
 
 
 def _own_export(session: Session | None, strategy: str | Path | None) -> Export | None:
@@ -113,7 +125,8 @@ class DistributedStep:
     """A training step on the servers of all ranks; only rank 0 has one.
 
     It takes the arguments of the script's own step and returns its results: those of the first
-    replica, or what `combine` makes of all (see `RunningGraph`).
+    replica, or what `combine` makes of all (see `RunningGraph`). `compiled`: whether XLA compiles
+    the script's own step, as far as `step` itself does not show it.
     """
 
     def __init__(
@@ -125,10 +138,12 @@ class DistributedStep:
         export: Export | None = None,
         hosts: Mapping[str, str] = {},
         combine: Combine | None = None,
+        compiled: bool = False,
     ) -> None:
-        self._combine = combine
+        self._combine, self._compiled = combine, compiled or is_compiled(step)
         self._step, self._target, self._followers = step, target, followers
         self._session, self._export, self._hosts = session, export, hosts
+        self._specs: Sequence[Any] | None = None
         self._captured: CapturedStep | None = None
         self._model: TensorflowModel | None = None
         self._program: ProgramVariables | None = None
@@ -145,7 +160,9 @@ class DistributedStep:
                 "a distributed step takes positional arguments, but got "
                 f"{', '.join(sorted(keywords))} by name"
             )
-        flat = [np.asarray(value) for value in nest.flatten(arguments)]
+        if self._specs is None:
+            self._specs = nest.flatten(signature_of(arguments, self._step))
+        flat = arrays_of(arguments, self._specs)
         if self._model is None:
             self._model = self._built(arguments, flat)
         assert self._captured is not None and self._program is not None
@@ -167,6 +184,9 @@ class DistributedStep:
         refuse_other_losses(training, self._target, batch, waits.message_s)
         running = RunningGraph(training, self._target, waits.message_s, self._combine)
         model = TensorflowModel(running, getattr(self._step, "__name__", "train_step"))
+        if self._compiled:
+            model.note = UNCOMPILED
+            _log.warning("%s", UNCOMPILED)
         self._program = ProgramVariables(self._captured.variables, running)
         self._until_closed.enter_context(self._program.watched())
         atexit.register(self.close)
@@ -202,7 +222,8 @@ def signature_of(arguments: tuple[Any, ...], step: Any) -> Sequence[Any]:
     signature: Sequence[Any] | None = getattr(step, "input_signature", None)
     if signature is not None:
         return signature
-    arrays = [np.asarray(value) for value in nest.flatten(arguments)]
+    _refuse_values(arguments)
+    arrays = [_array(value) for value in nest.flatten(arguments)]
     batch = next((array.shape[0] for array in arrays if array.ndim), None)
     if batch is None:
         raise InvalidInput(
@@ -217,3 +238,37 @@ def signature_of(arguments: tuple[Any, ...], step: Any) -> Sequence[Any]:
     ]
     packed: Sequence[Any] = nest.pack_sequence_as(arguments, specs)
     return packed
+
+
+def arrays_of(arguments: tuple[Any, ...], specs: Sequence[Any]) -> list[np.ndarray]:
+    """The flat arguments as arrays of the traced `specs`, or raise `InvalidInput`."""
+    arrays = [np.asarray(value) for value in nest.flatten(arguments)]
+    for number, (array, spec) in enumerate(zip(arrays, specs, strict=True), start=1):
+        if isinstance(spec, tf.TensorSpec) and not spec.shape.is_compatible_with(array.shape):
+            raise InvalidInput(
+                f"array {number} of a distributed step must have the shape {spec.shape} that was "
+                f"traced, None for any extent, but has {array.shape}; give the step an "
+                "input_signature with None where batches differ, such as @tf.function("
+                f"input_signature=[tf.TensorSpec({[None] * array.ndim}, tf.{spec.dtype.name})]), "
+                "or pad batches to one shape"
+            )
+    return arrays
+
+
+def _array(value: Any) -> np.ndarray:
+    """An argument with the dtype that TensorFlow gives it; numpy has float64 for Python's."""
+    if isinstance(value, float | int) and not isinstance(value, np.generic):
+        return np.asarray(value, "float32" if isinstance(value, float) else "int32")
+    return np.asarray(value)
+
+
+def _refuse_values(arguments: tuple[Any, ...]) -> None:
+    """Raise `InvalidInput` for a value that a step reads in Python, while it is traced."""
+    for number, argument in enumerate(arguments, 1):
+        for value in nest.flatten(argument):
+            if value is None or isinstance(value, bool | str | bytes):
+                raise InvalidInput(
+                    f"arguments of a distributed step are arrays and numbers, but argument "
+                    f"{number} is or holds {value!r}; bind it by functools.partial before: "
+                    "autotune.distribute(functools.partial(train_step, name=value))"
+                )

@@ -44,6 +44,11 @@ class CapturedStep:
         return nest.pack_sequence_as(self.results, filled, expand_composites=True)
 
 
+def is_compiled(step: Any) -> bool:
+    """Whether the script lets XLA compile a step, which no trace of ours keeps."""
+    return bool(getattr(getattr(step, "function_spec", None), "jit_compile", False))
+
+
 def untraced(step: Any) -> Any:
     """The step for a trace of its own, in which gradients are marked."""
     python_function = getattr(step, "python_function", None)

@@ -30,7 +30,7 @@ from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Compressor
 from autotune.workload import Workload
 from runtime_rewriter.emulation import timetable_of
-from runtime_rewriter.protocol import StartEmulation, StartTrial
+from runtime_rewriter.protocol import StartEmulation, StartProfile, StartTrial
 from runtime_rewriter.rank.activities import NumericsFailure
 from runtime_rewriter.rank.tensorflow_model import TensorflowModel
 from runtime_rewriter.tensorflow.distribute import distribute
@@ -128,6 +128,13 @@ def trials():
     trials = Trials(two_layers(SGD(0.1)))
     yield trials
     trials.running.close()
+
+
+def test_a_profile_says_what_the_script_compiles_and_what_the_graph_lacks(trials):
+    trials.model.note = "XLA compiles it"
+    answer = trials.model.start(StartProfile(0, 0.0, False)).answer()
+    assert answer.op_fusion_report == "XLA compiles it"
+    assert answer.plugins_refused and answer.rows_only == ()
 
 
 PARAMETERS: dict[Compressor, dict[str, Any]] = {

@@ -20,7 +20,7 @@ from two_devices import TwoDevices
 
 import autotune
 from autotune.errors import InvalidInput, LaunchError
-from runtime_rewriter.rank.tensorflow_step import DistributedStep, signature_of
+from runtime_rewriter.rank.tensorflow_step import UNCOMPILED, DistributedStep, signature_of
 from runtime_rewriter.tensorflow import servers
 from runtime_rewriter.tensorflow.capture import capture_step
 from runtime_rewriter.tensorflow.mean_loss import refuse_other_losses
@@ -185,9 +185,49 @@ def test_the_first_array_gives_the_batch_and_other_arrays_are_copied():
     batch, weights = np.zeros((6, 3), "float32"), np.zeros(4, "float32")
     first, second, third = signature_of((batch, weights, 0.5), None)
     assert (first.shape.as_list(), second.shape.as_list()) == ([None, 3], [4])
-    assert third.shape.as_list() == []
+    assert (third.shape.as_list(), third.dtype) == ([], tf.float32)
+    assert signature_of((batch, 3, np.float64(3)), None)[1:] == (
+        tf.TensorSpec([], tf.int32),
+        tf.TensorSpec([], tf.float64),
+    )
     with pytest.raises(InvalidInput, match="none of its 1 arguments is an array"):
         signature_of((0.5,), None)
+
+
+@pytest.mark.parametrize("value", [True, None, "train"])
+def test_a_value_that_python_reads_while_it_traces_is_refused_with_what_to_write(value):
+    batch = np.zeros((6, 3), "float32")
+    with pytest.raises(InvalidInput, match=rf"argument 2 is or holds {value!r}; bind it by func"):
+        DistributedStep(step_of(MEANS["mean"], False), TwoDevices(), (), None)(batch, {"a": value})
+    signature = [tf.TensorSpec([None, 3]), tf.TensorSpec([], tf.bool)]
+    given = tf.function(lambda rows, training: rows, input_signature=signature)
+    assert signature_of((batch, True), given) == given.input_signature
+
+
+def test_a_batch_of_another_length_needs_a_signature_and_trains_with_one(caplog):
+    table = tf.Variable(np.ones((9, 4), "float32"))
+
+    def step(words, rate):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.reduce_mean(tf.gather(table, words), [1, 2]))
+        gradient = tf.convert_to_tensor(tape.gradient(loss, table))
+        table.assign_sub(gradient * rate)
+        return loss
+
+    short, long = np.ones((4, 3), "int32"), np.ones((4, 5), "int32")
+    fixed = DistributedStep(tf.function(step, jit_compile=True), TwoDevices(), (), None)
+    fixed(short, 0.1)
+    assert UNCOMPILED in caplog.text
+    caplog.clear()
+    reason = r"array 1 .* shape \(None, 3\) .* has \(4, 5\); .*TensorSpec\(\[None, None\], tf.int32"
+    with pytest.raises(InvalidInput, match=reason):
+        fixed(long, 0.1)
+    fixed.close()
+    signature = [tf.TensorSpec([None, None], tf.int32), tf.TensorSpec([])]
+    free = DistributedStep(tf.function(step, input_signature=signature), TwoDevices(), (), None)
+    assert free(short, 0.1) > free(long, 0.1) > free(short, 0.1)
+    assert UNCOMPILED not in caplog.text
+    free.close()
 
 
 def start_at_a_taken_port():
