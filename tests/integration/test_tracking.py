@@ -17,7 +17,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from unittest.mock import Mock
@@ -28,7 +28,7 @@ from synthetic_job import WORKLOAD, SyntheticWorld, drive, job_spec, strategy
 
 from autotune.canonical import canonical_json, to_data
 from autotune.cli import main
-from autotune.cluster import Cluster
+from autotune.cluster import Cluster, Host
 from autotune.jobs.tracking import Tracking, open_tracker
 from autotune.jobs.workspace import Workspace
 from autotune.records import (
@@ -105,12 +105,19 @@ class Kept:
     examples: list[Example]
 
 
+HOSTS = tuple(Host(name, 1, 1.25e6, 1e-4, 1e10, 1e-6, cores=2) for name in "ab")
+SLOW = Cluster("slow", HOSTS)
+"""Links so slow that the messages, with the costs of the runtime, are seen in the step."""
+
+
 @cache
 def kept() -> Kept:
-    """Of a job whose trials correct the costs of emulated accelerators."""
+    """Of a job whose trials correct the replays of emulated accelerators."""
     emulated = to_data(Conditions(Network.LOOPBACK, Accelerators.EMULATED))
     spec = job_spec(max_trials=12, simulators=["linear"], conditions=emulated)
-    history, _ = drive(spec, SyntheticWorld({5: 0.06}, noise=0.01))
+    driven, _ = drive(spec, SyntheticWorld({5: 0.06}, noise=0.01))
+    profiled, *trials = driven.events
+    history = History((replace(profiled, cluster=SLOW), *trials), spec.deviation)
     scorer = Scorer(spec, SIMULATORS)
     scorer.calibrate(history)
     trained = scorer.finish(history)
@@ -292,7 +299,7 @@ def test_a_trained_simulator_is_registered_and_predicts_the_same_when_loaded(
     columns = {"strategy": [each.strategy.to_json() for each in features]}
     columns |= {
         "workload": [canonical_json(WORKLOAD)] * len(features),
-        "cluster": [canonical_json(Cluster.local(2))] * len(features),
+        "cluster": [canonical_json(SLOW)] * len(features),
     }
     predicted_s = loaded.predict(pd.DataFrame(columns))
     assert predicted_s.tolist() == simulator.predict_step_s(features).tolist()
