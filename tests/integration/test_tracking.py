@@ -116,8 +116,9 @@ def kept() -> Kept:
     emulated = to_data(Conditions(Network.LOOPBACK, Accelerators.EMULATED))
     spec = job_spec(max_trials=12, simulators=["linear"], conditions=emulated)
     driven, _ = drive(spec, SyntheticWorld({5: 0.06}, noise=0.01))
-    profiled, *trials = driven.events
-    history = History((replace(profiled, cluster=SLOW), *trials), spec.deviation)
+    assert driven.profiled is not None
+    on_slow_links = replace(driven.profiled, cluster=SLOW)
+    history = History((on_slow_links, *driven.events[1:]), spec.deviation)
     scorer = Scorer(spec, SIMULATORS)
     scorer.calibrate(history)
     trained = scorer.finish(history)
