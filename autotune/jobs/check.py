@@ -303,7 +303,7 @@ def check_all(
 
 
 def progress_items(answers: Sequence[Answer], plan: CheckPlan) -> int:
-    """How often `check_all` calls `progress` if everything is measured."""
+    """Calls of `progress` by `check_all` if everything is measured."""
     return len(answers) * (2 + plan.pairs)
 
 

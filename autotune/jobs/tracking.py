@@ -39,8 +39,8 @@ class Tracking:
     def of_job(self, workspace: Workspace, job_id: str) -> Tracking:
         """With the job's own values where none was given."""
         path = _file(workspace, job_id)
-        own = parse(Tracking, read_json(path), str(path)) if path.exists() else Tracking()
-        return Tracking(self.uri or own.uri, self.experiment or own.experiment)
+        stored = parse(Tracking, read_json(path), str(path)) if path.exists() else Tracking()
+        return Tracking(self.uri or stored.uri, self.experiment or stored.experiment)
 
 
 def _file(workspace: Workspace, job_id: str) -> Path:

@@ -45,7 +45,7 @@ class CorrectedTimes:
 
 
 def experience(residuals: Residuals) -> Experience:
-    """What the trials of other jobs teach, by the fixed kernel."""
+    """Learn from the trials of other jobs, by the fixed kernel."""
     return Experience(KERNEL, residuals)
 
 

@@ -1,4 +1,4 @@
-"""What earlier jobs teach about the replay, for a job that has measured little (AutoSync sec. 4.3).
+"""Residuals of earlier jobs, for a job that has measured little (AutoSync, sec. 4.3).
 
 An earlier job's trial is replayed as that job predicted it before its first trial. How much longer
 it took is a residual, from which `autotune.simulators.gaussian_process` learns where replays tend

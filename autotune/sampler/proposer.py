@@ -130,10 +130,10 @@ class Proposer:
         scored = len(scores.ranked)
         untried.cut_short |= scored < len(pool)
         most = int(LATER_LEADERS * count) if round_ else max(1, round(LEADERS * count))
-        found = [i for i in range(scored) if pool[i].optimized]
-        leading = found[:most]
+        optimized = [i for i in range(scored) if pool[i].optimized]
+        leading = optimized[:most]
         if not round_:
-            leading = _with_lossless(pool, leading, found[most:])
+            leading = _with_lossless(pool, leading, optimized[most:])
         if not round_ and len(leading) < count:
             leading += _nearly_fastest_built(pool, scores)
         rest = [i for i in range(scored) if i not in leading]
@@ -144,8 +144,8 @@ class Proposer:
         leading += range(scored, len(pool))[: count - len(leading)]
         proposals = tuple(_scored(pool, scores, i, history) for i in leading)
         reason, quality = untried.explained(scores.reason), scores.quality
-        optimized = [i for i in scores.ranked.tolist() if pool[i].optimized and i not in leading]
-        passed_over = tuple(_scored(pool, scores, i, history) for i in optimized[:PASSED_OVER])
+        later = [i for i in scores.ranked.tolist() if pool[i].optimized and i not in leading]
+        passed_over = tuple(_scored(pool, scores, i, history) for i in later[:PASSED_OVER])
         return Proposed(
             round_,
             proposals,
@@ -196,7 +196,7 @@ class Proposer:
         return self._scorer.finish(history, Deadline.after(limit_s, self._clock))
 
     def replay_settings(self, history: History) -> ReplaySettings:
-        """How the strategies were replayed from which `finish` learned."""
+        """Settings of the replays from which `finish` learned."""
         profiled = history.profiled is not None
         return self._scorer.replay_settings(history) if profiled else ReplaySettings()
 

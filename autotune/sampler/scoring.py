@@ -200,7 +200,7 @@ class Scorer:
         return in_time
 
     def _experience(self, history: History, deadline: Deadline) -> Experience:
-        """What earlier jobs teach about replays with the stated constants, learned once."""
+        """Learn once from earlier jobs how wrong replays with stated constants are."""
         assert history.profiled is not None
         if self._calibrated is not None:
             return NO_EXPERIENCE
@@ -261,7 +261,7 @@ class Scorer:
         return stated if self._calibrated is None else self._calibrated[0]
 
     def replay_settings(self, history: History) -> ReplaySettings:
-        """How `extractor` replays."""
+        """Settings of the replays of `extractor`."""
         stated, profiled = self._as_stated(history), history.profiled
         assert profiled is not None
         constants = Constants() if self._calibrated is None else self._calibrated[1]

@@ -1,4 +1,4 @@
-"""How a job replayed its strategies; stored with the simulators that learned from the replays.
+"""Settings of a job's replays, stored with the simulators that learned from them.
 
 A simulator corrects the replayed time. It must get the time that the same costs and constants give.
 """

@@ -104,8 +104,8 @@ def _step(own: Any) -> Any:
         result = own(scaler, optimizer, *args, **kwargs)
         concerned = {present: names for present, names in variables.items() if names}
         if concerned:
-            found = scaler._found_inf_per_device(optimizer) if scaler.is_enabled() else {}
-            skipped = any(bool(found_inf) for found_inf in found.values())
+            overflows = scaler._found_inf_per_device(optimizer) if scaler.is_enabled() else {}
+            skipped = any(bool(overflow) for overflow in overflows.values())
             for present, names in concerned.items():
                 present.step_ended(scaler, names, skipped)
         return result

@@ -80,7 +80,7 @@ class TensorflowModel:
         self.overrun = 0.0
         """See `Accelerator`."""
         self.note = ""
-        """How its steps differ from the script's own, for people."""
+        """Differences of its steps from the script's own, for people."""
         self._compute_s: float | None = None  # of emulated accelerators
         self._profile: ProfileRun | None = None
         self.recorder: ScriptRecorder | None = None

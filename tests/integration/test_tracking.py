@@ -98,7 +98,7 @@ def observed_job(store, tracker, after=None):
 
 @dataclass(frozen=True)
 class Kept:
-    """What a job keeps at its end, and its measured strategies."""
+    """Results that a job keeps at its end, and its measured strategies."""
 
     trained: dict[str, Simulator]
     replays: ReplaySettings
@@ -112,7 +112,7 @@ SLOW = Cluster("slow", HOSTS)
 
 @cache
 def kept() -> Kept:
-    """Of a job whose trials correct the replays of emulated accelerators."""
+    """Results of a job whose trials correct the replays of emulated accelerators."""
     emulated = to_data(Conditions(Network.LOOPBACK, Accelerators.EMULATED))
     spec = job_spec(max_trials=12, simulators=["linear"], conditions=emulated)
     driven, _ = drive(spec, SyntheticWorld({5: 0.06}, noise=0.01))

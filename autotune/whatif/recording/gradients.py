@@ -253,7 +253,7 @@ class _UnitOps:
         self.updates, self.updated_s = updates[order], called_s[order]
 
     def updates_until(self, at_s: float) -> int:
-        """How many ops of optimizers are called before a time of the trace."""
+        """Count the ops of optimizers that are called before a time of the trace."""
         return int(np.searchsorted(self.updated_s, at_s))
 
     def first_update(self, after_s: float) -> int:

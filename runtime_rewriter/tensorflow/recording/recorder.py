@@ -151,7 +151,7 @@ class StepRecording:
         return self.recorded == self.steps
 
     def further_fetches(self, rows: Mapping[str, str]) -> Mapping[str, str]:
-        """What the step that runs now fetches of `rows`: no fetch changes a recorded graph."""
+        """The part of `rows` that this step fetches; none of them changes a recorded graph."""
         return rows if self.taken <= self.warmup else {}
 
     def note_rows(self, indices: Mapping[str, np.ndarray]) -> None:
