@@ -20,6 +20,9 @@ STALL_DISABLED = "HOROVOD_STALL_CHECK_DISABLE"
 STALL_WARNING = "HOROVOD_STALL_CHECK_TIME_SECONDS"
 STALL_SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 _LOOKS_PER_LIMIT = 20
+_NEARLY = 0.9
+"""Share of the limit after which a wait that fails was stalled, too: ranks that began to wait a
+little earlier shut Horovod down for all."""
 
 
 def stall_limit_s(environment: Mapping[str, str]) -> float | None:
@@ -69,11 +72,11 @@ class StallWatch:
             self._thread = threading.Thread(target=self._watch, name="horovod-stalls", daemon=True)
             self._thread.start()
         caller = threading.get_ident()
-        self._begun_s[caller] = time.monotonic()
+        self._begun_s[caller] = begun_s = time.monotonic()
         try:
             yield
         except RuntimeError as error:
-            if not self._stalled:
+            if not self._stalled and time.monotonic() - begun_s < _NEARLY * self.limit_s:
                 raise
             raise SynchronizationError(
                 f"every rank must take part in each operation of Horovod within {self.limit_s:g} "
