@@ -105,6 +105,6 @@ def format_bytes(count: float) -> str:
 
 
 def _digits(value: float, significant: int = 3) -> str:
-    """The value with so many significant digits, and never with an exponent."""
+    """Format a number with this many significant digits, without an exponent."""
     text = f"{value:.{significant}g}"
     return f"{value:.0f}" if "e" in text else text

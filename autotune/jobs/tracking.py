@@ -1,4 +1,4 @@
-"""Where the results of a job are sent: the MLflow server and experiment that its user gave."""
+"""The MLflow server and experiment of a job, as its user gave them."""
 
 from __future__ import annotations
 

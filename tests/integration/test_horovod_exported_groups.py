@@ -10,10 +10,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from bare_export import bare_export
 from horovod_timelines import operations_of
 from short_jobs import small_model
 
-from autotune.cluster import Cluster
 from autotune.export import Export
 from autotune.jobs.exports import write_export
 from autotune.strategy_space.builders.collectives import ddp_default
@@ -28,24 +28,8 @@ STEPS = 3
 def exported() -> Export:
     """An export of two buckets of `small_model`."""
     workload = small_model()
-    return Export(
-        job_id="job",
-        created_at="2026-01-01T00:00:00+00:00",
-        model=workload.model,
-        variables=workload.variables,
-        world_size=2,
-        strategy=ddp_default(workload, 64 * 1024, 2 * 1024),
-        plan_id=None,
-        lossy=False,
-        reason="chosen",
-        comparison=None,
-        tuned=None,
-        current=None,
-        predicted_s=None,
-        cluster=Cluster.local(2),
-        software={},
-        library=Library.HOROVOD,
-    )
+    strategy = ddp_default(workload, 64 * 1024, 2 * 1024)
+    return bare_export(workload, strategy, 2, plan_id=None, library=Library.HOROVOD)
 
 
 def test_horovod_executes_an_export_by_its_groups_and_by_one_line(tmp_path: Path) -> None:

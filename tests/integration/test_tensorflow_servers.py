@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from bare_export import bare_export
 
 pytest.importorskip("tensorflow", reason="the extra tensorflow is not installed")
 
@@ -22,7 +23,6 @@ from torch_world import free_port, run_world
 import autotune
 from autotune.cluster import Cluster
 from autotune.errors import PlanMismatch
-from autotune.export import Export
 from autotune.records import Failed, FailureKind, Measured, Role, TrialRequest
 from autotune.strategy_space.builders.collectives import all_reduce_chunks
 from autotune.strategy_space.builders.cross_step import cross_step_all_reduce
@@ -128,23 +128,8 @@ def test_ranks_with_other_exports_are_refused_before_the_first_step(tmp_path) ->
     strategies = (all_reduce_chunks(workload, 1), all_reduce_chunks(workload, 8))
     plans = [plan(strategy, workload, RANKS) for strategy in strategies]
     for rank, (strategy, planned) in enumerate(zip(strategies, plans, strict=True)):
-        Export(
-            job_id="job",
-            created_at="2026-01-01T00:00:00+00:00",
-            model=workload.model,
-            variables=workload.variables,
-            world_size=RANKS,
-            strategy=strategy,
-            plan_id=planned.id,
-            lossy=False,
-            reason="chosen",
-            comparison=None,
-            tuned=None,
-            current=None,
-            predicted_s=None,
-            cluster=Cluster.local(RANKS),
-            software={},
-        ).write(tmp_path / f"rank{rank}.json")
+        export = bare_export(workload, strategy, RANKS, plan_id=planned.id)
+        export.write(tmp_path / f"rank{rank}.json")
     port = free_port()
     texts = run_world(joined_by_own_export, RANKS, port, tmp_path, process=TensorflowProcess)
     both = f"but rank 0 holds {plans[0].id}, rank 1 holds {plans[1].id}"

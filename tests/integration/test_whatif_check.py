@@ -117,8 +117,8 @@ class Planned:
 @pytest.mark.parametrize("turns", [(7, 8), (8, 7), (7, 7)])
 def test_a_pair_that_outlasts_the_time_discards_no_pair_before(turns: tuple[int, int]) -> None:
     sides = [Planned("baseline", turns[0]), Planned("amp", turns[1])]
-    found = pairs_of_turns(sides, CheckPlan(pairs=10), time.monotonic() + 1e6, lambda item: None)
-    assert found == [(turns[0] - 1.0 - k, turns[1] - 1.0 - k) for k in range(7)]
+    pairs_s = pairs_of_turns(sides, CheckPlan(pairs=10), time.monotonic() + 1e6, lambda item: None)
+    assert pairs_s == [(turns[0] - 1.0 - k, turns[1] - 1.0 - k) for k in range(7)]
     assert sides[1].notes == ["7 of 10 pairs fitted into --timeout"]
 
 

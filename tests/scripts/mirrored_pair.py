@@ -149,23 +149,22 @@ def refused_steps() -> dict[str, str]:
     with strategy.scope():
         weights = tf.Variable([1.0, 2.0])
 
-    def replica_step(times: int) -> None:
-        for _ in range(times):
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_sum(weights * weights)
-            gradients = tape.gradient(loss, [weights])
-            context = tf.distribute.get_replica_context()
-            (total,) = context.all_reduce(tf.distribute.ReduceOp.SUM, gradients)
-            weights.assign_sub(0.1 * total)
-
-    def replica_norm() -> Any:
+    def summed_once() -> Any:
+        """The replica's own gradients, whose sum is applied."""
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(weights * weights)
         gradients = tape.gradient(loss, [weights])
         context = tf.distribute.get_replica_context()
         (total,) = context.all_reduce(tf.distribute.ReduceOp.SUM, gradients)
         weights.assign_sub(0.1 * total)
-        return tf.linalg.global_norm(gradients)
+        return gradients
+
+    def replica_step(times: int) -> None:
+        for _ in range(times):
+            summed_once()
+
+    def replica_norm() -> Any:
+        return tf.linalg.global_norm(summed_once())
 
     def logged() -> Any:
         norm = strategy.run(replica_norm)

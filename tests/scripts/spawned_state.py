@@ -34,13 +34,13 @@ def drawn() -> list[float]:
 
 
 def train(rank: int, ranks: int, port: str, token: str, shared: torch.Tensor, out: str) -> None:
-    seen = {"state": state(), "same token": token == os.environ["TOKEN"]}
-    seen["drawn"] = drawn()
+    facts = {"state": state(), "same token": token == os.environ["TOKEN"]}
+    facts["drawn"] = drawn()
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", port  # as in the tutorial
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     shared[rank] = 1 + rank
-    seen["token"] = token
-    Path(out, f"rank{rank}.json").write_text(json.dumps(seen))
+    facts["token"] = token
+    Path(out, f"rank{rank}.json").write_text(json.dumps(facts))
     dist.destroy_process_group()
     if rank == 1:
         sys.exit()  # it is done

@@ -156,8 +156,8 @@ def take_and_fork() -> int:
     if child == 0:
         os._exit(os.sched_getscheduler(0))
     policies.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    kept = os.sched_getscheduler(0) == os.SCHED_RR
-    return 0 if kept and policies == [os.SCHED_RR, os.SCHED_OTHER] else 1
+    still_round_robin = os.sched_getscheduler(0) == os.SCHED_RR
+    return 0 if still_round_robin and policies == [os.SCHED_RR, os.SCHED_OTHER] else 1
 
 
 def refused() -> int:

@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from proposed_rounds import two_rounds
 
 from autotune.cluster import Cluster, Host
 from autotune.errors import InvalidInput
-from autotune.records import CURRENT_SETUP, Measured, Role, TrialRequest
-from autotune.sampler.proposer import Proposer
 from autotune.strategy_space.mirrored import MIRRORED_LIMITS, mirrored_refusal, mirrored_space
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Synchronizer
-from autotune.tuning.events import Profiled, TrialFinished
-from autotune.tuning.history import History
+from autotune.tuning.events import Profiled
 from autotune.tuning.job import JobSpec, Search
 from autotune.workload import Variable, Workload
 
@@ -29,26 +27,10 @@ MODEL = Workload("m", (*DENSE, TABLE), (), 0.1, 0.2)
 def test_every_proposed_plan_can_be_enacted_by_the_workers(search: Search) -> None:
     spec = JobSpec(("python", "t.py"), 8, HOSTS, search=search, samples_per_round=80, lossy=True)
     profiled = Profiled(MODEL, HOSTS, 1.0, {}, "a step ends", mirrored=True)
-    request = TrialRequest(0, CURRENT_SETUP, Role.REFERENCE, 0, 3)
-    measured = TrialFinished(request, Measured(((0.4,) * 3,)), None, 0.0)
-    history = History((profiled, measured), 0.1)
-    proposed = Proposer(spec, {}).propose(history, 0, 60)
-    assert proposed.proposals and "left out" not in proposed.reason
-    for one in proposed.proposals:
-        planned = plan(one.strategy, MODEL, 8)
-        assert mirrored_refusal(planned, {"table"}) is None, one.origin
-    # a round later they are mutated
-    best = proposed.proposals[0].strategy
-    fast = TrialFinished(
-        replace(request, number=1, strategy_id=best.id, role=Role.CANDIDATE),
-        Measured(((0.3,) * 3,)),
-        plan(best, MODEL, 8).id,
-        1.0,
-    )
-    again = Proposer(spec, {}).propose(history.then(proposed).then(fast), 1, 60)
-    assert "left out" not in again.reason
-    for one in again.proposals:
-        assert mirrored_refusal(plan(one.strategy, MODEL, 8), {"table"}) is None, one.origin
+    for proposed in two_rounds(spec, profiled, 60):
+        assert proposed.proposals and "left out" not in proposed.reason
+        for one in proposed.proposals:
+            assert mirrored_refusal(plan(one.strategy, MODEL, 8), {"table"}) is None, one.origin
 
 
 def test_the_limits_are_told() -> None:

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -119,9 +119,8 @@ def test_a_full_disk_under_the_output_is_one_message(jobs, capsys, monkeypatch):
         assert capsys.readouterr().err.endswith("the result: No space left on device\n")
 
 
-def test_progress_goes_on_without_its_reader(monkeypatch):
-    with closed_pipe() as stream:
-        monkeypatch.setattr(sys, "stderr", stream)
+def test_progress_goes_on_without_its_reader():
+    with closed_pipe() as stream, redirect_stderr(stream):
         terminal = Terminal()
         terminal.print("trial 1")
         terminal.print("trial 2")
@@ -130,11 +129,10 @@ def test_progress_goes_on_without_its_reader(monkeypatch):
         stream.flush()
 
 
-def test_a_script_goes_on_without_the_reader_of_its_output(monkeypatch):
+def test_a_script_goes_on_without_the_reader_of_its_output():
     """It prints more than a pipe holds, so it would wait for us."""
     code = "print('a line of output\\n' * 20_000, 'at the end')"
-    with closed_pipe() as stream:
-        monkeypatch.setattr(sys, "stderr", stream)
+    with closed_pipe() as stream, redirect_stderr(stream):
         launched = Launched([sys.executable, "-c", code])
         with launched.signals_passed_on():
             status = launched.wait(time.monotonic() + ENDS_WITHIN_S, lambda: False)

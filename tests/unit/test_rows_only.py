@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
+from proposed_rounds import two_rounds
 from small_worlds import FOUR
 
 from autotune.canonical import to_data
@@ -14,10 +15,9 @@ from autotune.errors import InvalidInput
 from autotune.jobs.exports import build_export
 from autotune.optimizer.budget import Budget
 from autotune.parsing import parse
-from autotune.records import CURRENT_SETUP, Decision, Measured, Role, TrialRequest
+from autotune.records import CURRENT_SETUP, Decision
 from autotune.rng import generator
 from autotune.sampler.job_space import JobSpace
-from autotune.sampler.proposer import Proposer
 from autotune.sampler.random import sample_many
 from autotune.strategy_space.builders.collectives import single_bucket
 from autotune.strategy_space.builders.registry import seed_strategies
@@ -34,7 +34,7 @@ from autotune.strategy_space.strategy import (
     Synchronizer,
     VariableStrategy,
 )
-from autotune.tuning.events import Profiled, TrialFinished
+from autotune.tuning.events import Profiled
 from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec, Search
 from autotune.workload import Variable, Workload
@@ -60,20 +60,7 @@ def assert_rows(strategy: Strategy, workload: Workload = MODEL) -> None:
 @pytest.mark.parametrize("search", [Search.AUTOSYNC, Search.RANDOM, Search.BAYES, Search.FUSION])
 def test_no_search_proposes_to_send_the_rows_dense(search: Search) -> None:
     spec = JobSpec(("python", "t.py"), 8, HOSTS, search=search, samples_per_round=40, lossy=True)
-    request = TrialRequest(0, CURRENT_SETUP, Role.REFERENCE, 0, 3)
-    measured = TrialFinished(request, Measured(((0.4,) * 3,)), None, 0.0)
-    history = History((PROFILED, measured), 0.1)
-    proposed = Proposer(spec, {}, budgets=SHORT).propose(history, 0, 40)
-    best = proposed.proposals[0].strategy
-    fast = TrialFinished(
-        replace(request, number=1, strategy_id=best.id, role=Role.CANDIDATE),
-        Measured(((0.3,) * 3,)),
-        plan(best, MODEL, 8).id,
-        1.0,
-    )
-    # a round later they are mutated
-    again = Proposer(spec, {}, budgets=SHORT).propose(history.then(proposed).then(fast), 1, 40)
-    for round_ in (proposed, again):
+    for round_ in two_rounds(spec, PROFILED, 40, SHORT):
         assert round_.proposals and "left out" not in round_.reason
         for one in round_.proposals:
             assert_rows(one.strategy)

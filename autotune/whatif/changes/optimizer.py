@@ -71,14 +71,14 @@ def foreach_optimizer(base: Base, question: Question, table: FactorTable = H100)
     duration_s = base.duration_s.copy()
     gone = np.zeros(base.ops, dtype=np.bool_)
     for update in updates:
-        kept = update[::MANY]
-        saved_s = table.each_s * (len(update) - len(kept))
+        launched = update[::MANY]
+        saved_s = table.each_s * (len(update) - len(launched))
         total_s = max(float(base.duration_s[update].sum()) - saved_s, 0.0)
-        duration_s[kept] = total_s / len(kept)
+        duration_s[launched] = total_s / len(launched)
         gone[update] = True
         gone[_between_launches(base, update)] = True
-        gone[kept] = False
-        gone[base.launch[kept]] = False
+        gone[launched] = False
+        gone[base.launch[launched]] = False
     return remove(replace(base, duration_s=duration_s), gone)
 
 
