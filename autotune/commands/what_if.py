@@ -17,6 +17,7 @@ from autotune.dfg.chrome_trace import write_chrome_trace
 from autotune.dfg.perfetto_trace import write_perfetto_trace
 from autotune.errors import InvalidInput
 from autotune.jobs.check import CheckPlan, check_all, progress_items, to_check
+from autotune.jobs.signals import terminable
 from autotune.jobs.sources import named_cluster
 from autotune.jobs.what_if import Wanted, answered, checked_workers, items, measure_operators
 from autotune.profiling.traces.job import read_job
@@ -203,8 +204,14 @@ def _checked(found: Answered, command: ScriptCommand, options: argparse.Namespac
     )
     names = [one.text for one in _asked_to_check(options)]
     answers = to_check(found.answers, names, command.workers)
-    with CountedProgress(Terminal(), "part", progress_items(answers, plan)) as progress:
-        measured, refusals = check_all(command, answers, plan, progress.begin)
+    parts = progress_items(answers, plan)
+    with terminable() as interruption, CountedProgress(Terminal(), "part", parts) as progress:
+
+        def begin(part: str) -> None:
+            interruption.obey()  # Python may have dropped the exception of a signal
+            progress.begin(part)
+
+        measured, refusals = check_all(command, answers, plan, begin)
     return replace(found, checked=measured, refusals=refusals)
 
 

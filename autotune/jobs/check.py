@@ -200,7 +200,7 @@ class _Side:
                 ending.callback(view.end)
                 environment |= view.view.environment
             launched = Launched(_words(command, mode), environment)
-            ending.enter_context(launched.signals_passed_on())
+            ending.enter_context(launched.ended_afterwards())
             side = _Side(name, launched, listener, command.workers or 1)
             ending.callback(side.stop)
             yield side

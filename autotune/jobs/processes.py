@@ -78,9 +78,14 @@ class Launched:
     @contextlib.contextmanager
     def signals_passed_on(self) -> Iterator[None]:
         """Forward signals while the block runs, then end the process."""
+        with self.ended_afterwards(), signals_passed_on(self._process, own_session=True):
+            yield
+
+    @contextlib.contextmanager
+    def ended_afterwards(self) -> Iterator[None]:
+        """End the process when the block ends."""
         try:
-            with signals_passed_on(self._process, own_session=True):
-                yield
+            yield
         finally:
             if self._process.poll() is None:
                 self.end()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
+from periodic_training import training_text
+from short_jobs import take_interrupts
 
 from autotune.errors import InvalidInput, LaunchError
 from autotune.jobs.check import (
@@ -30,6 +35,7 @@ import torch.distributed as dist
 
 steps, kind = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
+print("process", os.getpid(), flush=True)
 model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
 if "RANK" in os.environ:
     dist.init_process_group("gloo")
@@ -43,6 +49,8 @@ for step in range(steps):
     optimizer.zero_grad()
     model(torch.randn(8, 64)).sum().backward()
     optimizer.step()
+    if step == 4:
+        print("in a turn", flush=True)
 """
 
 
@@ -97,6 +105,33 @@ def test_a_script_that_crashes_discards_no_other_check(script: Path) -> None:
     measured, refusals = check_all(command, changes, plan, lambda item: None)
     assert measured == () and [name for name, _ in refusals] == ["fused_adam", "amp"]
     assert all("no data" in reason for _, reason in refusals)
+
+
+def test_ctrl_c_ends_both_scripts_and_every_further_check(script: Path) -> None:
+    trace = script.with_name("rank0.json")
+    trace.write_bytes(training_text(5, 100))
+    ours = [sys.executable, "-m", "autotune", "what-if", str(trace), "--check", "fused_adam,amp"]
+    process = subprocess.Popen(
+        [*ours, "--", "python", str(script), "1000000000", "adam"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=take_interrupts,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    lines: list[str] = []
+    with process:
+        for line in process.stderr:
+            lines.append(line)
+            if line == "in a turn\n":
+                break
+        process.send_signal(signal.SIGINT)
+        lines += process.stderr
+        output = process.stdout.read()
+    scripts = [line.split()[1] for line in lines if line.startswith("process ")]
+    assert process.returncode == 130 and output == "", lines
+    assert lines[-1] == "autotune: interrupted\n"
+    assert len(scripts) == 2 and not any(Path("/proc", number).exists() for number in scripts)
 
 
 class Planned:
