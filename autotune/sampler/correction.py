@@ -37,7 +37,10 @@ OPTIMISM = 0.5
 
 @dataclass(frozen=True, eq=False)
 class CorrectedTimes:
-    """Seconds of candidates, shape (m,). `shown_s` with relative deviations `sd`; `ranking_s`."""
+    """Seconds of candidates, shape (m,): to show, and to rank by.
+
+    `sd`: relative standard deviation of a measurement around `shown_s`, with the noise of trials.
+    """
 
     shown_s: FloatArray
     sd: FloatArray
@@ -68,7 +71,9 @@ def corrected_times(
     # The offset of the whole job leaves the order alone, and so does a common uncertainty.
     favoured = STRENGTH * (correction.mean - OPTIMISM * correction.sd)
     return CorrectedTimes(
-        replayed_s * np.exp(correction.mean), correction.sd, replayed_s * np.exp(favoured)
+        replayed_s * np.exp(correction.mean),
+        np.hypot(correction.sd, others.kernel.noise_sd),
+        replayed_s * np.exp(favoured),
     )
 
 

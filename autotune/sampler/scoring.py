@@ -64,8 +64,9 @@ class Scores:
     """`predicted_s` (n,) seconds to choose by, or None. `ranked` (n,): the most promising first.
 
     `hidden` (n, H): hidden states of unit norm, if a simulator ranked. `shown_s` (n,): seconds to
-    show, None if they are those to choose by; `sd` (n,): relative standard deviations, NaN where
-    unknown, or None. n: the first candidates, all that were scored before the deadline.
+    show, None if they are those to choose by; `sd` (n,): relative standard deviations of
+    measurements around these, NaN where unknown, or None. n: the first candidates, all that were
+    scored before the deadline.
     """
 
     ranker: str
@@ -85,7 +86,7 @@ class Scores:
         return float(seconds[number])
 
     def sd_of_one(self, number: int) -> float | None:
-        """Relative standard deviation of this prediction; None if it is unknown."""
+        """Relative standard deviation of a measurement around `of_one`; None if it is unknown."""
         if self.sd is None or number >= len(self.ranked) or np.isnan(self.sd[number]):
             return None
         return float(self.sd[number])

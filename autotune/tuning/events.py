@@ -38,7 +38,8 @@ from autotune.workload import Workload
 class Proposal:
     """A strategy worth a trial. `origin` is a builder's name, "sampled", "mutated", ...
 
-    `predicted_sd`: relative standard deviation of the prediction, where it is known.
+    `predicted_sd`: relative standard deviation of a measurement around `predicted_s`, where it is
+    known; the noise of trials is in it.
     """
 
     __pydantic_config__ = {"extra": "forbid"}

@@ -28,7 +28,7 @@ from autotune.units import format_seconds
 NOISE_FACTOR = 2.0
 """Standard deviations of a trial's median within which a prediction is right: 95 % of a normal."""
 INTERVAL = 0.95
-"""Confidence of the interval of a prediction."""
+"""Confidence of the interval in which a measurement is predicted to be."""
 SMALLEST_SHARE = 0.1
 """A smaller part of a difference is not worth a line."""
 CONFIDENCE = 0.05
@@ -54,7 +54,7 @@ KINDS: tuple[PlanKind, ...] = (
 class Explanation:
     """One strategy. `steps`: one replayed step of it. `reasons` are for people.
 
-    `predicted_sd`: relative standard deviation of the prediction, where it is known.
+    `predicted_sd`: relative standard deviation of a measurement around the prediction, if known.
     """
 
     strategy_id: str

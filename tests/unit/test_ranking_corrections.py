@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -125,6 +126,18 @@ def test_the_tuners_ranker_is_its_own_code_and_knows_others_until_it_is_calibrat
         if own == 50:
             ends = sorted(training, key=lambda index: given[index].example.step_s)
             assert {given[ends[place]].plan_id for place in (0, -1)} <= calibrated
+
+
+def test_the_interval_of_a_shown_time_covers_measurements() -> None:
+    known, draw = point("a", "even", 0, "id of a").example, generator(0, "measurements")
+    replayed_s = known.features.replayed_step_s
+    assert replayed_s is not None
+    measured_s = replayed_s * np.exp(0.1 + KERNEL.noise_sd * draw.normal(size=1100))
+    trials = [replace(known, step_s=float(step_s)) for step_s in measured_s[:100]]
+    times = corrected_times(trials, [known.features])
+    half_width = NormalDist().inv_cdf(0.975) * times.sd[0]
+    covered = np.abs(np.log(measured_s[100:] / times.shown_s[0])) < half_width
+    assert 0.92 < covered.mean() < 0.98
 
 
 def test_the_keys_of_the_aims_are_those_of_the_tuners_ranker() -> None:
