@@ -22,12 +22,12 @@ from autotune.strategy_space.plan import PlannedStrategy
 from autotune.strategy_space.strategy import Strategy
 
 MOST_TRIALS = 30
-"""Trials of an earlier job to learn from. One is replayed in about 5 ms."""
+"""Strategies of an earlier job to learn from. One is replayed in about 5 ms."""
 
 
 @dataclass(frozen=True, eq=False)
 class PastJob:
-    """Trials of an earlier job: each strategy with its step time in seconds.
+    """Trials of an earlier job: each strategy once, with its step time in seconds.
 
     `extractor` predicts them with the constants that were stated, as a job does that has measured
     nothing.

@@ -153,7 +153,7 @@ class Scorer:
             reason = f"{count} measured strategies are too few to train on, so the replay ranks"
             others = self._experience(history, learning)
             if others.trials:
-                reason = f"{reason}, corrected by {others.trials} trials of earlier jobs"
+                reason = f"{reason}, corrected by {others.trials} strategies of earlier jobs"
             return _ranked(
                 REPLAY, reason, pool, extractor, None, examples, others, (), deadline, replayed
             )

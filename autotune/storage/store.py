@@ -274,52 +274,55 @@ class Store:
             )
             add_to_outbox(db, job_id, "finish", {})
 
-    def past_trials(
-        self, excluding: str | None = None, newest: int | None = None
-    ) -> list[PastTrial]:
-        """Undisturbed, measured candidates of all jobs but `excluding`, oldest job first.
-
-        First looks are left out, since another trial of the same strategy replaces them. `newest`:
-        most jobs, those created last.
-        """
-        trials: list[PastTrial] = []
+    def past_trials(self, excluding: str | None = None) -> list[PastTrial]:
+        """The past trials of all jobs but `excluding`, oldest job first."""
         bodies = _Bodies(self.database)
-        jobs = [job for job in self.jobs() if job.id != excluding]
-        for job in jobs if newest is None else jobs[max(len(jobs) - newest, 0) :]:
-            history = self.history(job.id)
-            looks = {trial.request.number for trial in history.candidates if trial.first_look}
-            spec = self.job(job.id)
-            rows = self.database.rows(
-                "SELECT * FROM trials WHERE job = ? AND role = ? AND status = 'measured' "
-                "AND strategy_id != ? ORDER BY number",
-                (job.id, Role.CANDIDATE.value, CURRENT_SETUP),
-            )
-            for row in rows:
-                number, profiled = row["number"], history.profiled
-                if number not in history.disturbed | looks:
-                    steady_s = history.steady_by_number.get(number)
-                    if profiled is None or steady_s is None:
-                        raise InvalidInput(
-                            f"a trial must be among its job's events, behind a profile, but trial "
-                            f"{number} of job {job.id} is not; the store is damaged"
-                        )
-                    strategy = bodies.get("strategies", Strategy, row["strategy_id"])
-                    workload = bodies.get("workloads", Workload, row["workload_id"])
-                    cluster = bodies.get("clusters", Cluster, row["cluster_id"])
-                    median_s = parse(float, row["median_s"], f"a trial of job {job.id}")
-                    trial = PastTrial(
-                        job_id=job.id,
-                        strategy=strategy,
-                        workload=workload,
-                        cluster=cluster,
-                        given=spec.cluster,
-                        median_s=median_s,
-                        steady_s=steady_s,
-                        accelerators=spec.conditions.accelerators,
-                        software=profiled.software,
-                        op_fusions=profiled.op_fusions,
+        jobs = [job.id for job in self.jobs() if job.id != excluding]
+        return [trial for job_id in jobs for trial in self._past_trials(job_id, bodies)]
+
+    def past_trials_of(self, job_id: str) -> list[PastTrial]:
+        """Undisturbed, measured candidates of a job.
+
+        First looks are left out, since another trial of the same strategy replaces them.
+        """
+        return self._past_trials(job_id, _Bodies(self.database))
+
+    def _past_trials(self, job_id: str, bodies: _Bodies) -> list[PastTrial]:
+        trials: list[PastTrial] = []
+        spec = self.job(job_id)
+        rows = self.database.rows(
+            "SELECT * FROM trials WHERE job = ? AND role = ? AND status = 'measured' "
+            "AND strategy_id != ? ORDER BY number",
+            (job_id, Role.CANDIDATE.value, CURRENT_SETUP),
+        )
+        history = self.history(job_id)  # after the rows, as another process may add a trial
+        looks = {trial.request.number for trial in history.candidates if trial.first_look}
+        for row in rows:
+            number, profiled = row["number"], history.profiled
+            if number not in history.disturbed | looks:
+                steady_s = history.steady_by_number.get(number)
+                if profiled is None or steady_s is None:
+                    raise InvalidInput(
+                        f"a trial must be among its job's events, behind a profile, but trial "
+                        f"{number} of job {job_id} is not; the store is damaged"
                     )
-                    trials.append(trial)
+                strategy = bodies.get("strategies", Strategy, row["strategy_id"])
+                workload = bodies.get("workloads", Workload, row["workload_id"])
+                cluster = bodies.get("clusters", Cluster, row["cluster_id"])
+                median_s = parse(float, row["median_s"], f"a trial of job {job_id}")
+                trial = PastTrial(
+                    job_id=job_id,
+                    strategy=strategy,
+                    workload=workload,
+                    cluster=cluster,
+                    given=spec.cluster,
+                    median_s=median_s,
+                    steady_s=steady_s,
+                    accelerators=spec.conditions.accelerators,
+                    software=profiled.software,
+                    op_fusions=profiled.op_fusions,
+                )
+                trials.append(trial)
         return trials
 
     @contextlib.contextmanager

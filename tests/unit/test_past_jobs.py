@@ -13,7 +13,7 @@ from synthetic_cluster import cluster
 from synthetic_job import SyntheticWorld, decided, job_spec
 
 from autotune.features.extract import Extractor, job_extractor
-from autotune.jobs.past_jobs import past_jobs
+from autotune.jobs.past_jobs import NEWEST, past_jobs
 from autotune.optimizer.budget import Budget, Deadline
 from autotune.records import CURRENT_SETUP, Accelerators, Measured, Role, TrialRequest
 from autotune.sampler.past_jobs import MOST_TRIALS, PastJob, past_residuals
@@ -32,6 +32,7 @@ EVEN, MIXED = cluster(*[(1, 400)] * 4), cluster((1, 2000), (1, 1000), (1, 1000),
 LONGER = 1.2
 """Every trial of the earlier jobs takes this much longer than replayed."""
 SOFTWARE = {"torch": "2.13.0"}
+HERE = job_spec().conditions.accelerators
 
 
 def model(variables: int) -> Workload:
@@ -104,7 +105,7 @@ def test_a_first_round_predicts_what_earlier_jobs_measured() -> None:
     assert alone == pytest.approx(1.0) and "earlier jobs" not in reason
     ratio, reason = first_round(PAST)
     assert 1.1 < ratio < 1.25
-    assert reason.endswith(f"corrected by {len(past_residuals(PAST).r)} trials of earlier jobs")
+    assert reason.endswith(f"corrected by {len(past_residuals(PAST).r)} strategies of earlier jobs")
 
 
 def test_a_job_that_is_calibrated_trusts_its_own_trials() -> None:
@@ -112,28 +113,55 @@ def test_a_job_that_is_calibrated_trusts_its_own_trials() -> None:
     assert ratio == pytest.approx(1.0, abs=0.03) and "earlier jobs" not in reason
 
 
-def test_earlier_jobs_of_a_store_are_those_of_the_same_runtime(
+def recorded(store: Store, *job_ids: str) -> History:
+    """Create jobs with the same events; return their history."""
+    history, _ = decided(job_spec(), SyntheticWorld(noise=0.02))
+    for job_id in job_ids:
+        store.create_job(job_id, job_spec())
+        for seq, event in enumerate(history.events):
+            store.append(job_id, seq, event)
+    return history
+
+
+def test_repeated_trials_of_a_strategy_of_an_earlier_job_count_once(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "autotune.db") as store:
+        history = recorded(store, "one")
+        trials = store.past_trials_of("one")
+        (job,) = past_jobs(store, "two", HERE, trials[0].software)
+    ids = [strategy.id for strategy, _ in job.trials]
+    assert sorted(ids) == sorted({trial.strategy.id for trial in trials})
+    assert len(ids) < len(trials)
+    measured_s = [history.measured_s[id_] for id_ in ids]
+    assert [step_s for _, step_s in job.trials] == pytest.approx(measured_s)
+
+
+def test_earlier_jobs_of_a_store_are_those_of_the_same_runtime(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "autotune.db") as store:
+        recorded(store, "one", "two", "three")
+        software = store.past_trials()[0].software
+        assert len(past_jobs(store, "three", HERE, software)) == 2
+        for other in set(Accelerators) - {HERE}:
+            assert past_jobs(store, "three", other, software) == []
+        assert past_jobs(store, "three", HERE, {"tensorflow": "2.21"}) == []
+
+
+def test_jobs_without_trials_and_unreadable_ones_hide_no_other_job(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    spec = job_spec()
-    here = spec.conditions.accelerators
-    history, _ = decided(spec, SyntheticWorld())
     with Store.open(tmp_path / "autotune.db") as store:
-        for job_id in ("one", "two", "three"):
-            store.create_job(job_id, spec)
-            for seq, event in enumerate(history.events):
-                store.append(job_id, seq, event)
+        recorded(store, "one", "two")
         software = store.past_trials()[0].software
-        trials = store.past_trials(excluding="three")
-        jobs = past_jobs(store, "three", here, software)
-        assert [len(job.trials) for job in jobs] == [len(trials) // 2] * 2
-        newest = store.past_trials(newest=1)
-        assert {trial.job_id for trial in newest} == {"three"}
-        assert list(jobs[0].trials) == [(trial.strategy, trial.steady_s) for trial in newest]
-        for other in set(Accelerators) - {here}:
-            assert past_jobs(store, "three", other, software) == []
-        assert past_jobs(store, "three", here, {"tensorflow": "2.21"}) == []
-        store.database.connection.execute("DELETE FROM events WHERE job = 'one'")
+        for number in range(NEWEST):
+            store.create_job(f"empty{number}", job_spec())
+        assert len(past_jobs(store, "new", HERE, software)) == 2
+        store.database.connection.execute("DELETE FROM events WHERE job = 'two' AND seq > 0")
         with caplog.at_level(logging.WARNING, "autotune"):
-            assert past_jobs(store, "three", here, software) == []
-        assert "learns from no earlier one" in caplog.text
+            assert len(past_jobs(store, "new", HERE, software)) == 1
+        assert "this job does not learn from two: a trial must be among" in caplog.text
+
+
+def test_no_more_jobs_than_the_newest_are_learned_from(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "autotune.db") as store:
+        recorded(store, *[f"job{number}" for number in range(NEWEST + 1)])
+        software = store.past_trials_of("job0")[0].software
+        assert len(past_jobs(store, "new", HERE, software)) == NEWEST
