@@ -187,6 +187,8 @@ class JobSpec:
         "closing comparison",
         "relative half width of the ratio's interval at which the comparison ends",
         above=0,
+        below=1,
+        remark="0.01 is 1 %",
     )
     confidence: float = setting(
         0.95, "closing comparison", "confidence of the ratio's interval", at_least=0.5, below=1

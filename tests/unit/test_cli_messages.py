@@ -58,7 +58,11 @@ TUNE = [
     (["--losing", "inf", *LAUNCH], "losing must be finite and above 1"),
     (["--precision", "inf", *LAUNCH], "precision must be finite and above 0"),
     (["--deviation", "inf", *LAUNCH], "deviation must be finite and"),
-    (["--ab-precision", "inf", *LAUNCH], "ab_precision must be finite and above 0"),
+    (
+        ["--ab-precision", "1", *LAUNCH],
+        "ab_precision must be above 0 and below 1 (0.01 is 1 %), but is 1.0",
+    ),
+    (["--ab-precision", "inf", *LAUNCH], "ab_precision must be above 0 and below 1"),
     (["--master-ports", "9-1", *LAUNCH], "--master-ports needs FIRST-LAST"),
 ]
 RUN = [(LAUNCH, "cannot read absent.json"), ([], "nothing to run")]
