@@ -11,7 +11,7 @@ import numpy as np
 from autotune.errors import InvalidInput
 from autotune.export import Export, Timing
 from autotune.files import is_file, open_regular, write_whole
-from autotune.records import CURRENT_SETUP, Decision, Measured, Role
+from autotune.records import CURRENT_SETUP, Decision, Failed, Measured, Role
 from autotune.storage.store import Store
 from autotune.strategy_space.horovod_groups import horovod_groups
 from autotune.tuning.history import History
@@ -123,7 +123,7 @@ def _timing(history: History, strategy_id: str, search_role: Role) -> Timing | N
 def chosen_decision(store: Store, job_id: str, wanted: str | None) -> Decision:
     """Return the job's decision, or one for the measured strategy whose id begins with `wanted`.
 
-    Raises `InvalidInput` if there is none or more than one.
+    Raises `InvalidInput` if there is none or more than one, or if it failed in a trial.
     """
     history, decision = store.history(job_id), store.decision(job_id)
     if store.job_status(job_id) == "aborted":
@@ -165,10 +165,18 @@ def _measured_id(history: History, wanted: str) -> str:
         for key in history.measured_s
         if key.startswith(wanted) or key.removeprefix("strategy-").startswith(wanted)
     ]
+    fastest = ", ".join(key for key, _ in history.ranking()[:3]) or "none"
     if len(matching) != 1:
-        known = ", ".join(key for key, _ in history.ranking()[:3]) or "none"
         raise InvalidInput(
             f"--strategy needs one measured strategy, but {wanted!r} fits {len(matching)}; "
-            f"the fastest are {known}"
+            f"the fastest are {fastest}"
+        )
+    failed = history.failed.get(matching[0])
+    if failed is not None:
+        assert isinstance(failed.outcome, Failed)
+        raise InvalidInput(
+            f"--strategy needs a strategy without a failed trial, but {matching[0]} failed in "
+            f"trial {failed.request.number} ({failed.outcome.kind}: {failed.outcome.message}); "
+            f"the fastest are {fastest}"
         )
     return matching[0]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic_job import SyntheticWorld, drive, job_spec
+from synthetic_job import SyntheticWorld, drive, job_spec, strategy
 
 from autotune.canonical import to_data
 from autotune.commands import show
@@ -19,7 +19,7 @@ from autotune.errors import InvalidInput
 from autotune.jobs.exports import chosen_decision
 from autotune.jobs.results import job_facts
 from autotune.jobs.workspace import Workspace
-from autotune.records import CURRENT_SETUP, Measured
+from autotune.records import CURRENT_SETUP, Measured, Role, TrialRequest
 from autotune.storage.store import Store
 from autotune.tuning.events import TrialFinished
 from autotune.tuning.history import History
@@ -119,6 +119,24 @@ def test_an_undecided_job_is_to_be_resumed_and_an_aborted_one_is_not(tmp_path) -
         assert "--resume" not in text
         with pytest.raises(InvalidInput, match=r"its current setup failed; .* start a new job"):
             chosen_decision(store, "job", None)
+
+
+def test_a_strategy_that_failed_in_a_later_trial_is_not_exported(tmp_path) -> None:
+    def fails(request: TrialRequest) -> bool:
+        return request.strategy_id == strategy(5).id and request.role is Role.AB
+
+    history, _ = drive(SPEC, SyntheticWorld({5: 0.06}, fails=fails))
+    failed = history.failed[strategy(5).id]
+    assert strategy(5).id in history.measured_s
+    with Store.open(tmp_path / "autotune.db") as store:
+        store.create_job("job", SPEC)
+        for seq, event in enumerate(history.events):
+            store.append("job", seq, event)
+        rule = rf"failed in trial {failed.request.number} \(crash: rank 1 exited with code 1\)"
+        with pytest.raises(InvalidInput, match=rule):
+            chosen_decision(store, "job", strategy(5).id)
+        fastest, _ = history.ranking()[0]
+        assert chosen_decision(store, "job", fastest).strategy_id == fastest
 
 
 def test_show_imports_nothing_that_computes() -> None:
