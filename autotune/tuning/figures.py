@@ -119,9 +119,12 @@ class JobFigures(ABC):
 
     @cached_property
     def repeated(self) -> int:
-        """Number of trials in the search that repeat a disturbed one or a first look."""
+        """Number of trials that repeat a disturbed one or a first look.
+
+        After the search, the first trial of a finalist has attempt 1.
+        """
         return sum(
-            trial.attempt > 0 and trial.round < self.round_count
+            trial.attempt > (0 if trial.round < self.round_count else 1)
             for trial in of_role(self.figures, Role.CANDIDATE)
         )
 

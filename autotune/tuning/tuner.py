@@ -6,10 +6,13 @@ recorded events, so a killed job continues exactly where its event log ends.
 
 from __future__ import annotations
 
-from autotune.records import CURRENT_SETUP, Decision, Failed, Role
+from collections.abc import Sequence
+
+from autotune.records import CURRENT_SETUP, Decision, Failed, Measured, Role
 from autotune.tuning.closing import closing_instruction
 from autotune.tuning.descent import Descent, descent
-from autotune.tuning.finalists import contender, finalists, lossless_first, second_looks
+from autotune.tuning.events import TrialFinished
+from autotune.tuning.finalists import contender, finalists, is_second_look, lossless_first
 from autotune.tuning.history import History
 from autotune.tuning.instructions import (
     Abort,
@@ -21,7 +24,7 @@ from autotune.tuning.instructions import (
 )
 from autotune.tuning.job import JobSpec, Search
 from autotune.tuning.prospects import nothing_to_prove, nothing_to_win
-from autotune.tuning.time_budget import budget_spent, reserved_s, trials_spent
+from autotune.tuning.time_budget import budget_spent, least_budget_s, reserved_s, trials_spent
 from autotune.tuning.trial_requests import candidate_trial, reference_trial
 
 REFERENCE_TRIES = 3
@@ -53,14 +56,31 @@ def search_instruction(spec: JobSpec, history: History) -> Instruction | None:
 
 
 def look_instruction(spec: JobSpec, history: History) -> RunTrial | None:
-    """Measure the finalists again after the search; None once `contender` may choose."""
+    """Measure the finalists again after the search; None once `contender` may choose.
+
+    As in the search, references are run before, after and between the looks, and disturbed looks
+    are repeated, as long as the time suffices for the closing comparison.
+    """
     if history.ab_trials or not history.ranking():
         return None
-    measured_again = second_looks(history)
+    since_reference = _candidates_since_reference(history)
+    if since_reference >= _candidates_per_reference(spec, history):
+        return reference_trial(spec, history)
+    looks = [trial for trial in history.candidates if is_second_look(history, trial)]
     for strategy_id in finalists(spec, history):
-        if strategy_id not in measured_again:
-            return candidate_trial(spec, history, strategy_id, len(history.rounds), 1, None)
-    return reference_trial(spec, history) if _candidates_since_reference(history) > 0 else None
+        tried = [look for look in looks if look.request.strategy_id == strategy_id]
+        if not tried or _look_again(spec, history, tried):
+            attempt = 1 + len(tried)
+            return candidate_trial(spec, history, strategy_id, len(history.rounds), attempt, None)
+    return reference_trial(spec, history) if since_reference else None
+
+
+def _look_again(spec: JobSpec, history: History, looks: Sequence[TrialFinished]) -> bool:
+    """Whether all looks at a finalist were disturbed, and another one is allowed."""
+    if len(looks) > spec.max_repeats or least_budget_s(spec, history) > spec.max_seconds:
+        return False
+    measured = all(isinstance(look.outcome, Measured) for look in looks)
+    return measured and all(look.request.number in history.disturbed for look in looks)
 
 
 def _explore(spec: JobSpec, history: History) -> Instruction | None:

@@ -30,7 +30,7 @@ from autotune.tuning.tuner import (
 FAST = {5: 0.06, 3: 0.07}
 IDS = [strategy(number).id for number in range(32)]
 SEARCH = "r" + "ccccr" + "ccccr" + "cccc"
-LOOK = "cc" + "r"
+LOOK = "r" + "cc" + "r"
 AB = "abba" * 3
 WHOLE = SEARCH + LOOK + AB
 LOOKED = "rc" + SEARCH[:-1] + LOOK + AB
@@ -46,7 +46,7 @@ def second_look(request: TrialRequest) -> bool:
 
 
 def late_pair(request: TrialRequest) -> bool:
-    return request.role is Role.AB and request.strategy_id == IDS[5] and request.number > 18
+    return request.role is Role.AB and request.strategy_id == IDS[5] and request.number > 19
 
 
 def current_pair(request: TrialRequest) -> bool:
@@ -85,7 +85,7 @@ DECISIONS = {
     "second look fails": (W(FAST, fails=second_look), 3, WHOLE, FASTER),
     "comparison fails": (W(FAST, fails=late_pair), 3, SEARCH + LOOK + "abba" + AB, FASTER),
     "current setup fails": (W(FAST, fails=current_pair), None, SEARCH + LOOK + "abb", "twice"),
-    "it fails once": (W(FAST, fails=trial(19)), 5, SEARCH + LOOK + "ab" + AB[1:], FASTER),
+    "it fails once": (W(FAST, fails=trial(20)), 5, SEARCH + LOOK + "ab" + AB[1:], FASTER),
 }
 """The world, the exported strategy, the roles of all trials, and a part of the reason."""
 
@@ -187,6 +187,35 @@ def test_a_trial_that_is_disturbed_every_time_is_repeated_at_most_max_repeats_ti
     assert max(attempts) == 2 and len(attempts) == 12
 
 
+def test_a_second_look_that_is_disturbed_is_repeated_between_references():
+    world = SyntheticWorld(FAST, factor=lambda number: 1.5 if number >= 17 else 1.0)
+    history, decision = decided(job_spec(), world)
+    assert roles(history) == SEARCH + "r" + "ccr" + "ccr" + AB
+    assert history.disturbed == {16, 17} and history.repeated == 2
+    looks = history.candidates[12:]
+    assert [(IDS.index(look.request.strategy_id), look.request.attempt) for look in looks] == [
+        (5, 1),
+        (3, 1),
+        (5, 2),
+        (3, 2),
+    ]
+    assert decision.strategy_id == IDS[5]
+
+
+def test_second_looks_at_many_finalists_have_references_between_them():
+    history, _ = decided(job_spec(finalists=6), SyntheticWorld(FAST))
+    assert roles(history) == SEARCH + "r" + "ccccr" + "ccr" + AB
+
+
+def test_second_looks_are_repeated_at_most_max_repeats_times_and_not_when_they_failed():
+    def fails(request: TrialRequest) -> bool:
+        return candidate(request) and request.predicted_s is None and request.strategy_id == IDS[3]
+
+    world = SyntheticWorld(FAST, factor=lambda n: 1.2 ** max(0, n - 15), fails=fails)
+    history, _ = decided(job_spec(max_repeats=2), world)
+    assert roles(history) == SEARCH + "r" + "ccr" + "cr" + "cr" + AB
+
+
 def test_references_that_fail_before_any_measurement_abort_the_job():
     world = SyntheticWorld(fails=lambda request: request.strategy_id == CURRENT_SETUP)
     history, end = drive(job_spec(), world)
@@ -218,7 +247,7 @@ def test_the_next_contender_gets_the_pairs_that_fit_into_the_time_left(after_s, 
             event = super()._run(history, request)
             if request.role is Role.AB:
                 began.append(history.elapsed_s)
-            return replace(event, elapsed_s=began[0] + after_s) if request.number == 20 else event
+            return replace(event, elapsed_s=began[0] + after_s) if request.number == 21 else event
 
     history, decision = decided(spec, Slow(FAST, noise=0.02, fails=late_pair))
     second = next(trial for trial in history.ab_trials if trial.request.round == 1)
@@ -282,7 +311,8 @@ def test_every_job_in_a_hostile_world_ends_within_its_trial_budget(seed):
         refuses=lambda request: request.number in refused - {0} and candidate(request),
     )
     history, _ = decided(spec, world)
-    assert len(history.candidates) <= spec.max_trials + spec.finalists + len(history.failed)
+    looks = spec.finalists * (1 + spec.max_repeats)
+    assert len(history.candidates) <= spec.max_trials + looks + len(history.failed)
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.05])
