@@ -19,7 +19,13 @@ from autotune.tuning.finalists import contender
 from autotune.tuning.history import History
 from autotune.tuning.instructions import Abort, ProfileWorkload, Propose, RunTrial
 from autotune.tuning.job import JobSpec
-from autotune.tuning.statistics import compare, further_steps, signed_rank_bound
+from autotune.tuning.statistics import (
+    EXACT_PAIRS,
+    compare,
+    compare_pairs,
+    further_steps,
+    signed_rank_bound,
+)
 from autotune.tuning.tuner import (
     REFERENCE_TRIES,
     look_instruction,
@@ -474,6 +480,32 @@ def test_the_bound_of_the_interval_equals_that_of_all_sign_patterns_counted(pair
     sums = patterns @ np.arange(1, pairs + 1)
     bound = signed_rank_bound(pairs, 0.025)
     assert np.mean(sums < bound) <= 0.025 < np.mean(sums < bound + 1)
+
+
+def counted_bound(pairs: int, tail: float) -> int:
+    """`signed_rank_bound` by counting."""
+    ways = np.ones(1)
+    for rank in range(1, pairs + 1):
+        padding = np.zeros(rank)
+        ways = (np.concatenate([ways, padding]) + np.concatenate([padding, ways])) / 2
+    return int(np.searchsorted(np.cumsum(ways), tail, side="right"))
+
+
+@pytest.mark.parametrize("tail", [0.025, 0.0005])
+def test_the_bound_of_many_pairs_is_nearly_that_of_all_sign_patterns_and_no_tighter(tail):
+    for pairs in (EXACT_PAIRS - 1, EXACT_PAIRS):
+        assert signed_rank_bound(pairs, tail) == counted_bound(pairs, tail)
+    for pairs in (EXACT_PAIRS + 1, 600):
+        deviation = math.sqrt(pairs * (pairs + 1) * (2 * pairs + 1) / 24)
+        difference = counted_bound(pairs, tail) - signed_rank_bound(pairs, tail)
+        assert 0 <= difference < 0.02 * deviation
+
+
+def test_thousands_of_pairs_have_an_interval():
+    d = generator(0, "many pairs").normal(0.01, 0.1, 1500)
+    comparison = compare_pairs(d, 0.95)
+    half_width = 1.96 * 0.1 * math.sqrt(math.pi / 3 / len(d))  # Hodges and Lehmann, 1963
+    assert math.log(comparison.high / comparison.low) == pytest.approx(2 * half_width, rel=0.1)
 
 
 def test_the_interval_holds_exactly_the_ratios_that_the_signed_rank_test_does_not_reject():
