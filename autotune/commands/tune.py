@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="",
         metavar="JOB",
-        help="continue JOB (default: the latest unfinished one)",
+        help="continue JOB (default: the latest unfinished one that no process drives)",
     )
     add_directory(parser)
     add_ray(parser)

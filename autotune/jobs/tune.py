@@ -19,7 +19,7 @@ from autotune.jobs.places import Ranks, Where, placed_world, refuse_elsewhere
 from autotune.jobs.preparation import prepare_in_background
 from autotune.jobs.results import Results, write_results
 from autotune.jobs.settings import Settings
-from autotune.jobs.workspace import Workspace, latest_job, new_job_id
+from autotune.jobs.workspace import Workspace, job_to_resume, new_job_id
 from autotune.masking import MASK, masked_command
 from autotune.parsing import read_json
 from autotune.records import Decision
@@ -72,10 +72,13 @@ class Spectator(Protocol):
 
 
 def create_job(workspace: Workspace, store: Store, settings: Settings, job_id: str | None) -> Job:
-    job_id = job_id or new_job_id(settings.script.name, datetime.now())
     command = settings.spec.command
     spec = replace(settings.spec, command=masked_command(command))
-    store.create_job(job_id, spec)
+    if job_id:
+        store.create_job(job_id, spec)
+    else:  # several jobs may begin in one second
+        new_id = new_job_id(settings.script.name, datetime.now())
+        job_id = store.create_job(new_id, spec, numbered=True)
     if spec.command != command:
         path = workspace.job(job_id) / COMMAND_FILE
         write_whole(path, json.dumps(command), "the command", private=True)
@@ -96,8 +99,8 @@ def _command(workspace: Workspace, job_id: str, spec: JobSpec) -> tuple[str, ...
 
 
 def resume_job(workspace: Workspace, store: Store, job_id: str | None, address: str | None) -> Job:
-    """Return the job to resume, by default the latest unfinished one; raises `InvalidInput`."""
-    job_id = job_id or latest_job(store, unfinished=True)
+    """Return the job to resume, by default that of `job_to_resume`; raises `InvalidInput`."""
+    job_id = job_id or job_to_resume(store)
     spec = store.job(job_id)
     refuse_elsewhere(spec.conditions, address)
     return Job(job_id, spec, _command(workspace, job_id, spec), resumed=True)

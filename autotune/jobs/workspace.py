@@ -66,16 +66,33 @@ class Workspace:
         return self.directory / job_id
 
 
-def latest_job(store: Store, unfinished: bool = False) -> str:
+def latest_job(store: Store) -> str:
     """The newest job's id; raises `InvalidInput` if there is none."""
-    jobs = [job for job in store.jobs() if not unfinished or job.status == "running"]
+    jobs = store.jobs()
     if not jobs:
-        what = "no unfinished job" if unfinished else "no job"
-        raise InvalidInput(
-            f"there is {what} in {store.path}; start one with "
-            "`autotune tune -- torchrun ... train.py`"
-        )
+        raise _without("job", store)
     return jobs[-1].id
+
+
+def job_to_resume(store: Store) -> str:
+    """The newest unfinished job that no process drives; raises `InvalidInput` if there is none."""
+    unfinished = [job.id for job in store.jobs() if job.status == "running"]
+    if not unfinished:
+        raise _without("unfinished job", store)
+    for job_id in reversed(unfinished):
+        if not store.is_driven(job_id):
+            return job_id
+    raise InvalidInput(
+        f"every unfinished job in {store.path} is being driven by another process "
+        f"({', '.join(unfinished)}); wait for it, or stop it and resume"
+    )
+
+
+def _without(what: str, store: Store) -> InvalidInput:
+    return InvalidInput(
+        f"there is no {what} in {store.path}; start one with "
+        "`autotune tune -- torchrun ... train.py`"
+    )
 
 
 def new_job_id(script_name: str, now: datetime) -> str:

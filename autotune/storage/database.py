@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,10 @@ from autotune.errors import InvalidInput, StoreVersionError
 from autotune.files import is_file, is_folder
 from autotune.storage.damage import BUSY_S, SQLITE_ERRORS, unusable
 from autotune.storage.schema import migrations, statements
+
+BUSY_POLL_S = 0.02
+PRIMARY_CODE = 0xFF
+"""The bits of an SQLite error's code that state its kind; the others state details."""
 
 
 class Database:
@@ -56,7 +61,7 @@ class Database:
                     f"{self.path} has store version {version}, but this autotune reads up to "
                     f"{newest}; update autotune or use another store"
                 )
-            self.connection.execute("PRAGMA journal_mode = WAL")
+            self._use_write_ahead_log()
             self.connection.execute("PRAGMA synchronous = FULL")
             self.connection.execute("PRAGMA foreign_keys = ON")
             if version < newest:
@@ -64,6 +69,22 @@ class Database:
             # Fail now, not in the middle of a job, if the file or directory is not writable.
             with self.transaction() as db:
                 db.execute("UPDATE jobs SET status = status WHERE 0")
+
+    def _use_write_ahead_log(self) -> None:
+        """Switch a new file to a write-ahead log, as soon as no other process writes it.
+
+        SQLite waits for another writer in every other statement, but not in this one.
+        """
+        deadline_s = time.monotonic() + BUSY_S
+        while True:
+            try:
+                self.connection.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError as error:
+                busy = error.sqlite_errorcode & PRIMARY_CODE == sqlite3.SQLITE_BUSY
+                if not busy or time.monotonic() > deadline_s:
+                    raise
+                time.sleep(BUSY_POLL_S)
 
     def rows(self, query: str, parameters: tuple[object, ...] = ()) -> list[sqlite3.Row]:
         """All rows of a query."""

@@ -115,8 +115,12 @@ class Store:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def create_job(self, job_id: str, spec: JobSpec) -> None:
-        """Add a job in state running; `InvalidInput` if the id is taken or no file name."""
+    def create_job(self, job_id: str, spec: JobSpec, numbered: bool = False) -> str:
+        """Add a job in state running; return its id.
+
+        If the id is taken, it gets the first free of the endings -2, -3, ... if it may be
+        `numbered`. Otherwise, and for an id that is no file name, raises `InvalidInput`.
+        """
         if not _JOB_ID.fullmatch(job_id):
             raise InvalidInput(
                 "a job id must have up to 100 letters, digits, '.', '_' or '-' and begin with a "
@@ -124,15 +128,20 @@ class Store:
             )
         now = datetime.now(UTC).isoformat(timespec="seconds")
         with self.database.transaction() as db:
-            if db.execute("SELECT 1 FROM jobs WHERE id = ?", (job_id,)).fetchone():
-                raise InvalidInput(
-                    f"job {job_id!r} exists in {self.path}; resume it, or choose another id"
-                )
+            first_id, number = job_id, 1
+            while db.execute("SELECT 1 FROM jobs WHERE id = ?", (job_id,)).fetchone():
+                if not numbered:
+                    raise InvalidInput(
+                        f"job {job_id!r} exists in {self.path}; resume it, or choose another id"
+                    )
+                number += 1
+                job_id = f"{first_id}-{number}"
             db.execute(
                 "INSERT INTO jobs (id, spec, created_at) VALUES (?, ?, ?)",
                 (job_id, canonical_json(spec), now),
             )
             add_to_outbox(db, job_id, "start", {})
+        return job_id
 
     def job(self, job_id: str) -> JobSpec:
         where = f"job {job_id}"
@@ -339,6 +348,14 @@ class Store:
                     "and resume"
                 ) from error
             yield
+
+    def is_driven(self, job_id: str) -> bool:
+        """Whether a process holds the job's lock."""
+        try:
+            with self.lock(job_id):
+                return False
+        except InvalidInput:
+            return True
 
     def rebuild(self) -> None:
         """Derive all other tables again from the events."""

@@ -6,6 +6,7 @@ import json
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 from subprocess import PIPE
@@ -15,7 +16,7 @@ from synthetic_job import WORKLOAD, SyntheticWorld, decided, job_spec, strategy
 
 from autotune.canonical import canonical_json
 from autotune.errors import InvalidInput, StoreVersionError
-from autotune.jobs.workspace import latest_job, new_job_id
+from autotune.jobs.workspace import job_to_resume, latest_job, new_job_id
 from autotune.records import (
     CURRENT_SETUP,
     Conditions,
@@ -25,6 +26,7 @@ from autotune.records import (
     Stopped,
     TrialRequest,
 )
+from autotune.storage.database import Database
 from autotune.storage.schema import migrations, statements
 from autotune.storage.store import Store
 from autotune.tuning.events import Event, Proposal, Proposed, TrialFinished, event_to_data
@@ -156,6 +158,45 @@ def test_the_latest_job_is_the_last_one_also_after_the_clock_was_set_back(path):
             db.execute("UPDATE jobs SET created_at = '2001-01-01T00:00:00' WHERE id = 'last'")
         assert [row.id for row in store.jobs()] == ["first", "last"]
         assert latest_job(store) == "last"
+
+
+def test_jobs_that_begin_in_one_second_are_numbered(path):
+    with Store.open(path) as store:
+        ids = [store.create_job("job", job_spec(), numbered=True) for _ in range(3)]
+        assert ids == ["job", "job-2", "job-3"] == [row.id for row in store.jobs()]
+
+
+def test_the_job_to_resume_is_the_newest_that_no_process_drives(path):
+    with Store.open(path) as store:
+        for job_id in ("older", "newer", "ended"):
+            store.create_job(job_id, job_spec())
+        store.finish("ended", None)
+        assert job_to_resume(store) == "newer"
+        with store.lock("newer"):
+            assert job_to_resume(store) == "older"
+            rule = r"every unfinished job in .* is being driven .*\(older, newer\)"
+            with store.lock("older"), pytest.raises(InvalidInput, match=rule):
+                job_to_resume(store)
+        assert job_to_resume(store) == "newer"
+
+
+def test_a_new_file_is_opened_as_soon_as_another_process_has_written_it(path):
+    path.parent.mkdir()
+    attempts = []
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+
+        def traced(statement):
+            if "journal_mode" in statement:
+                attempts.append(statement)
+            if len(attempts) == 2 and other.in_transaction:
+                other.execute("COMMIT")
+
+        with closing(Database.open(path)) as database:
+            database.connection.set_trace_callback(traced)
+            database.prepare(lambda db: None)
+            assert len(attempts) == 2
+            assert [tuple(row) for row in database.rows("PRAGMA journal_mode")] == [("wal",)]
 
 
 def test_a_job_id_is_taken_once_and_an_unknown_one_is_named(path):
