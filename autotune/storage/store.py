@@ -26,7 +26,7 @@ from autotune.storage import summaries
 from autotune.storage.damage import text_in
 from autotune.storage.database import Database
 from autotune.storage.outbox import Outbox, add_to_outbox, fill_outbox
-from autotune.storage.rows import derive
+from autotune.storage.rows import derived_rows, insert_rows
 from autotune.storage.summaries import EventRows
 from autotune.strategy_space.op_fusion import OpFusionChoice
 from autotune.strategy_space.strategy import Strategy
@@ -183,7 +183,11 @@ class Store:
         """Record event number `seq` (0, 1, ...) and its derived rows in one transaction.
 
         Raises `InvalidInput` if `seq` is not the next number: another process writes this job.
+        The rows are computed before, since a transaction blocks all other writers.
         """
+        body = canonical_json(event_to_data(event))
+        derived = derived_rows(self.database.rows, job_id, seq, event)
+        summarized = self._summary_rows(job_id, seq, event)
         with self.database.transaction() as db:
             expected = db.execute(
                 "SELECT coalesce(max(seq), -1) + 1 FROM events WHERE job = ?", (job_id,)
@@ -196,14 +200,19 @@ class Store:
             if db.execute("SELECT 1 FROM jobs WHERE id = ?", (job_id,)).fetchone() is None:
                 raise self._no_job(job_id)
             db.execute(
-                "INSERT INTO events (job, seq, body) VALUES (?, ?, ?)",
-                (job_id, seq, canonical_json(event_to_data(event))),
+                "INSERT INTO events (job, seq, body) VALUES (?, ?, ?)", (job_id, seq, body)
             )
-            derive(db, job_id, seq, event)
-            if db.execute(f"SELECT {COVERED}", (job_id,)).fetchone()[0] == seq:
-                profiled = self.profiled(job_id) if isinstance(event, Proposed) else None
-                summaries.insert(db, job_id, [EventRows.of(seq, event, profiled)])
+            insert_rows(db, derived)
+            summaries.insert(db, job_id, summarized)
             add_to_outbox(db, job_id, "event", {"seq": seq})
+
+    def _summary_rows(self, job_id: str, seq: int, event: Event) -> list[EventRows]:
+        """The event's row for lists; none if an event before it has none."""
+        [covered] = self.database.rows(f"SELECT {COVERED}", (job_id,))
+        if covered[0] != seq:
+            return []
+        profiled = self.profiled(job_id) if isinstance(event, Proposed) else None
+        return [EventRows.of(seq, event, profiled)]
 
     def profiled(self, job_id: str) -> Profiled | None:
         """The first profile of a job."""
@@ -373,7 +382,7 @@ class Store:
         for row in db.execute("SELECT id FROM jobs ORDER BY rowid").fetchall():
             events = self._events(row["id"])
             for seq, event in events:
-                derive(db, row["id"], seq, event)
+                insert_rows(db, derived_rows(self.database.rows, row["id"], seq, event))
             summaries.insert(db, row["id"], summaries.rows_of_job(events))
 
     def _events(

@@ -124,6 +124,21 @@ def test_an_event_out_of_turn_is_refused_and_changes_nothing(path):
         assert store.history("job").events == (first, second)
 
 
+def test_an_event_is_derived_before_its_transaction_blocks_other_writers(path):
+    executed = []
+    with Store.open(path) as store:
+        store.create_job("job", job_spec())
+        store.database.connection.set_trace_callback(executed.append)
+        for seq, event in enumerate(HISTORY.events):
+            store.append("job", seq, event)
+    begins = [place for place, statement in enumerate(executed) if statement.startswith("BEGIN")]
+    assert len(begins) == len(HISTORY.events)
+    for begin in begins:
+        inside = executed[begin : executed.index("COMMIT", begin)]
+        read = [statement for statement in inside if statement.startswith("SELECT")]
+        assert read and not any("body" in statement for statement in read)
+
+
 @pytest.mark.parametrize("job_id", ["", "../up", ".hidden", "a b", "x" * 101])
 def test_a_job_id_must_be_fit_for_a_file_name(path, job_id):
     rule = "begin with a letter or digit.*give another --job"
