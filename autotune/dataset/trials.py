@@ -75,6 +75,7 @@ class DatasetTrial:
     Repeats are counted by plan, whatever the source.
 
     - `strategy` and the enacted `plan` are None for a reference.
+    - `outcome`: the table has no column for `restarts` of a measurement, which are read as 0.
     - `load`: the machine's load average at the start. `time_s`: Unix time of the end.
     - `disturbed`: the machine changed during the trial, or between the references around it.
     - `stolen`: share of all cores' time that the host gave to other virtual machines meanwhile (man

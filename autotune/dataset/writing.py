@@ -173,8 +173,8 @@ def _read_journal(folder: Path) -> Iterator[DatasetTrial]:
     if not path.exists():
         return
     text = read_text(path, MAX_JOURNAL_BYTES)
-    whole, _, _ = text.rpartition("\n")  # the rest was cut off
-    for number, line in enumerate(whole.splitlines(), start=1):
+    # Texts may hold other line breaks; what follows the last line was cut off.
+    for number, line in enumerate(text.split("\n")[:-1], start=1):
         where = f"{path}, line {number}"
         yield parse(DatasetTrial, parse_json(line, where), where)
 

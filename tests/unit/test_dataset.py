@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from synthetic_job import WORKLOAD, strategy
 
+from autotune.canonical import canonical_json
 from autotune.cluster import Cluster
 from autotune.dataset.columns import SCHEMA, read_table, table_bytes
 from autotune.dataset.folder import (
@@ -175,6 +176,16 @@ def test_a_trial_that_was_cut_off_as_it_was_written_is_dropped(tmp_path: Path) -
     (tmp_path / ".work" / "trials.journal").write_bytes(b'{"number":2,"sour')
     with opened(tmp_path) as writer:
         assert len(writer.trials) == 2
+
+
+def test_a_message_with_other_line_breaks_is_read_from_the_journal(tmp_path: Path) -> None:
+    write(tmp_path, 2)
+    hang = Failed(FailureKind.HANG, "first\u2028second\x85third\r\nfourth")
+    line = canonical_json(replace(trial(2), outcome=hang))
+    (tmp_path / ".work" / "trials.journal").write_text(f"{line}\n", encoding="utf-8")
+    with opened(tmp_path) as writer:
+        assert writer.trials[2].outcome == hang
+    assert read_domain(tmp_path).trials[2].outcome == hang
 
 
 def test_two_writers_at_once_are_refused(tmp_path: Path) -> None:
