@@ -49,10 +49,6 @@ FINISH = 0.1
 """Share of a job's time for the last training; simulators that need more are not kept."""
 SCORING = 0.9
 """Share of the time after sampling for learning and scoring; the rest is to choose and identify."""
-UNCALIBRATED = (
-    "the wall clock ended the calibration of the replay, which keeps the stated constants, "
-    "so that the same job may be proposed something else next time"
-)
 LEADERS = 0.75
 LATER_LEADERS = 0.5
 """Largest share of the first and of a later round's trials for the optimizer's strategies.
@@ -110,7 +106,8 @@ class Proposer:
         else:
             proposed = self._propose_sampled(history, round_, count, deadline)
         if self._scorer.calibration_given_up:
-            proposed = replace(proposed, reason=f"{proposed.reason}; {UNCALIBRATED}")
+            reason = uncalibrated(self._scorer.is_calibrated)
+            proposed = replace(proposed, reason=f"{proposed.reason}; {reason}")
         return replace(proposed, contradicted=contradicted)
 
     def _propose_sampled(
@@ -229,6 +226,15 @@ class Proposer:
             rows = choice_agreement_rows([pool[int(i)].planned.strategy for i in survivors])
             picked = select_diverse(predicted[survivors], rows, count, self._spec.diversity)
         return [int(survivors[i]) for i in picked] + explorers.tolist()
+
+
+def uncalibrated(before: bool) -> str:
+    """The remark on a calibration that ran out of time; `before`: whether one had succeeded."""
+    constants = "the constants of an earlier round" if before else "the stated constants"
+    return (
+        f"the wall clock ended the calibration of the replay, which keeps {constants}, so that the "
+        "same job may be proposed something else next time"
+    )
 
 
 def _with_lossless(

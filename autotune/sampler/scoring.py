@@ -298,6 +298,11 @@ class Scorer:
     def calibration_given_up(self) -> bool:
         return self._calibrated_on is None
 
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether a calibration has succeeded, perhaps on fewer trials than there are now."""
+        return self._calibrated is not None
+
     def _as_stated(self, history: History) -> Extractor:
         """The extractor with the constants that were probed or assumed."""
         profiled = history.profiled

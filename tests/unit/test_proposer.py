@@ -25,7 +25,7 @@ from autotune.records import (
 from autotune.sampler.bayesian_proposer import BAYES_ASKS
 from autotune.sampler.encodings import Encoding, FusionScalars, SpaceChoices
 from autotune.sampler.pool import CUT_SHORT
-from autotune.sampler.proposer import UNCALIBRATED, Proposer
+from autotune.sampler.proposer import Proposer, uncalibrated
 from autotune.sampler.scoring import FEWEST_CALIBRATED
 from autotune.simulators.registry import SIMULATORS
 from autotune.strategy_space.builders.registry import seed_strategies
@@ -207,11 +207,18 @@ def test_a_round_says_that_its_replay_could_not_be_calibrated_in_time() -> None:
         planned = plan(proposal.strategy, SMALL, 4)
         trial = finished(number, proposal.strategy.id, planned.id, proposal.predicted_s)
         history = history.then(trial)
-    looks = count()
-    slow = Proposer(spec, {}, budgets=SHORT, clock=lambda: next(looks) * 1000.0)
-    assert UNCALIBRATED in slow.propose(history, 1, 4).reason
-    in_time = Proposer(spec, {}, budgets=SHORT).propose(history, 1, 4)
-    assert UNCALIBRATED not in in_time.reason
+    looks, seconds_per_look = count(), 1000.0
+    slow = Proposer(spec, {}, budgets=SHORT, clock=lambda: next(looks) * seconds_per_look)
+    assert slow.propose(history, 1, 4).reason.endswith(uncalibrated(before=False))
+    seconds_per_look = 0.0
+    slower = Proposer(spec, {}, budgets=SHORT, clock=lambda: next(looks) * seconds_per_look)
+    in_time = slower.propose(history, 1, 4)
+    assert "calibration" not in in_time.reason
+    planned = plan(in_time.proposals[0].strategy, SMALL, 4)
+    trial = finished(FEWEST_CALIBRATED + 1, in_time.proposals[0].strategy.id, planned.id, 0.4)
+    seconds_per_look = 1000.0
+    later = slower.propose(history.then(in_time).then(trial), 2, 4)
+    assert later.reason.endswith(uncalibrated(before=True))
 
 
 @pytest.mark.parametrize("search", [Search.RANDOM, Search.NO_SIMULATOR])

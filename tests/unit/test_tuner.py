@@ -299,6 +299,15 @@ def test_the_time_budget_leaves_room_for_the_closing_comparison():
     assert history.elapsed_s <= 30.0 and len(history.candidates) > 12
     history, decision = decided(job_spec(max_seconds=0.5), SyntheticWorld(FAST))
     assert decision.strategy_id == CURRENT_SETUP and not history.candidates
+    assert "the budget ended before a strategy could be tried" in decision.reason
+
+
+def test_a_job_whose_space_holds_no_strategy_states_the_reason_of_its_round():
+    history, decision = decided(job_spec(), SyntheticWorld(available=0))
+    assert decision.strategy_id == CURRENT_SETUP and not history.candidates
+    reason = history.rounds[-1].reason
+    expected = f"no strategy could be tried, so the current setup stays: {reason}"
+    assert decision.reason == expected
 
 
 @pytest.mark.parametrize("seed", range(30))
