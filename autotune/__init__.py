@@ -70,12 +70,12 @@ def distribute(step: Step, strategy: str | Path | None = None) -> Step:
     """
     from importlib.util import find_spec
 
-    from autotune.errors import InvalidInput
+    from autotune.errors import MissingExtra, install_extra
 
     if find_spec("tensorflow") is None:
-        raise InvalidInput(
-            "autotune.distribute needs TensorFlow, which is not installed; run: "
-            "pip install 'autotune[tensorflow]'"
+        raise MissingExtra(
+            "autotune.distribute needs TensorFlow, which is not installed; "
+            + install_extra("tensorflow")
         )
     from runtime_rewriter.rank.tensorflow_step import distribute as distribute_step
 

@@ -60,6 +60,17 @@ class InvalidInput(AutotuneError, ValueError):
     """A file, option or argument breaks a rule; the message names rule, value and fix."""
 
 
+class MissingExtra(InvalidInput):
+    """An optional package is not installed; the message names the extra that brings it."""
+
+
+def install_extra(extra: str) -> str:
+    """The command that adds an extra. The project `autotune` on PyPI is another one."""
+    return (
+        f"run `pip install '.[{extra}]'` in autotune's clone, or name its wheel in place of the dot"
+    )
+
+
 class InvalidStrategy(InvalidInput):
     """A strategy cannot be planned for this workload and world size."""
 

@@ -18,13 +18,18 @@ from pathlib import Path
 PIN = re.compile(r"^(\S+==\S+)", re.M)
 """A pin without its hashes: with them, pip would ask for a hash of the wheel, too."""
 ROOT = Path(__file__).parents[1]
-RECORDING = ROOT / "datasets/gpu_traces/h100/bert_base.fp32"
+RECORDINGS = {
+    "recording": ROOT / "datasets/gpu_traces/h100/bert_base.fp32",
+    "two_ranks": ROOT / "datasets/gpu_traces/h100/resnet50.two_ranks",
+}
 COMMANDS = [
     ["--help"],
     ["init"],
     ["strategies", "bert-base", "B7"],
     ["optimize", "bert-base", "--cluster", "B7", "--budget-time", "2s"],
     ["replay", "recording"],
+    ["replay", "two_ranks"],
+    ["what-if", "two_ranks", "--only", "amp,faster_network"],
 ]
 NEWER = ("python3.12", "python3.13")
 
@@ -68,7 +73,8 @@ def check(python: str, wheel: Path, folder: Path) -> None:
     pins = folder / "pins.txt"
     pins.write_text("\n".join(PIN.findall((ROOT / "constraints.txt").read_text())))
     run(pip, "install", "-q", "--no-compile", "-c", pins, wheel, folder=folder)
-    shutil.copytree(RECORDING, folder / "recording")
+    for name, recording in RECORDINGS.items():
+        shutil.copytree(recording, folder / name)
     for words in COMMANDS:
         output = run(environment / "bin/autotune", *words, folder=folder)
         assert output.strip(), f"`autotune {' '.join(words)}` printed nothing"

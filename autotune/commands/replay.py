@@ -34,7 +34,7 @@ from autotune.commands.render.memory import (
 )
 from autotune.dfg.replay import replay
 from autotune.dfg.utilisation import IterationSummary, iteration_summary
-from autotune.errors import InvalidInput
+from autotune.errors import InvalidInput, MissingExtra
 from autotune.memory.peak import highest_peak
 from autotune.profiling.formats.horovod import HorovodTimeline
 from autotune.profiling.formats.rank_trace import repair_lines
@@ -190,7 +190,18 @@ def _aligned(job: TraceJob, wanted: bool) -> Alignment | None:
         return None
     from autotune.profiling.alignment.align import align
 
-    return align(job)
+    try:
+        return align(job)
+    except MissingExtra as error:
+        if _one_clock(job):
+            return None
+        raise MissingExtra(f"{error}; or use the clocks unchanged (--no-align)") from error
+
+
+def _one_clock(job: TraceJob) -> bool:
+    """Whether the traces or the user state that all ranks are on one host."""
+    hosts = job.hosts
+    return bool(hosts.source) and not hosts.assumed and len(set(hosts.names)) == 1
 
 
 def _head(shown: _Shown) -> list[str]:
@@ -217,7 +228,7 @@ def _head(shown: _Shown) -> list[str]:
         if link.by_id
     ][:SHOWN_REPAIRS]
     if several:
-        lines += [job.hosts.text(job.rank_numbers), *_clock_lines(shown.aligned)]
+        lines += [job.hosts.text(job.rank_numbers), *_clock_lines(job, shown.aligned)]
     lines.append(
         f"measured {format_seconds(shown.measured_s)}, replayed {100 * shown.error:+.2f} %"
     )
@@ -229,9 +240,10 @@ def _head(shown: _Shown) -> list[str]:
     return lines
 
 
-def _clock_lines(aligned: Alignment | None) -> list[str]:
+def _clock_lines(job: TraceJob, aligned: Alignment | None) -> list[str]:
     if aligned is None:
-        return ["clocks: not aligned"]
+        shared = "; the ranks share the clock of their host" if _one_clock(job) else ""
+        return [f"clocks: not aligned{shared}"]
     text = f"clocks: offsets up to {format_seconds(float(np.abs(aligned.offset_s).max()))}"
     if np.isfinite(aligned.spread_s).all():
         spread_s = float(aligned.spread_s.max())

@@ -20,7 +20,7 @@ from autotune.dfg.chrome_trace import Section, cut, process_name
 from autotune.dfg.critical_path import critical_path
 from autotune.dfg.graph import Kind
 from autotune.dfg.replay import Timeline
-from autotune.errors import InvalidInput
+from autotune.errors import MissingExtra, install_extra
 from autotune.files import whole_file
 
 PACKETS_AT_ONCE = 10_000
@@ -57,9 +57,9 @@ def _protos() -> Any:
     try:
         from perfetto.protos.perfetto.trace import perfetto_trace_pb2
     except ImportError as error:
-        raise InvalidInput(
-            "a Perfetto trace needs the package perfetto, which is not installed; install "
-            "autotune[perfetto], or write Chrome traces"
+        raise MissingExtra(
+            "a Perfetto trace needs the package perfetto, which is not installed; write Chrome "
+            f"traces, or {install_extra('perfetto')}"
         ) from error
     return perfetto_trace_pb2
 

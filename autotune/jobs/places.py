@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from autotune.cluster import Cluster
-from autotune.errors import InvalidInput
+from autotune.errors import InvalidInput, MissingExtra, install_extra
 from autotune.records import Conditions, Network
 from autotune.testbed.bed import entered, running
 from autotune.testbed.capabilities import capabilities
@@ -134,9 +134,8 @@ def _ray(
 ) -> Iterator[tuple[RayCluster, tuple[str, ...]]]:
     """Yield the connection and the address of each host of the cluster."""
     if find_spec("ray") is None:
-        raise InvalidInput(
-            "the ranks run as Ray actors, but Ray is not installed; "
-            "run: pip install 'autotune[tune]'",
+        raise MissingExtra(
+            f"the ranks run as Ray actors, but Ray is not installed; {install_extra('tune')}",
             anchor="no-ray",
         )
     if conditions.network is not Network.EMULATED:

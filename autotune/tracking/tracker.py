@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 
 from autotune.deadlines import Call, Overdue
-from autotune.errors import InvalidInput
+from autotune.errors import MissingExtra, install_extra
 from autotune.garbage import collection_paused
 from autotune.masking import masked
 from autotune.simulators.interface import Simulator
@@ -96,8 +96,8 @@ class Tracker:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if importlib.util.find_spec("mlflow") is None:
-            raise InvalidInput(
-                "tracking needs MLflow, which is not installed; run: pip install 'autotune[mlflow]'"
+            raise MissingExtra(
+                f"tracking needs MLflow, which is not installed; {install_extra('mlflow')}"
             )
         self.uri = tracking_uri
         self.problem = ""

@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from autotune.errors import LaunchError
+from autotune.errors import LaunchError, install_extra
 from runtime_rewriter.agent_store import AgentStore
 from runtime_rewriter.private_network import (
     ISOLATED,
@@ -195,7 +195,7 @@ def versions(tensorflow: str = tf.__version__) -> Facts:
         raise LaunchError(
             f"TensorFlow must be at least {'.'.join(map(str, OLDEST))} and below "
             f"{'.'.join(map(str, FIRST_UNTESTED))}, but is {tensorflow}; "
-            "pip install 'autotune[tensorflow]' brings one that works"
+            + install_extra("tensorflow")
         )
     return {
         "TensorFlow": tensorflow,

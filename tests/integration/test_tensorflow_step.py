@@ -244,10 +244,10 @@ def test_a_taken_port_and_differing_versions_are_named():
 
 
 def test_an_untested_or_missing_tensorflow_is_refused_with_what_to_install(monkeypatch):
-    with pytest.raises(LaunchError, match=r"at least 2.21 and below 3.0, but is 2.15.1; pip"):
+    with pytest.raises(LaunchError, match=r"at least 2.21 and below 3.0, but is 2.15.1; run"):
         servers.versions("2.15.1")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InvalidInput, match=r"pip install 'autotune\[tensorflow\]'"):
+    with pytest.raises(InvalidInput, match=r"pip install '\.\[tensorflow\]'"):
         autotune.distribute(len)
 
 

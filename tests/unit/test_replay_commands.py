@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,6 +75,17 @@ def test_replay_of_two_ranks_breaks_the_iteration_down_and_writes_timeline_and_r
     assert "hosts: unknown" in text
     again = json_output(capsys, *words, "--hosts", "a,a", "--no-align")
     assert (again["hosts"], again["hosts_from"], again["alignment"]) == (["a", "a"], "given", None)
+
+
+def test_without_cvxpy_replay_names_the_extra_or_takes_the_clock_of_the_one_host(
+    tmp_path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cvxpy", None)  # as in the base installation
+    words = ("replay", *(kineto(rank, tmp_path) for rank in (0, 1)))
+    message = error_output(capsys, *words)
+    assert "pip install '.[align]'" in message and "--no-align" in message
+    text = output(capsys, *words, "--hosts", "a,a")
+    assert "clocks: not aligned; the ranks share the clock of their host" in text
 
 
 def test_replay_of_a_recorded_folder_shows_the_peak_of_a_replica(tmp_path, capsys) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from autotune.arrays import BoolArray, FloatArray, IntArray
-from autotune.errors import InvalidInput
+from autotune.errors import InvalidInput, MissingExtra, install_extra
 from autotune.profiling.alignment.drift import MOST_DRIFT, machines, matters, middles_s, rough_drift
 from autotune.profiling.alignment.guess import first_guess
 from autotune.profiling.alignment.intervals import feasible_intervals
@@ -48,7 +49,8 @@ def align_observations(
 ) -> Alignment:
     """One clock for all observed ranks.
 
-    With `hosts_assumed`, hosts that the clocks contradict are given up.
+    With `hosts_assumed`, hosts that the clocks contradict are given up. Raises `MissingExtra`
+    without CVXPY, and `InvalidInput` as `align` does.
     """
     zeros = np.zeros(observed.ranks)
     if observed.ranks == 1:
@@ -66,6 +68,11 @@ def align_observations(
         raise InvalidInput(
             "clocks are aligned by collectives and by messages of two ranks, but no collective was "
             "matched across ranks; see the job's repairs"
+        )
+    if find_spec("cvxpy") is None:
+        raise MissingExtra(
+            "the clocks of several ranks are aligned by CVXPY, which is not installed; "
+            + install_extra("align")
         )
     from autotune.profiling.alignment.program import Program, noise_of
 
