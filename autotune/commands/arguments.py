@@ -26,7 +26,8 @@ def add_directory(parser: argparse.ArgumentParser) -> None:
 def add_tracking(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tracking-uri",
-        help="MLflow tracking URI (default: that of the job, else SQLite in the job directory)",
+        help="MLflow tracking URI (default: that of the job; a new job takes MLFLOW_TRACKING_URI, "
+        "else the file mlflow.db in --directory, which all jobs share)",
     )
     parser.add_argument(
         "--experiment", help="MLflow experiment (default: that of the job, else autotune)"

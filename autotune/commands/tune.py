@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -99,6 +100,8 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
                 f"[dim]{escape(training_text(job.spec))}[/dim]", highlight=False, soft_wrap=True
             )
             given = Tracking(options.tracking_uri, options.experiment)
+            if not job.resumed:
+                given = given.or_of(os.environ)
             tracking = given.of_job(workspace, job.id)
             tracker = open_tracker(workspace, store, job.id, tracking)
             tracking.keep(workspace, job.id)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autotune.canonical import to_data
@@ -16,6 +17,8 @@ from autotune.tracking.tracker import ITEM_S, Tracker
 TRACKING_FILE = "tracking.json"
 """In the job's folder, for its owner only: a URI may have a password."""
 EXPERIMENT = "autotune"
+URI_VARIABLE = "MLFLOW_TRACKING_URI"
+"""MLflow's own variable for the tracking URI."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,10 @@ class Tracking:
 
     uri: str | None = None
     experiment: str | None = None
+
+    def or_of(self, environment: Mapping[str, str]) -> Tracking:
+        """With the URI of MLflow's own variable where none was given."""
+        return replace(self, uri=self.uri or environment.get(URI_VARIABLE) or None)
 
     def keep(self, workspace: Workspace, job_id: str) -> None:
         """Store with the job what was given, for `autotune track` and for resuming."""

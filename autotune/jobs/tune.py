@@ -19,6 +19,7 @@ from autotune.jobs.places import Ranks, Where, placed_world, refuse_elsewhere
 from autotune.jobs.preparation import prepare_in_background
 from autotune.jobs.results import Results, write_results
 from autotune.jobs.settings import Settings
+from autotune.jobs.timelines import TIMELINES, write_timelines
 from autotune.jobs.workspace import Workspace, job_to_resume, new_job_id
 from autotune.masking import MASK, masked_command
 from autotune.parsing import read_json
@@ -197,7 +198,10 @@ def _written(
     # Every result is written before the job is closed, so --resume repairs a kill in between.
     results = write_results(workspace, store, job.id, decision)
     trained, replays = proposer.finish(history), proposer.replay_settings(history)
-    tracker.keep(trained, [results.export, results.report], replays)
+    timelines = write_timelines(
+        workspace.job(job.id) / TIMELINES, history, decision, job.spec.conditions
+    )
+    tracker.keep(trained, [results.export, results.report], replays, timelines)
     store.finish(job.id, decision)
     winner = history.in_words(decision.strategy_id)
     return FinishedJob(decision, results, tracker.uri, tracker.flush(), winner, history)

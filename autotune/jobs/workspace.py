@@ -19,7 +19,7 @@ MOST_OF_THE_NAME = 80
 class Workspace:
     """`directory` holds autotune.db, mlflow.db, mlflow-artifacts/ and a folder per job.
 
-    A job's folder holds best.json, report.html and logs/.
+    A job's folder holds best.json, report.html, timelines/ and logs/.
     """
 
     directory: Path

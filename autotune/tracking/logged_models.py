@@ -1,8 +1,10 @@
 """A trained simulator as an MLflow model: safetensors, JSON and this module's name, no pickle.
 
-MLflow calls `_load_pyfunc` of this module to load the model. The input is a table with the columns
-`strategy`, `workload` and `cluster`, each canonical JSON. The output is predicted seconds per step,
-lower is better. Strategies are replayed as in the job that trained the simulator.
+MLflow calls `_load_pyfunc` of this module to load the model, so the environment needs autotune. The
+model's requirements leave it out: the project of that name on PyPI is another one. The input is a
+table with the columns `strategy`, `workload` and `cluster`, each canonical JSON. The output is
+predicted seconds per step, lower is better. Strategies are replayed as in the job that trained the
+simulator.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from __future__ import annotations
 import shutil
 import tempfile
 import warnings
-from importlib.metadata import version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +80,22 @@ def _pack(name: str, folder: Path, temporary: Path, model_id: str) -> Path:
                 Schema([ColSpec("string", column) for column in COLUMNS]),
                 Schema([ColSpec("double")]),
             ),
-            pip_requirements=[f"autotune[torch,mlflow]=={version('autotune')}"],
+            pip_requirements=_requirements(),
+            metadata={"autotune": version("autotune")},
         )
     return packed
+
+
+def _requirements() -> list[str]:
+    """The installed versions of the packages that autotune needs to load a simulator."""
+    from packaging.requirements import Requirement
+
+    pinned = []
+    for needed in map(Requirement, requires("autotune") or ()):
+        if needed.marker is None or needed.marker.evaluate({"extra": "torch"}):
+            with suppress(PackageNotFoundError):
+                pinned.append(f"{needed.name}=={version(needed.name).partition('+')[0]}")
+    return pinned
 
 
 def _register(connection: Connection, registered_name: str, model: Any) -> None:

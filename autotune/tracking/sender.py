@@ -56,7 +56,7 @@ class Sender:
         if item.kind == "model":
             return _model(item.body["name"], Path(item.body["path"]))
         if item.kind == "artifact":
-            return _artifact(Path(item.body["path"]))
+            return _artifact(Path(item.body["path"]), item.body.get("trial"))
         assert item.kind == "finish", item.kind
         return _finish(self._store.decision(self._job_id), history)
 
@@ -214,11 +214,14 @@ def _progress_metrics(number: int, until: History) -> list[Metric]:
     return metrics
 
 
-def _artifact(path: Path) -> Delivery:
+def _artifact(path: Path, trial: int | None) -> Delivery:
+    """A file of the job's own run, or of a trial's."""
+
     def deliver(mlflow: Connection) -> None:
         if not path.is_file():
             raise Unsendable(f"{path} is gone, so it cannot be sent")
-        mlflow.client.log_artifact(mlflow.parent_id, str(path))
+        run_id = mlflow.parent_id if trial is None else mlflow.trial_run(trial)
+        mlflow.client.log_artifact(run_id, str(path))
 
     return deliver
 

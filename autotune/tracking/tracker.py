@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 
 from autotune.deadlines import Call, Overdue
 from autotune.errors import MissingExtra, install_extra
@@ -127,11 +128,16 @@ class Tracker:
             self._send(history, BETWEEN_TRIALS_S)
 
     def keep(
-        self, trained: Mapping[str, Simulator], files: Sequence[Path], replays: ReplaySettings
+        self,
+        trained: Mapping[str, Simulator],
+        files: Sequence[Path],
+        replays: ReplaySettings,
+        of_trials: Mapping[int, Path] = MappingProxyType({}),
     ) -> None:
         """Queue trained simulators and files for `flush`. Queueing them again changes nothing.
 
-        `replays`: those from which the simulators learned.
+        `replays`: those from which the simulators learned. `of_trials`: number of a trial -> a file
+        for its run.
         """
         for name, simulator in trained.items():
             folder = self._store.path.parent / "unsent-models" / self._job_id / name
@@ -142,6 +148,9 @@ class Tracker:
             self._store.outbox.enqueue(self._job_id, "model", body)
         for path in files:
             self._store.outbox.enqueue(self._job_id, "artifact", {"path": str(path.resolve())})
+        for number, path in of_trials.items():
+            body = {"path": str(path.resolve()), "trial": number}
+            self._store.outbox.enqueue(self._job_id, "artifact", body)
 
     def flush(self, limit_s: float = FLUSH_S) -> int:
         """Send the waiting items, ignoring the breaker; return the number of items left.

@@ -20,6 +20,7 @@ import urllib.request
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
+from importlib.metadata import version as version_of
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from synthetic_job import WORKLOAD, SyntheticWorld, drive, job_spec, strategy
 from autotune.canonical import canonical_json, to_data
 from autotune.cli import main
 from autotune.cluster import Cluster, Host
+from autotune.jobs.timelines import write_timelines
 from autotune.jobs.tracking import Tracking, open_tracker
 from autotune.jobs.workspace import Workspace
 from autotune.records import (
@@ -202,7 +204,8 @@ def test_a_job_is_tracked_once_with_its_artifacts_however_often_it_is_sent(
     history, decision = observed_job(store, tracker)
     report = tmp_path / "report.html"
     report.write_text("<p>report</p>")
-    tracker.keep({}, [report, tmp_path / "vanished.html"], ReplaySettings())
+    timelines = write_timelines(tmp_path / "timelines", history, decision, SPEC.conditions)
+    tracker.keep({}, [report, tmp_path / "vanished.html"], ReplaySettings(), timelines)
     assert tracker.flush() == 0
     assert store.outbox.rejected("job") == [
         f"{tmp_path / 'vanished.html'} is gone, so it cannot be sent"
@@ -218,6 +221,8 @@ def test_a_job_is_tracked_once_with_its_artifacts_however_often_it_is_sent(
     folder = Path(client.download_artifacts(run_id, "", str(tmp_path)))
     assert (folder / "strategy.json").read_text() == strategy(5).to_json()
     assert (folder / "plan.json").read_text() == plan(strategy(5), WORKLOAD, 2).to_json()
+    timeline = timelines[best.request.number]
+    assert (folder / timeline.name).read_bytes() == timeline.read_bytes()
 
 
 @pytest.mark.slow
@@ -292,6 +297,9 @@ def test_a_trained_simulator_is_registered_and_predicts_the_same_when_loaded(
     [model] = client.search_logged_models([client.get_experiment_by_name("sync").experiment_id])
     assert version.tags["autotune.tuning.job"] == "job" and model.status == "READY"
     folder = Path(model.artifact_location.removeprefix("file://"))
+    required = (folder / "requirements.txt").read_text().split()
+    assert f"torch=={version_of('torch').partition('+')[0]}" in required
+    assert not [line for line in required if line.startswith("autotune")], "a stranger's package"
     assert not [
         item for item in folder.rglob("*") if item.suffix in (".pkl", ".pickle", ".pt", ".py")
     ]

@@ -138,6 +138,9 @@ def test_every_trial_of_the_job_is_a_nested_run_in_mlflow(tuned) -> None:
         "plan.json",
     }
     assert "median_s" in tried.data.metrics
+    artifacts = [path.path for run in nested for path in client.list_artifacts(run.info.run_id)]
+    timelines = sorted(path.name for path in (directory / "resnet" / "timelines").iterdir())
+    assert timelines and timelines == sorted(path for path in artifacts if "timeline" in path)
 
 
 def test_show_and_export_answer_from_the_store(tuned, tmp_path) -> None:
@@ -310,19 +313,14 @@ def wait_for_more_events(directory: Path, before: int, process: subprocess.Popen
 def test_a_dead_mlflow_server_does_not_stop_a_bayesian_search_and_the_runs_are_sent_later(
     tmp_path, tracking_store
 ) -> None:
-    """On a script with the line `autotune.apply`, which is tuned as one with DDP is."""
+    """On a script with the line `autotune.apply`, which is tuned as one with DDP is.
+
+    The job keeps the server of the environment in which it began.
+    """
     with_tracking_store(tmp_path, tracking_store)
-    options = (
-        "--json",
-        "--search",
-        "bayes",
-        "--tracking-uri",
-        "http://127.0.0.1:9",
-        "--job",
-        "offline",
-        *SHORT_PROBE,
-    )
-    done = autotune(*tune_words(tmp_path, APPLYING, options=options))
+    options = ("--json", "--search", "bayes", "--job", "offline", *SHORT_PROBE)
+    words = tune_words(tmp_path, APPLYING, options=options)
+    done = autotune(*words, MLFLOW_TRACKING_URI="http://127.0.0.1:9")
     assert done.returncode == 0, done.stderr
     unsent = json.loads(done.stdout)["unsent_tracking_items"]
     assert unsent > 8

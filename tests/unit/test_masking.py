@@ -83,6 +83,13 @@ def test_only_a_private_file_keeps_the_tracking_uri_of_a_job(tmp_path) -> None:
         assert tracker.uri == workspace.default_tracking_uri
 
 
+def test_a_job_without_a_tracking_uri_takes_that_of_the_environment() -> None:
+    environment = {"MLFLOW_TRACKING_URI": "http://mlf:5000"}
+    assert Tracking(None, "mine").or_of(environment) == Tracking("http://mlf:5000", "mine")
+    assert Tracking("http://given").or_of(environment) == Tracking("http://given")
+    assert Tracking().or_of({"MLFLOW_TRACKING_URI": ""}) == Tracking()
+
+
 def test_only_a_private_file_keeps_the_command_of_a_job(tmp_path) -> None:
     words = ("python", "t.py", "--token", SECRET)
     local = Conditions(Network.LOOPBACK)
