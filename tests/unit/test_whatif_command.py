@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
@@ -15,9 +16,11 @@ import pytest
 from periodic_training import training, training_text
 from synthetic_traces import span
 
-from autotune.cli import main
+from autotune.cli import argument_parser, main, split_words
+from autotune.commands.arguments import given_settings
 from autotune.commands.render.what_if import memory_text
 from autotune.dfg.perfetto_trace import write_perfetto_trace
+from autotune.jobs.settings import read_settings
 from autotune.jobs.what_if import Wanted, answered
 from autotune.profiling.traces.job import read_job
 from autotune.reports.whatif_page import write_whatif_report
@@ -97,6 +100,20 @@ def test_every_what_if_of_autotune_gives_a_row_or_a_reason(trace, capsys) -> Non
     for row in data["what_ifs"]:
         assert ("speedup" in row) != bool(row.get("reason")), row
         assert row["assumptions"] and all(row["enact"])
+
+
+def test_the_commands_that_enact_what_ifs_are_complete(tmp_path, monkeypatch) -> None:
+    (tmp_path / "train.py").touch()
+    hosts = "hosts:\n  - {name: a, bandwidth: 1Gbit/s}\n  - {name: b, bandwidth: 1Gbit/s}\n"
+    (tmp_path / "cluster.yaml").write_text(f"name: two\n{hosts}")
+    monkeypatch.chdir(tmp_path)
+    lines = [one.enact for one in WHAT_IFS.values() if one.enact.startswith("autotune")]
+    assert len(lines) == 3
+    for line in lines:
+        own_words, command = split_words(shlex.split(line, comments=True)[1:])
+        options = argument_parser().parse_args(own_words)
+        settings = read_settings(command, given_settings(options), None, options.address)
+        assert settings.spec.workers == 2
 
 
 def test_timelines_and_report_are_written(trace, tmp_path, capsys) -> None:

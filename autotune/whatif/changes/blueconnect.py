@@ -20,7 +20,8 @@ from autotune.whatif.registry import what_if
     "blueconnect",
     title="BlueConnect: all-reduce in stages within and between hosts",
     source="BlueConnect (MLSys 2019); Daydream, Alg. 8",
-    enact="autotune tune -- train.py  # finds hierarchical plans",
+    enact="autotune tune --cluster cluster.yaml --address auto -- python train.py  # finds "
+    "hierarchical plans",
 )
 def blueconnect(base: Base, question: Question) -> Base:
     """An all-reduce is a reduce-scatter inside each host, one all-reduce per device between the

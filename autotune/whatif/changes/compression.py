@@ -28,7 +28,8 @@ VALUE_BYTES, INDEX_BYTES = 4, 4
     "deep_gradient_compression",
     title="deep gradient compression: 0.1 % of the elements are sent",
     source="Deep Gradient Compression (ICLR 2018); Daydream, Alg. 12",
-    enact="autotune tune --lossy -- train.py  # compressor top_k",
+    enact="model.register_comm_hook(state, hook)  # your hook gathers the largest elements; "
+    "autotune tune --lossy tries the share 0.1",
 )
 def deep_gradient_compression(base: Base, question: Question) -> Base:
     """Each all-reduce becomes an all-gather of the largest elements of every worker.

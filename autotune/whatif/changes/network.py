@@ -120,7 +120,8 @@ def sync_before_allreduce(base: Base, question: Question) -> Base:
     "perfect_overlap",
     title="all communication hidden",
     source="the bound of ByteScheduler (SOSP 2019) and of AutoSync's cross-step plans",
-    enact="autotune tune -- train.py  # searches for plans that reach into the next step",
+    enact="autotune tune --cluster cluster.yaml --address auto -- python train.py  # searches for "
+    "plans that reach into the next step",
 )
 def perfect_overlap(base: Base, question: Question) -> Base:
     """No op waits for a message of its own step: what read it reads that of the step before.

@@ -29,7 +29,8 @@ SEND, RECEIVE = "network out", "network in"
     "p3",
     title="P3: sliced gradients, the first layers' first",
     source="P3 (SysML 2019); Daydream, sec. 6.6, Alg. 7",
-    enact="autotune tune -- train.py  # finds plans that send into the next step, by urgency",
+    enact="autotune tune --cluster cluster.yaml --address auto -- python train.py  # finds plans "
+    "that send into the next step, by urgency",
 )
 def p3(base: Base, question: Question) -> Base:
     """Every worker is also a server of an equal share of the slices (`p3=BYTES`, usually 200 kB).
