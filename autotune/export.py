@@ -121,6 +121,11 @@ def read_export(path: Path, allow_edited: bool = False) -> Export:
         raise InvalidInput(
             f"{path} must be an export of autotune (a JSON object), but is a {type(data).__name__}"
         )
+    if _is_strategy(data):
+        raise InvalidInput(
+            f"{path} must be an export, which a job has measured, but is a strategy alone; search "
+            "and measure with `autotune tune`, which writes best.json"
+        )
     refuse_newer(data, SCHEMA, "export", str(path))
     claimed = data.pop("content", None)
     export = parse(Export, data, str(path))
@@ -135,6 +140,13 @@ def read_export(path: Path, allow_edited: bool = False) -> Export:
         export = replace(export, plan_id=None)
     export.plan()
     return export
+
+
+def _is_strategy(data: dict[str, Any]) -> bool:
+    """Whether this is what `autotune optimize -o` writes: choices of variables, and no job."""
+    choices = data.get("variables")
+    first = choices[0] if isinstance(choices, list) and choices else None
+    return isinstance(first, dict) and "shards" in first and "job_id" not in data
 
 
 def check_model(export: Export, variables: Identity, world_size: int) -> None:

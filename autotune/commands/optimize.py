@@ -62,7 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget-time", default="10s", help="maximum search time (default 10s)")
     parser.add_argument("--seed", type=int, default=0, help="default 0")
     parser.add_argument(
-        "--output", "-o", type=Path, metavar="FILE", help="write the strategy's JSON"
+        "--output",
+        "-o",
+        type=Path,
+        metavar="FILE",
+        help="write the strategy's JSON; it is no export for `autotune run`, which a tuning job measures",
     )
     add_replay_outputs(parser)
 

@@ -114,13 +114,12 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     ):
         status = record(command, replace(settings, reports=reports), timeout_s)
     job = RecordedJob.read(folder)
-    shown = shlex.quote(str(options.output))
     peak_bytes = _peak_bytes(folder)
     data = {
         **_summary(job),
         "peak_bytes": peak_bytes,
         "folder": str(folder),
-        "next": [f"autotune {verb} {shown}" for verb in ("replay", "optimize")],
+        "next": _next_commands(options.output),
         "exit_status": status,
         "job": to_data(job),
     }
@@ -192,9 +191,14 @@ def _text(job: RecordedJob, output: Path, peak_bytes: int | None) -> str:
     names = [record.trace for record in job.ranks if (output / record.trace).exists()]
     trace = names[0] if names else trace_name(0)
     files = f"{output}/{trace} ... (open in https://ui.perfetto.dev), {output}/{JOB_FILE}"
-    shown = shlex.quote(str(output))
-    follow = f"autotune replay {shown}\n      autotune optimize {shown} --cluster cluster.yaml"
+    follow = "\n      ".join(_next_commands(output))
     return f"{head}\n{text}{notes}traces: {files}\nnext: {follow}"
+
+
+def _next_commands(output: Path) -> list[str]:
+    """Commands that read the recording."""
+    shown = shlex.quote(str(output))
+    return [f"autotune replay {shown}", f"autotune optimize {shown} --cluster cluster.yaml"]
 
 
 def _ops(job: RecordedJob) -> str:

@@ -30,7 +30,9 @@ WIDE = 160
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model", nargs="?", help="a name such as bert-large, or the JSON file of a workload"
+        "model",
+        nargs="?",
+        help="a name such as bert-large, a workload's JSON, or a folder of `autotune profile`",
     )
     parser.add_argument(
         "cluster",

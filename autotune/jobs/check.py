@@ -77,7 +77,8 @@ def check(
     """
     if command.nodes > 1:
         raise InvalidInput(
-            f"a check runs on this machine, but the command asks for {command.nodes}"
+            f"--check runs the script on this machine alone, but the command has {command.nodes} "
+            "nodes; leave --nnodes out, or measure the change with a script on every host"
         )
     names = tuple(answer.asked.names.split("+"))
     changed = CheckSettings("", names, dict(answer.asked.amounts))

@@ -12,6 +12,7 @@ from autotune.cluster import Cluster
 from autotune.cluster_file import read_cluster
 from autotune.errors import InvalidInput
 from autotune.parsing import read_json
+from autotune.recordings.job_file import RecordedJob, recording_at
 from autotune.records import Accelerators, Conditions, Network
 from autotune.tuning.job import NO_LIMIT_S, NO_LIMIT_TRIALS, SETTINGS, JobSpec, read_job_file
 from autotune.workload import Workload
@@ -114,9 +115,16 @@ def read_target(values: Mapping[str, Any], address: str | None) -> Target:
     conditions = Conditions(network, accelerators, float(values.get("byte_scale", 1.0)))
     profile = None
     if "profile" in values:
-        profile = Workload.from_data(read_json(Path(values["profile"])), str(values["profile"]))
+        profile = _profile(Path(values["profile"]))
         timetable_of(profile)  # refuse an unusable profile before anything starts
     return Target(cluster, conditions, profile)
+
+
+def _profile(path: Path) -> Workload:
+    """The workload of a recording, or of a file of its own."""
+    if (folder := recording_at(path)) is not None:
+        return RecordedJob.read(folder).measured_workload(folder)
+    return Workload.from_data(read_json(path), str(path))
 
 
 def scheduled(conditions: Conditions, workers: int) -> Conditions:
@@ -137,7 +145,7 @@ def _folders(paths: Sequence[str]) -> tuple[str, ...]:
     """Absolute paths of folders that exist; raises `InvalidInput`."""
     for path in paths:
         if not Path(path).is_dir():
-            raise InvalidInput(f"--protect needs folders that exist, but {path!r} is none")
+            raise InvalidInput(f"--protect needs existing folders, but there is no folder {path!r}")
     return tuple(str(Path(path).absolute()) for path in paths)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from autotune.cluster import Cluster
@@ -14,7 +14,7 @@ from autotune.parsing import read_json
 from autotune.profiling.formats.layer_profile import read_layer_profile
 from autotune.profiling.formats.sources import holds_traces
 from autotune.profiling.op_graph import OpGraph
-from autotune.recordings.job_file import JOB_FILE, RecordedJob
+from autotune.recordings.job_file import JOB_FILE, RecordedJob, recording_at
 from autotune.recordings.memory_file import RecordedMemory, missing_memory_reason
 from autotune.workload import Workload
 from autotune.zoo.architectures import MODELS, workload
@@ -64,12 +64,15 @@ def zoo_name(name: str) -> str | None:
 def named_model(name: str) -> Workload:
     if (known := zoo_name(name)) is not None:
         return workload(known)
-    if not is_file(Path(name)):
+    path = Path(name)
+    if (folder := recording_at(path)) is not None:
+        return RecordedJob.read(folder).measured_workload(folder)
+    if not is_file(path):
         raise InvalidInput(
-            f"the model must be a workload's JSON file or one of {', '.join(MODELS)}, "
-            f"but is {name!r}"
+            "the model must be a workload's JSON file, a folder of `autotune profile` or one of "
+            f"{', '.join(MODELS)}, but is {name!r}"
         )
-    return Workload.from_data(read_json(Path(name)), name)
+    return Workload.from_data(read_json(path), name)
 
 
 def named_cluster(name: str) -> Cluster:
@@ -134,16 +137,8 @@ def _traced(path: Path, ranks: str) -> Source:
 def _recorded(folder: Path) -> Source:
     """The workload in the folder's job.json, its memory, and the limits of its script."""
     job = RecordedJob.read(folder)
-    if job.workload is None:
-        reason = "; ".join(job.notes) or "the recording gives no reason"
-        raise InvalidInput(
-            f"{folder}: the model's own times must be known, but could not be recorded: {reason}"
-        )
-    workload = job.workload
-    if workload.device != "cpu" and not workload.device_name:
-        workload = replace(workload, device_name=job.ranks[0].device_name)
     return Source(
-        workload,
+        job.measured_workload(folder),
         memory=RecordedMemory.read(folder),
         no_memory=missing_memory_reason(job.notes),
         cross_step_refused=job.cross_step_refused,

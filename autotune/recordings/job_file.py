@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -180,6 +180,20 @@ class RecordedJob:
             return None
         return (self.iteration_s / self.ordinary_s - 1) * self.steps / (self.steps + ordinary)
 
+    def measured_workload(self, where: Path) -> Workload:
+        """The workload, with its device's name. Raises `InvalidInput` if it was not measured.
+
+        `where`: the recording, for the message.
+        """
+        if self.workload is None:
+            reason = "; ".join(self.notes) or "the recording gives no reason"
+            raise InvalidInput(
+                f"{where}: the model's own times must be known, but could not be recorded: {reason}"
+            )
+        if self.workload.device == "cpu" or self.workload.device_name:
+            return self.workload
+        return replace(self.workload, device_name=self.ranks[0].device_name)
+
     def write(self, folder: Path) -> Path:
         """Write `job.json`; return its path. Raises `OSError`."""
         path = folder / JOB_FILE
@@ -201,6 +215,13 @@ class RecordedJob:
         data: Any = read_json(path)
         refuse_newer(data, SCHEMA, "recorded job", str(path))
         return parse(RecordedJob, data, str(path))
+
+
+def recording_at(path: Path) -> Path | None:
+    """The folder of the recording that `path` names, also by its `job.json`; None if it is none."""
+    if path.name == JOB_FILE:
+        return path.parent
+    return path if is_file(path / JOB_FILE) else None
 
 
 def _slowest_s(by_rank: Sequence[Sequence[float]]) -> float:

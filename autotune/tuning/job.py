@@ -294,7 +294,7 @@ _EARLY_SETTINGS = (
         "the number in the command, or the devices of the cluster",
         Kind.WHOLE,
         field="workers",
-        at_least=1,
+        at_least=2,
         at_most=MAX_RANKS,
     ),
     Setting("cluster", "job", "cluster file", "this machine"),
@@ -324,7 +324,8 @@ _EARLY_SETTINGS = (
     Setting(
         "profile",
         "emulation",
-        "workload whose durations emulated accelerators wait for",
+        "workload (JSON, or a folder of `autotune profile`) whose durations emulated accelerators "
+        "wait for",
         "one replica of the script, measured first",
         metavar="WORKLOAD",
     ),

@@ -63,7 +63,9 @@ def without_uv(words: list[str]) -> list[str]:
     Raises `InvalidInput` for options that ask for another environment.
     """
     if words[:1] != ["run"]:
-        raise InvalidInput(f"of uv only `uv run` starts scripts, but got uv {' '.join(words[:1])}")
+        raise InvalidInput(
+            f"uv starts a script with `uv run` only, but the command is `uv {' '.join(words[:1])}`"
+        )
     rest = words[1:]
     while rest and rest[0] in _UV_FLAGS:
         rest = rest[1:]
@@ -285,8 +287,8 @@ def read_mpirun(words: list[str]) -> tuple[list[str], dict[str, str], int, list[
             count = 2 if option == "--mca" else 1
         elif option not in _MPI_FLAGS:
             raise InvalidInput(
-                f"of mpirun's options {', '.join((*_MPI_COUNT, '-x', *_MPI_WITH_VALUE))} and "
-                f"{', '.join(_MPI_FLAGS)} are known, but not {option}; leave it out"
+                f"mpirun's option {option} is not supported; leave it out (supported: "
+                f"{', '.join((*_MPI_COUNT, '-x', *_MPI_WITH_VALUE, *_MPI_FLAGS))})"
             )
         options += [option, *rest[:count]]
         rest = rest[count:]

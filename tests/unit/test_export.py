@@ -128,6 +128,13 @@ def test_a_file_that_is_no_export_is_refused(tmp_path, text):
         read_export(path)
 
 
+def test_a_strategy_alone_is_refused_with_the_command_that_measures_it(tmp_path):
+    path = tmp_path / "strategy.json"
+    path.write_text(strategy(5).to_json())
+    with pytest.raises(InvalidInput, match=r"is a strategy alone; search and measure with `autotune"):
+        read_export(path)
+
+
 def test_a_missing_file_is_refused_with_its_path(tmp_path):
     with pytest.raises(InvalidInput, match=r"cannot read .*nothing\.json"):
         read_export(tmp_path / "nothing.json")

@@ -309,7 +309,7 @@ def test_paths_of_a_job_file_are_relative_to_it_and_must_be_folders(project, mon
     job.write_text("command: torchrun --nproc-per-node 2 train.py\nprotect: [runs]\n")
     monkeypatch.chdir(project)
     assert read_settings([], {}, job, None).spec.protect == (str(project / "runs"),)
-    with pytest.raises(InvalidInput, match="--protect needs folders that exist, but 'no' is none"):
+    with pytest.raises(InvalidInput, match="but there is no folder 'no'"):
         read_settings([], {"protect": ("no",)}, job, None)
 
 

@@ -11,6 +11,7 @@ from autotune.cluster import Cluster, Host
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.jobs.places import refuse_elsewhere, refuse_impossible
 from autotune.jobs.settings import read_settings, read_target, scheduled
+from autotune.recordings.job_file import RecordedJob
 from autotune.records import (
     REAL_CONDITIONS,
     Accelerators,
@@ -25,6 +26,7 @@ from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train_small.py"
+RECORDING = Path(__file__).parents[2] / "datasets/gpu_traces/h100/resnet50.fp32"
 EMULATED = Conditions(Network.EMULATED)
 
 
@@ -83,6 +85,13 @@ def test_explicit_settings_win_over_the_job_file_and_contradictions_are_refused(
     with pytest.raises(InvalidInput, match="byte_scale must be at least 1, but is 0"):
         read_target({"testbed": cluster_file, "byte_scale": 0.0}, None)
     assert read_target({}, "auto").conditions.network is Network.HOSTS
+
+
+def test_emulated_accelerators_may_wait_for_the_times_of_a_recording() -> None:
+    values = {"profile": RECORDING, "accelerators": "emulated"}
+    profile = read_target(values, None).profile
+    assert profile == RecordedJob.read(RECORDING).measured_workload(RECORDING)
+    assert read_target({**values, "profile": RECORDING / "job.json"}, None).profile == profile
 
 
 def test_round_robin_is_asked_for_where_ranks_wait_and_never_on_other_peoples_hosts() -> None:

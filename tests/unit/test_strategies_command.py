@@ -59,6 +59,12 @@ def test_one_builder_shows_every_variable(capsys, tmp_path: Path) -> None:
     assert "100x4 sparse" in text and Strategy.from_data(data["strategy"]).id in text
 
 
+def test_the_model_may_be_a_recording(capsys) -> None:
+    recording = Path(__file__).parents[2] / "datasets/gpu_traces/h100/resnet50.fp32"
+    shown = [printed(capsys, str(path), "B7") for path in (recording, recording / "job.json")]
+    assert shown[0] == shown[1] and "161 variables" in shown[0]
+
+
 def test_the_schema_takes_every_hand_made_strategy_and_refuses_what_the_reader_refuses(
     capsys,
 ) -> None:
@@ -76,7 +82,7 @@ def test_the_schema_takes_every_hand_made_strategy_and_refuses_what_the_reader_r
     ("words", "message"),
     [
         ([], "name a model and a cluster, or give --schema; models: resnet50"),
-        (["gpt5", "A2"], "the model must be a workload's JSON file or one of resnet50"),
+        (["gpt5", "A2"], "a folder of `autotune profile` or one of resnet50"),
         (["vgg16", "Z9"], "the cluster must be a cluster file or one of A1"),
         (["vgg16", "A1", "--builder", "best"], "--builder must be one of ddp_25mib"),
     ],
