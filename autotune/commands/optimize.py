@@ -31,8 +31,8 @@ from autotune.units import parse_bytes, parse_seconds
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
-        help="a folder of `autotune profile`, Kineto traces, a workload's JSON, a layer profile, "
-        "or a model such as bert-base",
+        help="a folder of `autotune profile`, traces of torch.profiler (Kineto), a workload's "
+        "JSON, a layer profile, or a model such as bert-base",
     )
     add_ranks(parser)
     parser.add_argument(
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o",
         type=Path,
         metavar="FILE",
-        help="write the strategy's JSON; it is no export for `autotune run`, which a tuning job measures",
+        help="write the strategy's JSON (`autotune run` takes exports of tuning jobs only)",
     )
     add_replay_outputs(parser)
 

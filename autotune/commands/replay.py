@@ -58,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "traces",
         nargs="+",
-        help="Kineto traces of one job's ranks: files, folders, archives, or patterns; or the "
-        "timeline that Horovod's rank 0 wrote",
+        help="traces of torch.profiler (Kineto) of one job's ranks: files, folders, archives, or "
+        "patterns; or the timeline that Horovod's rank 0 wrote",
     )
     parser.add_argument(
         "--step", default="median", help="number of the step (default: the one of median time)"

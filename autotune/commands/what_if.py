@@ -50,7 +50,8 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "traces",
         nargs="+",
-        help="Kineto traces of one job's ranks: files, folders, archives, or patterns",
+        help="traces of torch.profiler (Kineto) of one job's ranks: files, folders, archives, or "
+        "patterns",
     )
     parser.add_argument(
         "--only",
