@@ -78,7 +78,7 @@ def check(
     if command.nodes > 1:
         raise InvalidInput(
             f"--check runs the script on this machine alone, but the command has {command.nodes} "
-            "nodes; leave --nnodes out, or measure the change with a script on every host"
+            "nodes; leave out --nnodes"
         )
     names = tuple(answer.asked.names.split("+"))
     changed = CheckSettings("", names, dict(answer.asked.amounts))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 
 from autotune.cluster import Cluster
-from autotune.errors import InvalidInput
+from autotune.errors import InvalidInput, MissingExtra, install_extra
 from autotune.jobs.fused_times import SUFFIX as FUSED_SUFFIX
 from autotune.jobs.fused_times import fused_times, write_fused_times
 from autotune.jobs.half_times import SUFFIX, cast_times, half_times, write_half_times
@@ -235,6 +236,10 @@ def measure_operators(
     `budget_s` and a tenth of it. Raises `InvalidInput` if no operator can be timed, and for a rank
     without a trace.
     """
+    if find_spec("torch") is None:
+        raise MissingExtra(
+            f"--measure times operators with torch, which is missing; {install_extra('torch')}"
+        )
     place = 0 if rank is None else _place_of(job, rank)
     base = recorded_base(job, place)
     known = working_operators(base)

@@ -153,6 +153,16 @@ def test_several_what_ifs_are_checked_each_by_itself(trace, capsys, monkeypatch)
     assert "needs a change of the script itself" in data["not_checked"]["quick"]
 
 
+def test_a_check_runs_on_one_machine(trace, capsys) -> None:
+    script = trace.with_name("train.py")
+    script.touch()
+    words = ["what-if", trace, "--load", trace.with_name("own.py"), "--check", "quick", "--json"]
+    launch = ["--", "torchrun", "--nnodes", "2", "--nproc-per-node", "1", script]
+    assert main([*map(str, (*words, *launch))]) == 1
+    refused = json.loads(capsys.readouterr().out)["not_checked"]
+    assert "the command has 2 nodes; leave out --nnodes" in refused["quick"]
+
+
 def test_perfetto_timelines_hold_every_op(trace, tmp_path, capsys) -> None:
     from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as protos
 
