@@ -101,7 +101,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
             )
             given = Tracking(options.tracking_uri, options.experiment)
             if not job.resumed:
-                given = given.or_of(os.environ)
+                given = given.with_environment(os.environ)
             tracking = given.of_job(workspace, job.id)
             tracker = open_tracker(workspace, store, job.id, tracking)
             tracking.keep(workspace, job.id)

@@ -33,7 +33,7 @@ class Tracking:
     uri: str | None = None
     experiment: str | None = None
 
-    def or_of(self, environment: Mapping[str, str]) -> Tracking:
+    def with_environment(self, environment: Mapping[str, str]) -> Tracking:
         """With the URI of MLflow's own variable where none was given."""
         return replace(self, uri=self.uri or environment.get(URI_VARIABLE) or None)
 

@@ -70,6 +70,7 @@ def test_a_script_under_torchrun_is_recorded_and_ended(tmp_path) -> None:
     summary = json.loads(done.stdout)
     job = RecordedJob.read(tmp_path / "traces")
     assert (summary["world_size"], summary["steps"], summary["exit_status"]) == (2, 3, 0)
+    assert summary["next"][1].endswith(" --cluster cluster.yaml")
     assert (
         summary["iteration_s"] == job.iteration_s > 0
         and summary["alone_s"] == job.workload.compute_s

@@ -84,10 +84,11 @@ def test_only_a_private_file_keeps_the_tracking_uri_of_a_job(tmp_path) -> None:
 
 
 def test_a_job_without_a_tracking_uri_takes_that_of_the_environment() -> None:
-    environment = {"MLFLOW_TRACKING_URI": "http://mlf:5000"}
-    assert Tracking(None, "mine").or_of(environment) == Tracking("http://mlf:5000", "mine")
-    assert Tracking("http://given").or_of(environment) == Tracking("http://given")
-    assert Tracking().or_of({"MLFLOW_TRACKING_URI": ""}) == Tracking()
+    variables = {"MLFLOW_TRACKING_URI": "http://mlf:5000"}
+    expected = Tracking("http://mlf:5000", "mine")
+    assert Tracking(None, "mine").with_environment(variables) == expected
+    assert Tracking("http://given").with_environment(variables) == Tracking("http://given")
+    assert Tracking().with_environment({"MLFLOW_TRACKING_URI": ""}) == Tracking()
 
 
 def test_only_a_private_file_keeps_the_command_of_a_job(tmp_path) -> None:
