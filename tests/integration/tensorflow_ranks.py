@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 from local_world import ForkedRank
-from torch_world import IMPORTED
+from torch_world import IMPORTED, ensure_running
 
 from runtime_rewriter.world.worker import ProcessSupervisor
 
@@ -27,6 +27,7 @@ class TensorflowProcess(multiprocessing.context.ForkServerProcess):
 
     @staticmethod
     def _Popen(process: Any) -> Any:  # noqa: N802 - the name is that of multiprocessing
+        ensure_running(_SERVER.ensure_running)
         ours = mock.patch.object(forkserver, _CONNECT, _SERVER.connect_to_new_process)
         with _CONNECTING, ours:
             return popen_forkserver.Popen(process)

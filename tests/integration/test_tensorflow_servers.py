@@ -18,6 +18,7 @@ from short_jobs import small_model
 from tensorflow_checks import assert_close
 from tensorflow_programs import averaged_steps, batches_of, train_as_client, two_layers
 from tensorflow_ranks import TensorflowProcess, with_tensorflow
+from test_fork_servers import assert_prepared
 from torch_world import free_port, run_world
 
 import autotune
@@ -134,3 +135,7 @@ def test_ranks_with_other_exports_are_refused_before_the_first_step(tmp_path) ->
     texts = run_world(joined_by_own_export, RANKS, port, tmp_path, process=TensorflowProcess)
     both = f"but rank 0 holds {plans[0].id}, rank 1 holds {plans[1].id}"
     assert all(both in text for of_rank in texts for text in of_rank)
+
+
+def test_a_forked_process_has_imported_tensorflow_and_helpers() -> None:
+    assert_prepared(TensorflowProcess, "tensorflow", "keras")

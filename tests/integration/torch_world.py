@@ -18,6 +18,7 @@ from importlib import import_module
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -118,34 +119,64 @@ def set_host(rank: int, layout: tuple[int, ...]) -> int:
 
 
 IMPORTED = (
-    "paused_collection",
+    "fork_server_setup",
     "torch",
     "torch._dynamo.utils",
-    *(f"runtime_rewriter.{name}" for name in ("rank.launch", "rank.session", "pytorch.ddp")),
+    "pytest",
+    *(
+        f"runtime_rewriter.{name}"
+        for name in (
+            "horovod.tensorflow_scripts",
+            "horovod.torch_scripts",
+            "mirrored.scripts",
+            "rank.activities",
+            "rank.apply",
+            "rank.keras_scripts",
+            "rank.launch",
+            "rank.own_ranks",
+            "rank.session",
+            "recording.api",
+        )
+    ),
+    "local_world",
+    "torch_scripts",
+    "torch_plans",
+    "ddp_pair",
+    "emulated_models",
 )
-
-
-_THREADS, _STARTING = "OMP_NUM_THREADS", Lock()
+"""Modules that most ranks import. None of them imports Horovod, TensorFlow or numba."""
+TESTS = Path(__file__).parents[1]
+_STARTING = Lock()
 
 
 def fork_server() -> multiprocessing.context.ForkServerContext:
-    """A server that has imported torch: a process costs a fork instead of seconds of imports.
+    """A server that has imported torch: a process costs a fork instead of seconds of imports."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(IMPORTED))
+    ensure_running(forkserver.ensure_running)
+    return context
+
+
+def ensure_running(start: Callable[[], None]) -> None:
+    """Call `start`, which starts a fork server unless it runs, with the server's environment.
+
+    The server finds our helpers by PYTHONPATH alone: Python 3.11 gives it no `sys.path`, and it
+    ignores modules that it does not find. `fork_server_setup` expects these two folders.
 
     Each thread of its processes computes on itself alone. OpenMP reads that when it is loaded;
     `torch.set_num_threads` sets it for one thread, and those of the others spin while they wait.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(IMPORTED))
     with _STARTING:
-        inherited = os.environ.get(_THREADS)
-        os.environ[_THREADS] = "1"
+        inherited = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "PYTHONPATH")}
+        folders = (str(TESTS / "integration"), str(TESTS), inherited["PYTHONPATH"] or "")
+        os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(folders)}
         try:
-            forkserver.ensure_running()
+            start()
         finally:
-            del os.environ[_THREADS]
-            if inherited is not None:
-                os.environ[_THREADS] = inherited
-    return context
+            for name, value in inherited.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value
 
 
 def exempt_imports() -> None:
