@@ -38,7 +38,6 @@ from test_horovod_torch import (
 from torch_plans import uniform
 from torch_world import run_world
 
-from autotune.dfg.replay import replay
 from autotune.errors import AutotuneError, InvalidInput
 from autotune.profiling.graph.traced_steps import TracedSteps
 from autotune.profiling.traces.job import read_job
@@ -352,6 +351,8 @@ def test_a_profile_times_every_gradient_and_the_gate_compares_them(found) -> Non
 
 
 def test_a_recording_has_the_graph_of_each_rank_and_replays_its_measured_steps(world) -> None:
+    from autotune.dfg.replay import replay  # brings numba, which no rank needs
+
     found, traces = world
     assert all(of_rank["recording"] for of_rank in found)
     job = read_job(traces)

@@ -14,7 +14,6 @@ from torch import nn
 from torch_world import BACKEND, run_world, seeded
 
 import autotune
-from autotune.dfg.replay import replay
 from autotune.profiling.alignment import align
 from autotune.profiling.alignment.same_clock import SAME_S
 from autotune.profiling.graph.traced_steps import TracedSteps
@@ -112,6 +111,8 @@ def test_the_root_of_a_sub_group_is_a_rank_of_the_world(folder: Path) -> None:
 
 
 def test_the_graph_of_a_step_gives_its_time_and_waits_for_senders(folder: Path) -> None:
+    from autotune.dfg.replay import replay  # brings numba, which no rank needs
+
     traced = TracedSteps(read_job(folder))
     for step in traced.job.steps:
         dfg = traced.dfg(step)

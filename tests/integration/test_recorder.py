@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_world import BACKEND, run_world, seeded
 
 import autotune
-from autotune.dfg.replay import replay
 from autotune.errors import InvalidInput
 from autotune.profiling.alignment import align
 from autotune.profiling.graph.traced_steps import TracedSteps
@@ -202,6 +201,8 @@ def test_the_workload_and_the_buckets_belong_to_the_model(ddp_job) -> None:
 
 
 def test_injected_offsets_are_found_and_the_replay_of_aligned_traces_is_better(ddp_job) -> None:
+    from autotune.dfg.replay import replay  # brings numba, which no rank needs
+
     truth = read_job(ddp_job[0])
     assert truth.hosts.source == "job file" and len(truth.joints) >= 3 * RECORDED
     moved = [
@@ -246,6 +247,8 @@ def counted(folder: Path, rank: int) -> tuple[list[Counter[str]], list[str]]:
 
 def test_ordinary_steps_leave_nothing_in_the_traces_and_change_no_bit(ddp_job, tmp_path) -> None:
     """Each recorded step stays whole, and its graph gives its time."""
+    from autotune.dfg.replay import replay  # brings numba, which no rank needs
+
     steps = BEFORE + RECORDED + 2 * (RECORDED - 1) + 2
     results = run_world(trained, 2, str(tmp_path / "turns"), steps, True, {"between": 2})
     without = run_world(trained, 2, str(tmp_path / "without"), steps, False, {})

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch_world import run_world
 
 from autotune.cluster import Cluster, Where
-from autotune.profiling.fits.probe_fits import collective_fits
 from autotune.recordings.probe import LinkCost, PeerCost, ProbedLinks, ProbeSeries
 from runtime_rewriter.probe.collectives import (
     SIZES_BYTES,
@@ -50,6 +49,8 @@ def short(
 
 
 def test_every_primitive_is_timed_for_pairs_and_the_world_with_equal_results_on_all_ranks() -> None:
+    from autotune.profiling.fits.probe_fits import collective_fits  # brings scipy
+
     # Few sizes, so that a busy machine measures them all before the deadline.
     answers = run_world(short, 3, 60.0, (), 1.0, 2**18)
     series = answers[0][0]
