@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import error_output
 
 from autotune.jobs.record import earlier_kept, record
 from autotune.recordings.job_file import JOB_FILE, RecordedJob
@@ -23,25 +24,16 @@ SCRIPT = ROOT / "tests" / "scripts" / "train_small.py"
 TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node", "2")
 
 
+def profile(folder: Path, *words: str, command: tuple[str, ...] = TORCHRUN) -> list[str]:
+    """The words of the command; those after `--` are the script's."""
+    before, script = words[: words.index("--")], words[words.index("--") + 1 :]
+    ours = ("profile", "-o", str(folder), "--steps", "3", "--warmup", "1", "--between", "0")
+    return [*ours, *before, "--", *command, str(SCRIPT), *script]
+
+
 def run(
     folder: Path, *words: str, command: tuple[str, ...] = TORCHRUN
 ) -> subprocess.CompletedProcess[str]:
-    before, script = words[: words.index("--")], words[words.index("--") + 1 :]
-    ours = [
-        sys.executable,
-        "-m",
-        "autotune",
-        "profile",
-        "-o",
-        str(folder),
-        "--steps",
-        "3",
-        "--warmup",
-        "1",
-        "--between",
-        "0",
-        *before,
-    ]
     environment = dict(os.environ)
     if (
         command[0] == "python"
@@ -54,7 +46,7 @@ def run(
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(probe.getsockname()[1]),
             }
-    whole = [*ours, "--", *command, str(SCRIPT), *script]
+    whole = [sys.executable, "-m", "autotune", *profile(folder, *words, command=command)]
     return subprocess.run(
         whole, cwd=ROOT, capture_output=True, text=True, timeout=240, env=environment
     )
@@ -63,7 +55,7 @@ def run(
 ALONE = ("python",)
 
 
-def test_a_script_under_torchrun_is_recorded_and_ended(tmp_path) -> None:
+def test_a_script_under_torchrun_is_recorded_and_ended(tmp_path, capsys) -> None:
     secret = ("env", "API_KEY=bluebottle", *TORCHRUN)
     done = run(tmp_path / "traces", "--json", "--", "--steps", "100000", command=secret)
     assert done.returncode == 0, done.stderr
@@ -89,8 +81,8 @@ def test_a_script_under_torchrun_is_recorded_and_ended(tmp_path) -> None:
     assert job.command[-2:] == ("--steps", "100000")
     stored = (tmp_path / "traces" / "job.json").read_text()
     assert job.command[1] == "API_KEY=***" and "bluebottle" not in stored + done.stdout
-    again = run(tmp_path / "traces", "--", "--steps", "1")
-    assert again.returncode == 2 and "name another --output, or use --overwrite" in again.stderr
+    again = error_output(capsys, *profile(tmp_path / "traces", "--", "--steps", "1"))
+    assert "name another --output, or use --overwrite" in again
 
 
 def test_a_rank_that_crashes_is_reported_with_its_own_words(tmp_path) -> None:
@@ -100,19 +92,19 @@ def test_a_rank_that_crashes_is_reported_with_its_own_words(tmp_path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_traces_of_others_are_not_deleted_without_overwrite(tmp_path) -> None:
+def test_traces_of_others_are_not_deleted_without_overwrite(tmp_path, capsys) -> None:
     trace = tmp_path / "rank0.json.gz"
     trace.write_bytes(b"of torch.profiler")
-    refused = run(tmp_path, "--", "--steps", "1")
-    assert refused.returncode == 2 and "has a rank0.json.gz" in refused.stderr
+    refused = error_output(capsys, *profile(tmp_path, "--", "--steps", "1"))
+    assert "has a rank0.json.gz" in refused
     assert trace.read_bytes() == b"of torch.profiler"
 
 
-def test_an_earlier_recording_stays_until_there_is_a_new_one(tmp_path) -> None:
+def test_an_earlier_recording_stays_until_there_is_a_new_one(tmp_path, capsys) -> None:
     trace = tmp_path / "rank0.json.gz"
     trace.write_bytes(b"earlier")
-    refused = run(tmp_path, "--overwrite", "--steps", "0", "--", "--steps", "1")
-    assert refused.returncode == 2 and "at least 1 step" in refused.stderr
+    words = profile(tmp_path, "--overwrite", "--steps", "0", "--", "--steps", "1")
+    assert "at least 1 step" in error_output(capsys, *words)
     with pytest.raises(KeyboardInterrupt), earlier_kept(tmp_path):
         assert not trace.exists()
         (tmp_path / "rank1.json.gz").write_bytes(b"half")

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from command_line import error_output, output
 from testbed_traffic import assert_nothing_is_left, assert_reaches, cluster
 
 from autotune.cluster import Cluster, Host
@@ -317,40 +318,43 @@ def test_a_thread_enters_a_namespace_with_its_new_threads_and_always_comes_back(
 
 
 def test_the_command_line_creates_shows_uses_and_removes_a_testbed(
-    bed_directory, bed_name, tmp_path
+    bed_directory, bed_name, tmp_path, capsys
 ) -> None:
     file = tmp_path / "cluster.yaml"
     hosts = "[{name: a/1, bandwidth: 100Mbit/s}, {name: b, devices: 2}]"
     file.write_text(f"name: two\nhosts: {hosts}")
+    state = ("--state-directory", str(bed_directory))
 
-    def autotune(
-        action: str, *words: str, after: tuple[str, ...] = ()
-    ) -> subprocess.CompletedProcess[str]:
-        state = ("--state-directory", str(bed_directory))
-        command = [*TESTBED, action, *words, *state, *after]
-        return subprocess.run(command, capture_output=True, text=True)
+    def shown(*words: str) -> str:
+        return output(capsys, "testbed", *words, *state)
 
-    assert "no testbed is up" in autotune("status").stdout
-    up = json.loads(autotune("up", str(file), "--name", bed_name, "--json").stdout)
+    def refused(*words: str) -> str:
+        return error_output(capsys, "testbed", *words, *state)
+
+    def execute(host: str, *command: str) -> subprocess.CompletedProcess[str]:
+        words = ["exec", bed_name, host, *state, "--", *command]
+        return subprocess.run([*TESTBED, *words], capture_output=True, text=True)
+
+    assert "no testbed is up" in shown("status")
+    up = json.loads(shown("up", str(file), "--name", bed_name, "--json"))
     assert up["name"] == bed_name and up["layout"]["hosts"][0]["link_bytes_per_s"] == 1.25e7
-    assert "is up; choose another --name" in autotune("up", str(file), "--name", bed_name).stderr
-    assert "100 Mbit/s" in autotune("status").stdout and "own" in autotune("status").stdout
-    command = ("--", "sh", "-c", "ip -br addr show eth0; exit 7")
-    inside = autotune("exec", bed_name, "a/1", after=command)
+    assert "is up; choose another --name" in refused("up", str(file), "--name", bed_name)
+    assert "100 Mbit/s" in shown("status") and "own" in shown("status")
+    inside = execute("a/1", "sh", "-c", "ip -br addr show eth0; exit 7")
     assert inside.returncode == 7 and "10.77.0.1/16" in inside.stdout
-    absent = autotune("exec", bed_name, "c", after=("--", "true"))
+    absent = execute("c", "true")
     assert absent.returncode == 2 and "has no host 'c'; its hosts: a/1, b" in absent.stderr
     (bed_directory / "newer.json").write_text('{"schema": 99}')
-    status = autotune("status")
-    assert status.returncode == 0 and "100 Mbit/s" in status.stdout
-    assert "newer: its record cannot be read: " in status.stdout
-    assert "the file has 99; update autotune" in status.stdout.replace("\n", " ")
-    assert json.loads(autotune("down", "--json").stdout) == {"removed": [bed_name]}
-    assert "the file has 99" in autotune("down", "newer").stderr
+    status = shown("status")
+    assert "100 Mbit/s" in status
+    assert "newer: its record cannot be read: " in status
+    assert "the file has 99; update autotune" in status.replace("\n", " ")
+    assert json.loads(shown("down", "--json")) == {"removed": [bed_name]}
+    assert "the file has 99" in refused("down", "newer")
     (bed_directory / "newer.json").unlink()
-    assert "nothing to remove" in autotune("down", bed_name).stdout
-    assert "there is no testbed" in autotune("exec", bed_name, "b", after=("--", "true")).stderr
-    assert autotune("check").returncode == 0
+    assert "nothing to remove" in shown("down", bed_name)
+    assert "there is no testbed" in execute("b", "true").stderr
+    assert shown("check")
     assert_nothing_is_left(bed_directory, (bed_name,))
 
 

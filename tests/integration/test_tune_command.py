@@ -13,12 +13,15 @@ import time
 from pathlib import Path
 
 import pytest
+from command_line import error_output, json_output, output
 from short_jobs import FEW_STEPS, JOB_S, SHORT_PROBE, START_S, with_tracking_store
 from torch_scripts import run_script
 
+from autotune.cli import main
 from autotune.export import read_export
 from autotune.records import CURRENT_SETUP, Measured
 from autotune.storage.store import Store
+from autotune.tracking.tracker import mlflow_environment
 from runtime_rewriter.world.ray_folder import FOLDER_VARIABLE, processes_of
 
 pytestmark = pytest.mark.job
@@ -143,43 +146,29 @@ def test_every_trial_of_the_job_is_a_nested_run_in_mlflow(tuned) -> None:
     assert timelines and timelines == sorted(path for path in artifacts if "timeline" in path)
 
 
-def test_show_and_export_answer_from_the_store(tuned, tmp_path) -> None:
+def test_show_and_export_answer_from_the_store(tuned, tmp_path, capsys) -> None:
     directory, result = tuned
     listed = json.loads(autotune("show", "--directory", str(directory), "--json").stdout)
     assert [job["id"] for job in listed["jobs"]] == ["resnet"]
-    shown = json.loads(autotune("show", "resnet", "--directory", str(directory), "--json").stdout)
+    shown = json_output(capsys, "show", "resnet", "--directory", directory)
     assert shown["decision"] == result["decision"]
     candidate = next(
         t["request"]["strategy_id"] for t in shown["trials"] if t["request"]["role"] == "candidate"
     )
-    words = [
-        "export",
-        "resnet",
-        "--strategy",
-        candidate,
-        "--directory",
-        str(directory),
-        "-o",
-        str(tmp_path / "chosen.json"),
-    ]
-    assert autotune(*words).returncode == 0
-    assert read_export(tmp_path / "chosen.json").strategy.id == candidate
+    chosen = tmp_path / "chosen.json"
+    stored = ("--strategy", candidate, "--directory", str(directory))
+    assert autotune("export", "resnet", *stored, "-o", str(chosen)).returncode == 0
+    assert read_export(chosen).strategy.id == candidate
 
 
 def test_an_exported_strategy_runs_in_the_unchanged_script_and_a_wrong_world_is_refused(
-    tuned, tmp_path
+    tuned, tmp_path, capsys
 ) -> None:
     directory, _ = tuned
-    candidate = json.loads(
-        autotune("show", "resnet", "--directory", str(directory), "--json").stdout
-    )["trials"][1]["request"]["strategy_id"]
+    shown = json_output(capsys, "show", "resnet", "--directory", directory)
+    candidate = shown["trials"][1]["request"]["strategy_id"]
     chosen = tmp_path / "chosen.json"
-    assert (
-        autotune(
-            "export", "--strategy", candidate, "--directory", str(directory), "-o", str(chosen)
-        ).returncode
-        == 0
-    )
+    output(capsys, "export", "--strategy", candidate, "--directory", directory, "-o", chosen)
     script = [str(ROOT / "examples" / "resnet_digits.py"), *SMALL_IMAGES, "--max-steps", "6"]
     launch = [
         "run",
@@ -194,9 +183,8 @@ def test_an_exported_strategy_runs_in_the_unchanged_script_and_a_wrong_world_is_
     ran = run_script(command, cwd=ROOT, timeout=JOB_S)
     assert ran.returncode == 0, ran.stderr
     assert candidate in ran.stdout
-    refused = autotune(*launch, "3", *script, "--width", "8")
-    assert refused.returncode == 2
-    assert "world size of 2, but the command asks for 3 workers" in refused.stderr
+    refused = error_output(capsys, *launch, "3", *script, "--width", "8")
+    assert "world size of 2, but the command asks for 3 workers" in refused
 
 
 def test_the_gpt_example_is_tuned_with_lossy_strategies_and_without_a_simulator(
@@ -310,8 +298,9 @@ def wait_for_more_events(directory: Path, before: int, process: subprocess.Popen
     raise AssertionError(f"no new event within {START_S:.0f} s, exit status {process.poll()}")
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of MLflow
 def test_a_dead_mlflow_server_does_not_stop_a_bayesian_search_and_the_runs_are_sent_later(
-    tmp_path, tracking_store
+    tmp_path, tracking_store, monkeypatch, capsys
 ) -> None:
     """On a script with the line `autotune.apply`, which is tuned as one with DDP is.
 
@@ -324,15 +313,18 @@ def test_a_dead_mlflow_server_does_not_stop_a_bayesian_search_and_the_runs_are_s
     assert done.returncode == 0, done.stderr
     unsent = json.loads(done.stdout)["unsent_tracking_items"]
     assert unsent > 8
-    shown = autotune("show", "offline", "--directory", str(tmp_path), "--json")
+    shown = json_output(capsys, "show", "offline", "--directory", tmp_path)
     with Store.open(tmp_path / "autotune.db") as store:
         trials = store.history("offline").trials
-    assert len(json.loads(shown.stdout)["trials"]) == len(trials)
+    assert len(shown["trials"]) == len(trials)
     tried = [one.outcome for one in trials if one.request.role == "candidate"]
     assert tried and all(isinstance(outcome, Measured) for outcome in tried)
-    again = autotune("track", "offline", "--directory", str(tmp_path))
-    assert again.returncode == 1 and f"{unsent} are still unsent" in again.stdout
-    assert "0 items of job offline sent to http://127.0.0.1:9" in again.stdout
+    for name, value in mlflow_environment().items():  # else the command would leave them
+        monkeypatch.setenv(name, value)
+    assert main(["track", "offline", "--directory", str(tmp_path)]) == 1
+    again = capsys.readouterr().out
+    assert f"{unsent} are still unsent" in again
+    assert "0 items of job offline sent to http://127.0.0.1:9" in again
     elsewhere = ("--tracking-uri", f"sqlite:///{tmp_path / 'mlflow.db'}")
     later = autotune("track", "offline", "--directory", str(tmp_path), *elsewhere, "--json")
     assert later.returncode == 0, later.stderr

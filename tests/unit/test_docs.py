@@ -6,12 +6,11 @@ import argparse
 import importlib
 import re
 import shlex
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from command_line import output
 
 from autotune.cli import argument_parser, split_words
 
@@ -100,14 +99,14 @@ RUNNABLE = [
 
 
 @pytest.mark.parametrize("line", RUNNABLE)
-def test_a_shell_command_without_a_reason_to_skip_it_runs(line: str, tmp_path: Path) -> None:
+def test_a_shell_command_without_a_reason_to_skip_it_runs(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "datasets").symlink_to(ROOT / "datasets")  # as in a clone
     words = own_words(line)
     assert words, f"only `autotune` commands run here; give the block a reason to skip: {line}"
-    done = subprocess.run(
-        [sys.executable, "-m", "autotune", *words], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    assert output(capsys, *words)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
