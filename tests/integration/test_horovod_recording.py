@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch_scripts import run_forked
 
 from autotune.profiling.formats.horovod import HorovodTimeline, read_horovod
 from autotune.profiling.graph.horovod_steps import horovod_steps
 from autotune.recordings.horovod_calls import HorovodCall
-
-pytest.importorskip("horovod.torch", reason="make horovod builds Horovod")
-
 from runtime_rewriter.horovod.rendezvous import rendezvous_server
 
+pytestmark = pytest.mark.skipif(find_spec("horovod") is None, reason="`make horovod` builds it")
 SCRIPT = Path(__file__).with_name("horovod_script.py")
 RANKS = 2
 TIMEOUT_S = 120.0
@@ -30,7 +27,6 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[
     folder = tmp_path_factory.mktemp("horovod")
     with rendezvous_server("127.0.0.1") as port:
         shared = {
-            **os.environ,
             "HOROVOD_SIZE": str(RANKS),
             "HOROVOD_LOCAL_SIZE": str(RANKS),
             "HOROVOD_CROSS_RANK": "0",
@@ -43,18 +39,12 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[
             "HOROVOD_TIMELINE": str(folder / "timeline.json"),
             "HOROVOD_TIMELINE_MARK_CYCLES": "1",
         }
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, str(SCRIPT), str(folder)],
-                env={**shared, "HOROVOD_RANK": str(rank), "HOROVOD_LOCAL_RANK": str(rank)},
-            )
+        of_ranks = [
+            {**shared, "HOROVOD_RANK": str(rank), "HOROVOD_LOCAL_RANK": str(rank)}
             for rank in range(RANKS)
         ]
-        try:
-            assert [rank.wait(TIMEOUT_S) for rank in ranks] == [0] * RANKS
-        finally:
-            for rank in ranks:
-                rank.kill()
+        done = run_forked([str(SCRIPT), str(folder)], of_ranks, TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
     results = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
     return folder, results
 

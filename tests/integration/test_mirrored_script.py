@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +13,8 @@ if find_spec("tensorflow") is None:  # an import takes 7 s
     pytest.skip("the extra tensorflow is not installed", allow_module_level=True)
 
 import numpy as np
-from tensorflow_ranks import with_tensorflow
+from tensorflow_ranks import TensorflowProcess, with_tensorflow
+from torch_scripts import run_ranks
 
 from autotune.cluster import Cluster
 from autotune.records import (
@@ -108,21 +105,9 @@ def test_emulated_accelerators_play_the_step_with_real_messages(make_world, tmp_
 def pair(tmp_path_factory) -> Path:
     """The folder of two workers; see `mirrored_pair.py`."""
     folder = tmp_path_factory.mktemp("pair")
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(PAIR), str(SCRIPT), str(folder)],
-            env={**os.environ, **place, "MASTER_PORT": port, "RANK": str(rank)},
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        assert [worker.wait(PAIR_S) for worker in workers] == [0] * RANKS
-    finally:
-        for worker in workers:
-            worker.kill()
+    words = [str(PAIR), str(SCRIPT), str(folder)]
+    done = run_ranks(words, RANKS, PAIR_S, TensorflowProcess)
+    assert done.returncode == 0, done.stderr
     return folder
 
 

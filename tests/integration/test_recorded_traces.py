@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from torch_scripts import run_ranks
 
 from autotune.dfg.graph import Kind
 from autotune.dfg.replay import replay
@@ -19,52 +18,14 @@ from autotune.profiling.traces.job import assemble
 
 OFFSET_S = 0.25
 
-SCRIPT = """
-import os, sys, time, torch, torch.distributed as dist
-from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile, schedule
-
-rank, folder = int(sys.argv[1]), sys.argv[2]
-torch.set_num_threads(1)
-torch.manual_seed(0)
-dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-nn = torch.nn
-widths = nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
-model = nn.parallel.DistributedDataParallel(nn.Sequential(*widths), bucket_cap_mb=0.5)
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-data, target = torch.randn(64, 256), torch.randint(0, 10, (64,))
-done = lambda profiler: profiler.export_chrome_trace(f"{folder}/rank{rank}.json.gz")
-with profile(activities=[ProfilerActivity.CPU],
-    execution_trace_observer=ExecutionTraceObserver().register_callback(f"{folder}/et_rank{rank}.json"),
-    schedule=schedule(wait=1, warmup=1, active=12), on_trace_ready=done,
-    record_shapes=True) as profiler:
-    for step in range(14):
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(data), target).backward()
-        optimizer.step()
-        if step == 13:
-            # torch writes a collective's node when Gloo's thread has left it: before the trace ends
-            time.sleep(0.2)
-        profiler.step()
-dist.barrier()
-dist.destroy_process_group()
-"""
+SCRIPT = Path(__file__).parents[1] / "scripts" / "train_traced.py"
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> TraceJob:
     folder = tmp_path_factory.mktemp("traces")
-    environment = {**os.environ, "KINETO_LOG_LEVEL": "5"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", SCRIPT, str(rank), str(folder)], env=environment
-        )
-        for rank in range(2)
-    ]
-    try:
-        assert [rank.wait(timeout=200) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    done = run_ranks([str(SCRIPT), str(folder)], 2)
+    assert done.returncode == 0, done.stderr
     return read_job(folder)
 
 

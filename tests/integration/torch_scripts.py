@@ -8,7 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -32,41 +33,54 @@ def run_script(command: Sequence[str], **options: Any) -> subprocess.CompletedPr
 
 
 def run_ranks(
-    words: Sequence[str], ranks: int = 0, timeout_s: float = 240.0
+    words: Sequence[str],
+    ranks: int = 0,
+    timeout_s: float = 240.0,
+    process: Callable[..., BaseProcess] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python words` in `ranks` processes with torchrun's variables, or in one without them
     (0).
+    """
+    shared = {"CUDA_VISIBLE_DEVICES": ""}
+    if not ranks:
+        return run_forked(words, [shared], timeout_s, process)
+    size = str(ranks)
+    shared |= {
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    of_ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    return run_forked(words, of_ranks, timeout_s, process)
+
+
+def run_forked(
+    words: Sequence[str],
+    environments: Sequence[Mapping[str, str]],
+    timeout_s: float = 240.0,
+    process: Callable[..., BaseProcess] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run `python words` once with each of these variables, and one thread in each process.
 
     They are forked from a process that has imported torch, which takes most of a short script's
-    time.
+    time. `process`: builds the processes; by default they are forked from `fork_server`.
     """
-    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    if ranks:
-        size = str(ranks)
-        environment |= {
-            "WORLD_SIZE": size,
-            "LOCAL_WORLD_SIZE": size,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-        }
+    build = process or fork_server().Process
     with tempfile.TemporaryDirectory() as folder:
         streams = [str(Path(folder, name)) for name in ("stdout", "stderr")]
-        environments = [
-            {**environment, **({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks else {})}
-            for rank in range(max(ranks, 1))
-        ]
         processes = [
-            fork_server().Process(target=_run, args=([*words], variables, streams), daemon=True)
+            build(target=_run, args=([*words], {**variables}, streams), daemon=True)
             for variables in environments
         ]
-        for process in processes:
-            process.start()
+        for started in processes:
+            started.start()
         deadline = time.monotonic() + timeout_s
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
+        for started in processes:
+            started.join(max(0.0, deadline - time.monotonic()))
+            if started.is_alive():
+                started.kill()
+                started.join()
         output, errors = (Path(stream).read_text() for stream in streams)
     return subprocess.CompletedProcess(
         words, next((p.exitcode for p in processes if p.exitcode), 0), output, errors
@@ -77,8 +91,8 @@ def _run(words: list[str], environment: dict[str, str], streams: list[str]) -> N
     exempt_imports()
     for descriptor, path in enumerate(streams, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), descriptor)
-    os.environ.update(environment)
-    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    os.environ.update({"OMP_NUM_THREADS": "1", **environment})
+    torch.set_num_threads(1)
     sys.argv = words
     sys.path.insert(0, str(Path(words[0]).resolve().parent))
     runpy.run_path(words[0], run_name="__main__")
