@@ -199,9 +199,7 @@ class Store:
                 )
             if db.execute("SELECT 1 FROM jobs WHERE id = ?", (job_id,)).fetchone() is None:
                 raise self._no_job(job_id)
-            db.execute(
-                "INSERT INTO events (job, seq, body) VALUES (?, ?, ?)", (job_id, seq, body)
-            )
+            db.execute("INSERT INTO events (job, seq, body) VALUES (?, ?, ?)", (job_id, seq, body))
             insert_rows(db, derived)
             summaries.insert(db, job_id, summarized)
             add_to_outbox(db, job_id, "event", {"seq": seq})

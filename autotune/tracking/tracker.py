@@ -149,8 +149,8 @@ class Tracker:
         for path in files:
             self._store.outbox.enqueue(self._job_id, "artifact", {"path": str(path.resolve())})
         for number, path in of_trials.items():
-            body = {"path": str(path.resolve()), "trial": number}
-            self._store.outbox.enqueue(self._job_id, "artifact", body)
+            timeline = {"path": str(path.resolve()), "trial": number}
+            self._store.outbox.enqueue(self._job_id, "artifact", timeline)
 
     def flush(self, limit_s: float = FLUSH_S) -> int:
         """Send the waiting items, ignoring the breaker; return the number of items left.
