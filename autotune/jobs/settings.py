@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autotune.cluster import Cluster
+from autotune.cluster import MAX_NAMED, Cluster
 from autotune.cluster_file import read_cluster
 from autotune.errors import InvalidInput
 from autotune.parsing import read_json
@@ -65,6 +65,7 @@ def read_settings(
         )
     script = read_command(words)
     target = read_target(values, address)
+    _refuse_unplaced_figures(target, str(values.get("cluster")))
     workers = _workers(values.get("workers"), script.workers, target.cluster)
     fields = {item.field: values[item.name] for item in SETTINGS if item.name in values}
     fields.pop("", None)  # settings that are not fields of the spec
@@ -111,6 +112,7 @@ def read_target(values: Mapping[str, Any], address: str | None) -> Target:
     network = Network.LOOPBACK if address is None else Network.HOSTS
     if testbed is not None:
         network = Network.EMULATED
+    _refuse_hosts_elsewhere(cluster, str(path), network)
     accelerators = Accelerators(values.get("accelerators", Accelerators.REAL))
     conditions = Conditions(network, accelerators, float(values.get("byte_scale", 1.0)))
     profile = None
@@ -125,6 +127,33 @@ def _profile(path: Path) -> Workload:
     if (folder := recording_at(path)) is not None:
         return RecordedJob.read(folder).measured_workload(folder)
     return Workload.from_data(read_json(path), str(path))
+
+
+def _refuse_hosts_elsewhere(cluster: Cluster | None, path: str, network: Network) -> None:
+    """Raise `InvalidInput` if several hosts are neither joined by Ray nor emulated."""
+    if network is Network.LOOPBACK and cluster is not None and len(cluster.hosts) > 1:
+        raise InvalidInput(
+            "several hosts must be joined by Ray or emulated, but the cluster file "
+            f"{path} has {len(cluster.hosts)} hosts, and neither --address nor --testbed is given; "
+            "start Ray on these hosts and give --address, use --testbed in place of --cluster "
+            "(root), or leave the cluster out to stay on this machine"
+        )
+
+
+def _refuse_unplaced_figures(target: Target, path: str) -> None:
+    """Raise `InvalidInput` if Ray could place ranks of one host on another with other figures."""
+    cluster = target.cluster
+    if cluster is None or target.conditions.network is not Network.HOSTS:
+        return
+    figures = {replace(host, name="", devices=1, address="") for host in cluster.hosts}
+    unplaced = [host.name for host in cluster.hosts if not host.address]
+    if unplaced and (len(figures) > 1 or cluster.pair_links):
+        raise InvalidInput(
+            "hosts that differ need the `address` of their Ray node, or ranks may be on another "
+            f"host than their figures, but {path} has none for {', '.join(unplaced[:MAX_NAMED])}; "
+            "add what `ray start` printed there as the node's IP, or write the file with "
+            "autotune probe --address"
+        )
 
 
 def scheduled(conditions: Conditions, workers: int) -> Conditions:

@@ -297,7 +297,12 @@ _EARLY_SETTINGS = (
         at_least=2,
         at_most=MAX_RANKS,
     ),
-    Setting("cluster", "job", "cluster file", "this machine"),
+    Setting(
+        "cluster",
+        "job",
+        "file that describes the hosts; several hosts also need --address",
+        "this machine, or with --address the hosts of the ranks",
+    ),
     Setting(
         "testbed",
         "emulation",

@@ -63,9 +63,10 @@ def test_a_local_cluster_is_probed_into_a_file_that_reads_back_and_tunes(tmp_pat
         ),
         (("--workers", "1"), "a probe needs at least 2 workers, but has 1"),
         (
-            ("--workers", "3", "--cluster", "two.yaml"),
+            ("--workers", "3", "--cluster", "one.yaml"),
             "--workers must be the 2 devices of cluster 'cluster', but is 3",
         ),
+        (("--cluster", "two.yaml"), "has 2 hosts, and neither --address nor --testbed is given"),
         (("--workers", "2", "--budget-time", "1s"), "--budget-time must be at least 5s, but is 1s"),
         (("--cluster", "none.yaml"), "cannot read none.yaml"),
     ],
@@ -73,6 +74,7 @@ def test_a_local_cluster_is_probed_into_a_file_that_reads_back_and_tunes(tmp_pat
 def test_bad_options_are_refused_before_anything_starts(
     tmp_path, words, message, monkeypatch, capsys
 ) -> None:
+    (tmp_path / "one.yaml").write_text("hosts: [{name: a, devices: 2}]")
     (tmp_path / "two.yaml").write_text("hosts: [{name: a}, {name: b}]")
     monkeypatch.chdir(tmp_path)
     assert message in error_output(capsys, "probe", "--directory", "jobs", *words)

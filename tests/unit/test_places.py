@@ -77,8 +77,10 @@ def test_explicit_settings_win_over_the_job_file_and_contradictions_are_refused(
     )
     other = spec_of(job_file, byte_scale=2.0, accelerators="real").conditions
     assert other == Conditions(Network.EMULATED, byte_scale=2.0)
-    plain = spec_of(job_file, cluster=cluster_file, byte_scale=1.0)
-    assert plain.conditions.network is Network.LOOPBACK and plain.cluster.name == "two hosts"
+    one_host = cluster_file.with_name("one.yaml")
+    one_host.write_text("name: one host\nhosts: [{name: a, devices: 2}]\n")
+    plain = spec_of(job_file, cluster=one_host, byte_scale=1.0)
+    assert plain.conditions.network is Network.LOOPBACK and plain.cluster.name == "one host"
     job_file.write_text(command + "testbed: cluster.yaml\ncluster: cluster.yaml\n")
     with pytest.raises(InvalidInput, match="a cluster or a testbed, not both"):
         spec_of(job_file)
@@ -92,6 +94,43 @@ def test_emulated_accelerators_may_wait_for_the_times_of_a_recording() -> None:
     profile = read_target(values, None).profile
     assert profile == RecordedJob.read(RECORDING).measured_workload(RECORDING)
     assert read_target({**values, "profile": RECORDING / "job.json"}, None).profile == profile
+
+
+def test_a_file_of_several_hosts_needs_ray_on_them_or_a_testbed(cluster_file: Path) -> None:
+    values = {"cluster": cluster_file}
+    rule = "several hosts must be joined by Ray or emulated"
+    with pytest.raises(InvalidInput, match=f"{rule}.* has 2 hosts, and neither --address nor"):
+        read_target(values, None)
+    assert read_target(values, "auto").conditions.network is Network.HOSTS
+    assert read_target({"testbed": cluster_file}, None).conditions.network is Network.EMULATED
+
+
+UNEVEN = "hosts:\n  - {name: a, bandwidth: 1GB/s%s}\n  - {name: b%s}\n"
+NAMED_LINK = "hosts: [{name: a}, {name: b}]\nlinks: [{between: [a, b], bandwidth: 1MB/s}]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "unplaced"),
+    [
+        (UNEVEN % ("", ""), "a, b"),
+        (UNEVEN % (", address: 10.0.0.1", ""), "b"),
+        (NAMED_LINK, "a, b"),
+    ],
+)
+def test_hosts_that_differ_need_the_address_of_their_node(
+    cluster_file: Path, text: str, unplaced: str
+) -> None:
+    job_file = cluster_file.with_name("job.yaml")
+    job_file.write_text(f"command: python {SCRIPT}\ncluster: cluster.yaml\n")
+    assert spec_of(job_file, "auto").cluster.name == "two hosts"
+    cluster_file.write_text(text)
+    with pytest.raises(InvalidInput, match=f"has none for {unplaced}; add what `ray start`"):
+        spec_of(job_file, "auto")
+    cluster_file.write_text(UNEVEN % (", address: 10.0.0.1", ", address: 10.0.0.2"))
+    assert [host.address for host in spec_of(job_file, "auto").cluster.hosts] == [
+        "10.0.0.1",
+        "10.0.0.2",
+    ]
 
 
 def test_round_robin_is_asked_for_where_ranks_wait_and_never_on_other_peoples_hosts() -> None:
