@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from autotune.errors import AutotuneError
 from runtime_rewriter.file_view import FileView
+from runtime_rewriter.world.interfaces import GLOO_INTERFACE, interface_for_gloo
 from runtime_rewriter.world.ray_connection import in_one_line, not_shipped
 from runtime_rewriter.world.views import HeldView, Protected, held_view
 from runtime_rewriter.world.worker import ProcessSupervisor, WorkerLost, free_port
@@ -16,13 +18,17 @@ from runtime_rewriter.world.worker import ProcessSupervisor, WorkerLost, free_po
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """The node that an actor is on. `logs`: directory of Ray's session there."""
+    """The node that an actor is on. `logs`: directory of Ray's session there.
+
+    `interface`: that of gloo, if its own choice would not reach other machines ("": it does).
+    """
 
     node: str
     name: str
     address: str
     gpus: tuple[str, ...]
     logs: str
+    interface: str
 
 
 class RankActor(ProcessSupervisor):
@@ -30,18 +36,23 @@ class RankActor(ProcessSupervisor):
 
     _view: HeldView | None = None
 
-    def place(self) -> WorkerPlace:
+    def place(self, other_machines: bool) -> WorkerPlace:
+        """Where this actor is; `other_machines`: it may have to reach ranks on them."""
         import ray
         import ray._private.worker
 
         context = ray.get_runtime_context()
         node: Any = ray._private.worker._global_node  # the only source of the session directory
+        name = socket.gethostname()
+        address = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        chosen = GLOO_INTERFACE in os.environ or not other_machines
         return WorkerPlace(
             node=context.get_node_id(),
-            name=socket.gethostname(),
-            address=str(ray.util.get_node_ip_address()),  # type: ignore[no-untyped-call]
+            name=name,
+            address=address,
             gpus=tuple(str(gpu) for gpu in ray.get_gpu_ids()),
             logs=str(node.get_logs_dir_path()),
+            interface="" if chosen else interface_for_gloo(address, name),
         )
 
     def reserve_port(self, first: int, last: int, host: str) -> int:

@@ -32,7 +32,7 @@ class RayPlace:
     bare: the script needs no directory (it is a module of ours).
     one_machine: all nodes are on this machine (in a testbed), with this installation and files.
     node_address: address of this process's node, if Ray cannot find it out.
-    interface: network interface of gloo ("": the one that the host's name resolves to).
+    interface: network interface of gloo ("": each host's own).
     token: token of the cluster's nodes ("": the environment's).
     """
 

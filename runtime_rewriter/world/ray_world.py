@@ -13,6 +13,7 @@ from autotune.records import REAL_CONDITIONS, Conditions
 from autotune.workload import Workload
 from runtime_rewriter.scheduling import requested_conditions
 from runtime_rewriter.world.command import launcher_threads
+from runtime_rewriter.world.interfaces import GLOO_INTERFACE
 from runtime_rewriter.world.placement import Launch
 from runtime_rewriter.world.ray_actors import WorkerPlace
 from runtime_rewriter.world.ray_bundles import Room
@@ -73,6 +74,13 @@ class _RayPlacement:
         nodes = [place.node for place in self._places]
         return tuple((name, nodes.count(node)) for node, name in names.items())
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Address of each host, as Ray knows it; empty if all ranks are on this machine."""
+        if self._cluster.place.same_files:
+            return ()
+        return tuple({place.node: place.address for place in self._places}.values())
+
     def launch(self) -> Launch:
         """Take a new master port for every start: the last one may still be in use."""
         place = self._cluster.place
@@ -84,14 +92,18 @@ class _RayPlacement:
         environments = tuple(
             {
                 **threads,
+                **of_host,
                 **self._environment,
                 **of_rank,
                 **self._command.environment,
                 **conditions,
                 **view,
             }
-            for of_rank, view in zip(
-                _environments(self._places, host, port, interface), self._fresh_views(), strict=True
+            for of_host, of_rank, view in zip(
+                map(_interface, self._places),
+                _environments(self._places, host, port, interface),
+                self._fresh_views(),
+                strict=True,
             )
         )
         if self._command.mpirun_words:
@@ -176,8 +188,8 @@ def ray_world(
 ) -> World:
     """The world of `command` on `workers` ranks of this Ray cluster.
 
-    With several hosts in `devices_per_host`, each is a Ray node, at `addresses[host]` if that is a
-    node's address, and the first host's ranks come first. Otherwise Ray packs the ranks.
+    With several hosts in `devices_per_host`, each is a Ray node, at `addresses[host]` ("":
+    any), and the first host's ranks come first. Otherwise Ray packs the ranks.
     `conditions` state what is emulated (the caller emulates the network). Emulated accelerators
     wait for the times of `given_profile`. Every start of the script gets a fresh view of the
     `protected` folders; None: its writes are real. `World` explains
@@ -225,7 +237,8 @@ def ray_world(
 
 def _places(cluster: RayCluster, actors: list[RemoteWorker], timeout_s: float) -> list[WorkerPlace]:
     try:
-        return cluster.results([(actor, "place", ()) for actor in actors], timeout_s)
+        other_machines = not cluster.place.same_files
+        return cluster.results([(actor, "place", (other_machines,)) for actor in actors], timeout_s)
     except WorkerLost as error:
         if not isinstance(error.__cause__, TimeoutError):
             raise
@@ -233,6 +246,10 @@ def _places(cluster: RayCluster, actors: list[RemoteWorker], timeout_s: float) -
             f"all {len(actors)} workers must come up within {timeout_s:g} s, but did not; "
             "look at `ray status`"
         ) from error
+
+
+def _interface(place: WorkerPlace) -> dict[str, str]:
+    return {GLOO_INTERFACE: place.interface} if place.interface else {}
 
 
 def _with_open_mpi(environment: dict[str, str]) -> dict[str, str]:
@@ -281,5 +298,5 @@ def _environments(
         if gpus:  # scripts index the host's devices by LOCAL_RANK
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         if interface:
-            environment["GLOO_SOCKET_IFNAME"] = interface
+            environment[GLOO_INTERFACE] = interface
         yield environment
