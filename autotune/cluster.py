@@ -48,7 +48,8 @@ class Host:
     """A machine: `devices` workers that share one network interface and one memory-speed link
     inside.
 
-    `cores`: CPU cores that they share; 0 if unknown.
+    `cores`: CPU cores that they share; 0 if unknown. `address`: of its Ray node; "" if any node
+    with enough room will do.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -383,6 +384,14 @@ class Cluster:
         new = {fit.identity for fit in fits}
         remaining = tuple(fit for fit in self.fits if fit.identity not in new)
         return replace(self, fits=(*fits, *remaining), source="measured")
+
+    def at_addresses(self, addresses: tuple[str, ...]) -> Cluster:
+        """This cluster with the address of each host, where it has none; empty: not known."""
+        if not addresses:
+            return self
+        pairs = zip(self.hosts, addresses, strict=True)
+        hosts = (replace(host, address=host.address or address) for host, address in pairs)
+        return replace(self, hosts=tuple(hosts))
 
     def _pair(self, a: int, b: int) -> PairLink | None:
         names = {self.hosts[a].name, self.hosts[b].name}

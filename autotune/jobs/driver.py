@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from autotune.cluster import Cluster, Host
+from autotune.cluster import MAX_NAMED, Cluster, CollectiveFit, Host
 from autotune.errors import LaunchError
 from autotune.profiling.fits.probe_fits import collective_fits
 from autotune.records import (
@@ -186,22 +186,16 @@ def probed(cluster: Cluster, profile: Profile, one_machine: bool) -> Cluster:
 
     An assumed cluster is replaced by the hosts of the ranks, with the bandwidth that the ring of
     all ranks showed; the hosts and bandwidths of a cluster file stay. Hosts that are emulated on
-    `one_machine` share its cores.
+    `one_machine` share its cores. Raises `LaunchError` if the ranks run on other machines than
+    those of the file.
     """
     fits = collective_fits(profile.series)
-    ring = cluster.with_fits(fits).fit("all_reduce", cluster.world_size)
-    assumed = cluster == Cluster.local(cluster.world_size)
-    if assumed and ring is not None and ring.beta_s_per_byte > 0:
-        # Eq. 3: each link carries 2 (w - 1) / w of the bytes of a ring all-reduce
-        speed = 2 * (cluster.world_size - 1) / cluster.world_size / ring.beta_s_per_byte
-        host = replace(cluster.hosts[0], link_bytes_per_s=speed, inner_bytes_per_s=speed)
-        names = [name if len(profile.hosts) > 1 else host.name for name, _ in profile.hosts]
-        devices = [ranks for _, ranks in profile.hosts]
-        hosts = (
-            replace(host, name=name, devices=ranks)
-            for name, ranks in zip(names, devices, strict=True)
-        )
-        cluster = replace(cluster, hosts=tuple(hosts))
+    if cluster == Cluster.local(cluster.world_size):
+        ring = cluster.with_fits(fits).fit("all_reduce", cluster.world_size)
+        cluster = replace(cluster, hosts=_hosts_of_ranks(cluster.hosts[0], profile, ring))
+    elif not one_machine:
+        _refuse_another_layout(cluster, profile)
+        cluster = cluster.at_addresses(profile.addresses)
 
     def cores(host: Host) -> int:
         share = host.devices / cluster.world_size if one_machine else 1.0
@@ -210,6 +204,34 @@ def probed(cluster: Cluster, profile: Profile, one_machine: bool) -> Cluster:
     machine_cores = profile.cores if one_machine else 0
     with_cores = tuple(replace(host, cores=cores(host)) for host in cluster.hosts)
     return replace(cluster, hosts=with_cores, machine_cores=machine_cores).with_fits(fits)
+
+
+def _hosts_of_ranks(
+    assumed: Host, profile: Profile, ring: CollectiveFit | None
+) -> tuple[Host, ...]:
+    """The hosts that the ranks are on, each with the bandwidth of their ring if it was probed."""
+    if ring is not None and ring.beta_s_per_byte > 0:
+        # Eq. 3: each link carries 2 (w - 1) / w of the bytes of a ring all-reduce
+        speed = 2 * (ring.group_size - 1) / ring.group_size / ring.beta_s_per_byte
+        assumed = replace(assumed, link_bytes_per_s=speed, inner_bytes_per_s=speed)
+    if len(profile.hosts) < 2:
+        return (assumed,)
+    addresses = profile.addresses or ("",) * len(profile.hosts)
+    return tuple(
+        replace(assumed, name=name, devices=ranks, address=address)
+        for (name, ranks), address in zip(profile.hosts, addresses, strict=True)
+    )
+
+
+def _refuse_another_layout(cluster: Cluster, profile: Profile) -> None:
+    layout = [ranks for _, ranks in profile.hosts]
+    if layout != [host.devices for host in cluster.hosts]:
+        listed = ", ".join(map(str, layout[:MAX_NAMED]))
+        raise LaunchError(
+            f"the ranks must run on hosts like the {len(cluster.hosts)} of cluster "
+            f"{cluster.name!r}, but run on {len(layout)} with {listed} ranks; describe these hosts "
+            "in the cluster file, with the `address` of each, or leave out --cluster"
+        )
 
 
 def _same_model(workload: Workload, running_id: str) -> None:

@@ -86,8 +86,9 @@ def measured_cluster(
 ) -> tuple[Cluster, str]:
     """Return the cluster with the measured costs, and a remark for people ("" or a line).
 
-    `measured_on` is the label of the conditions. Hosts come from the file if there is one. If the
-    ranks ran on other hosts (on one machine, for example), the file's bandwidths stay.
+    `measured_on` is the label of the conditions. Hosts come from the file if there is one, and get
+    the addresses of the nodes that were measured. If the ranks ran on other hosts (on more than
+    the file has, for example), the file's bandwidths stay.
     """
     layout = tuple(ranks for _, ranks in probe.hosts)
     base = given or Cluster("probed", _discovered_hosts(probe))
@@ -96,6 +97,7 @@ def measured_cluster(
     link_fits: tuple[LinkFit, ...] = ()
     peer_fits: tuple[PeerFit, ...] = ()
     if tuple(host.devices for host in base.hosts) == layout:
+        base = base.at_addresses(probe.addresses)
         hosts, link_fits = _with_links(base, probe)
         peer_fits = tuple(_peer_fit(base.hosts[cost.host].name, cost) for cost in probe.links.peers)
         if given is not None:

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
+from autotune.cluster import MAX_NAMED
 from autotune.errors import InvalidInput, LaunchError
 from autotune.files import write_whole
 from autotune.jobs.driver import Observer, drive
@@ -54,7 +56,8 @@ class Job:
 @dataclass(frozen=True)
 class FinishedJob:
     """`unsent` counts the items that MLflow at `uri` has not received yet. `winner`: the exported
-    strategy in words; empty if the current setup stays. `trained`: the end of a kept training."""
+    strategy in words; empty if the current setup stays. `trained`: the end of a kept training.
+    `logs`: the folder of each rank's log on its host; empty if it is that of the job, here."""
 
     decision: Decision
     results: Results
@@ -63,6 +66,7 @@ class FinishedJob:
     winner: str
     history: History
     trained: Trained | None = None
+    logs: str = ""
 
 
 class Spectator(Protocol):
@@ -163,7 +167,10 @@ def run_job(
             decision = drive(job.id, spec, store, world, proposer, observers, began_s)
             if not spec.continue_training:
                 world.close()
-            finished = _written(workspace, store, job, decision, tracker, proposer)
+            finished = replace(
+                _written(workspace, store, job, decision, tracker, proposer),
+                logs=_other_folders(world.log_paths, ranks.log_directory),
+            )
             if not spec.continue_training:
                 return finished
             if world.ended_steps is not None:
@@ -174,6 +181,12 @@ def run_job(
     except LaunchError:
         tracker.flush()
         raise
+
+
+def _other_folders(paths: Sequence[str], folder: Path) -> str:
+    """The folders of `paths`, but for `folder`."""
+    folders = {str(Path(path).parent) for path in paths} - {str(folder)}
+    return ", ".join(sorted(folders)[:MAX_NAMED])
 
 
 def _trained(world: World, planned: PlannedStrategy | None, spectator: Spectator) -> Trained:

@@ -24,12 +24,16 @@ class Launch:
 
 
 class Placement(Protocol):
-    """Workers in rank order, host by host; `hosts`: name and number of ranks of each host."""
+    """Workers in rank order, host by host; `hosts`: name and number of ranks of each host, and
+    `addresses`: of each host, empty if all are on this machine.
+    """
 
     @property
     def workers(self) -> Sequence[Worker]: ...
     @property
     def hosts(self) -> tuple[tuple[str, int], ...]: ...
+    @property
+    def addresses(self) -> tuple[str, ...]: ...
     def launch(self) -> Launch: ...
     def poll(self, timeout_s: float) -> list[Polled]:
         """Poll all workers at once."""

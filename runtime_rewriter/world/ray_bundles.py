@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from autotune.cluster import MAX_NAMED
+from autotune.errors import LaunchError
+
 _PINNED = 0.001
 """Amount of a node's own resource `node:ADDRESS` (1 on that node) that pins a bundle to the
 node."""
@@ -11,10 +14,21 @@ Room = tuple[int, str]
 """A number of ranks on one node, and the node's address ("": any node)."""
 
 
-def with_known_addresses(rooms: tuple[Room, ...], nodes: list[dict[str, Any]]) -> tuple[Room, ...]:
-    """The rooms without addresses that no node has, such as addresses of another network."""
-    known = {node["NodeManagerAddress"] for node in nodes}
-    return tuple((ranks, address if address in known else "") for ranks, address in rooms)
+def refuse_unknown_addresses(rooms: tuple[Room, ...], nodes: list[dict[str, Any]]) -> None:
+    """Raise `LaunchError` if a room has an address that none of the live nodes has."""
+    known = sorted(str(node["NodeManagerAddress"]) for node in nodes)
+    unknown = [address for _, address in rooms if address and address not in known]
+    if unknown:
+        raise LaunchError(
+            "the address of each host must be that of a live Ray node, but no node is at "
+            f"{_listed(unknown)}; the nodes are at {_listed(known)}; "
+            "correct `address` in the cluster file, or start Ray there with --node-ip-address"
+        )
+
+
+def _listed(addresses: list[str]) -> str:
+    more = f" and {len(addresses) - MAX_NAMED} more" if len(addresses) > MAX_NAMED else ""
+    return ", ".join(addresses[:MAX_NAMED]) + more
 
 
 def fits(rooms: tuple[Room, ...], nodes: list[dict[str, Any]], resource: str, spread: bool) -> bool:

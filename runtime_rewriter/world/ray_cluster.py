@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from autotune.deadlines import Call, Overdue, within
 from autotune.errors import LaunchError
 from runtime_rewriter.world.ray_actors import RankActor, fetch
-from runtime_rewriter.world.ray_bundles import Room, bundle_of, fits, with_known_addresses
+from runtime_rewriter.world.ray_bundles import Room, bundle_of, fits, refuse_unknown_addresses
 from runtime_rewriter.world.ray_connection import (
     RayPlace,
     connect,
@@ -204,7 +204,8 @@ class RayCluster:
 
         nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         spread = len(rooms) > 1
-        rooms = with_known_addresses(rooms, nodes) if spread else ((1, ""),) * workers
+        rooms = rooms if spread else ((1, ""),) * workers
+        refuse_unknown_addresses(rooms, nodes)
         if not fits(rooms, nodes, "CPU", spread):
             raise self._no_room(rooms, nodes, spread, "")
         gpu = {"GPU": 1.0} if fits(rooms, nodes, "GPU", spread) else {}

@@ -14,8 +14,9 @@ class Profile:
     """One replica's workload, and raw measurements of the links.
 
     `cores`: CPU cores of rank 0's host. `hosts`: name and number of ranks of every host, in rank
-    order. `cross_step_refused`: why the script cannot synchronize across steps, as far as its steps
-    show; empty if it can. `current_buckets`: variables of each bucket of the current setup, in its
+    order. `addresses`: of every host, as Ray knows it; empty: all on this machine.
+    `cross_step_refused`: why the script cannot synchronize across steps, as far as its steps show;
+    empty if it can. `current_buckets`: variables of each bucket of the current setup, in its
     order; empty: not known. `op_fusions`, `op_fusion_report`: see `ProfileAnswer`. `mirrored`,
     `direct_refused`, `further_models`, `plugins_refused`: see `Profiled`.
     """
@@ -33,17 +34,22 @@ class Profile:
     direct_refused: str = ""
     further_models: int = 0
     plugins_refused: str = ""
+    addresses: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Raw measurements of the links, and the CPU cores of every host in the order of `hosts`."""
+    """Raw measurements of the links, and the CPU cores of every host in the order of `hosts`.
+
+    `hosts` and `addresses` are those of `Profile`.
+    """
 
     series: tuple[ProbeSeries, ...]
     links: ProbedLinks
     software: dict[str, str]
     cores: tuple[int, ...]
     hosts: tuple[tuple[str, int], ...]
+    addresses: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,10 @@ class RunningScript:
         self.step_timeout_s = max(step_timeout_s, SILENT_HEARTBEATS * HEARTBEAT_S)
         self._start_timeout_s = start_timeout_s
         self._placement: Placement | None = None
-        self._log_paths: tuple[str, ...] = ()  # of the last start, by rank
+        self.log_paths: tuple[str, ...] = ()
+        """Log file of each rank, at the last start."""
+        self._log_addresses: tuple[str, ...] = ()
+        """Address of the host of each log file; empty if all are on this machine."""
         self.running = False
         self._fresh = False
         """No instruction was carried out since the last start."""
@@ -240,11 +243,16 @@ class RunningScript:
             lost_the_port = "address already in use" in problem.message.lower()
             if problem.kind is FailureKind.HANG or not (self.model_id or lost_the_port):
                 break  # another attempt at a script that hangs or never ran would end the same way
-        log = self._log_paths[problem.rank or 0] if self._log_paths else ""
+        log = self._log_of(problem.rank or 0)
         raise LaunchError(
             f"the script died before its first step ({problem.kind}): {problem.message}"
             f"{f'; its output: {log}' if log else ''}"
         )
+
+    def _log_of(self, rank: int) -> str:
+        """Path of a rank's log, with its host if that is another machine; "" before a start."""
+        path = self.log_paths[rank] if self.log_paths else ""
+        return f"{path} on {self._log_addresses[rank]}" if path and self._log_addresses else path
 
     def lose_workers(self) -> None:
         """Give up all workers after one was lost."""
@@ -296,7 +304,12 @@ class RunningScript:
             self._placement = self._place()
         self.say(f"starting the script on {len(self._placement.workers)} ranks")
         launch = self._placement.launch()
-        self._log_paths = launch.log_paths
+        self.log_paths = launch.log_paths
+        self._log_addresses = tuple(
+            address
+            for address, (_, ranks) in zip(self._placement.addresses, self.hosts, strict=False)
+            for _ in range(ranks)
+        )
         words = list(launch.command.as_python_words())
         self._exits.clear()
         added = {STEP_TIMEOUT: repr(self.step_timeout_s)}

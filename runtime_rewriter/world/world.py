@@ -92,6 +92,11 @@ class World:
         """Steps of the script when it came to its own end; None if it has not."""
         return self._script.ended_steps
 
+    @property
+    def log_paths(self) -> tuple[str, ...]:
+        """Log file of each rank on its host, at the last start."""
+        return self._script.log_paths
+
     def model_id(self) -> str:
         """Identity of the script's model; raises `LaunchError` if the script cannot be tuned."""
         self._script.ensure_running()
@@ -159,6 +164,7 @@ class World:
             first.direct_refused,
             first.further_models,
             first.plugins_refused,
+            self._script.placement.addresses,
         )
         if self._emulated:
             self.emulate(workload)
@@ -177,7 +183,8 @@ class World:
         hosts = self._script.hosts
         first_ranks = accumulate((ranks for _, ranks in hosts[:-1]), initial=0)
         cores = tuple(answers[rank].cores for rank in first_ranks)
-        return Probe(answers[0].series, answers[0].links, answers[0].software, cores, hosts)
+        first, addresses = answers[0], self._script.placement.addresses
+        return Probe(first.series, first.links, first.software, cores, hosts, addresses)
 
     def run_trial(self, request: TrialRequest, plan: Plan | None) -> Measured | Failed:
         """Enact `plan` (None: the current setup) for the trial's steps and further ones by policy.

@@ -109,6 +109,10 @@ class LocalPlacement:
     def hosts(self) -> tuple[tuple[str, int], ...]:
         return (("here", len(self.workers)),)
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return ()
+
     def launch(self) -> Launch:
         size = str(len(self.workers))
         shared = {

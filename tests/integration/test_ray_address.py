@@ -98,6 +98,7 @@ def test_ranks_run_host_by_host_on_the_nodes_of_an_address(address, environment,
     assert report["measured"], report["outcome"]
     name = socket.gethostname()
     assert report["hosts"] == [[name, 1], [f"{name}-1", 1]]
+    assert report["addresses"] == ["127.0.0.3", "127.0.0.2"]
     assert report["local_ranks"] == ["0", "0"]
     assert report["master"] == "127.0.0.3"
     assert report["logs_exist"] == [True, True] and not report["logs_in_our_directory"]
@@ -105,6 +106,8 @@ def test_ranks_run_host_by_host_on_the_nodes_of_an_address(address, environment,
     have = "127.0.0.2 with 2 CPUs, 127.0.0.3 with 2 CPUs"
     need = "the ranks need 2 hosts with 3, 1 CPUs (one for each rank), but the Ray cluster has "
     assert all(text in report["refusal"] for text in (need, *have.split(", ")))
+    known = "no node is at unknown.example; the nodes are at 127.0.0.2, 127.0.0.3"
+    assert known in report["unknown"]
 
 
 def test_a_directory_that_is_too_large_to_be_sent_is_refused_with_the_fix(
@@ -134,6 +137,7 @@ def test_the_hosts_of_an_address_are_probed_into_a_cluster_file(
     assert done.returncode == 0, done.stderr
     cluster = read_cluster(tmp_path / "probed.yaml")
     assert sorted(host.devices for host in cluster.hosts) == [1, 2] and cluster.source == "measured"
+    assert {host.address for host in cluster.hosts} == {"127.0.0.2", "127.0.0.3"}
     links = {(host.name, False) for host in cluster.hosts}
     links |= {(host.name, True) for host in cluster.hosts if host.devices == 2}
     assert {(link.host, link.inside) for link in cluster.link_fits} == links

@@ -43,12 +43,14 @@ def world(
     )
 
 
-def refusal(address: str) -> str:
-    """The reason why a layout that is too large is not placed, or the directory is not sent."""
+def refusal(
+    address: str, devices_per_host: tuple[int, ...] = (3, 1), addresses: tuple[str, ...] = ()
+) -> str:
+    """The reason why this layout is not placed, or the directory is not sent."""
     try:
         cluster = RayCluster(RayPlace(address), 2)
         try:
-            world(cluster, (3, 1)).profile()
+            world(cluster, devices_per_host, addresses).profile()
         finally:
             cluster.close()
     except LaunchError as error:
@@ -79,7 +81,7 @@ def main() -> None:
         print(json.dumps({"refusal": stuck(address)}))
         end_process(0)
     cluster = RayCluster(RayPlace(address, shared_directory=mode == "shared"), 2)
-    spread = world(cluster, (1, 1), ("127.0.0.3", "unknown.example"))
+    spread = world(cluster, (1, 1), ("127.0.0.3", ""))
     outcome = spread.run_trial(TrialRequest(0, "current-setup", Role.REFERENCE, 1, 2), None)
     profile = spread.profile()
     launch = spread._script.placement.launch()
@@ -89,12 +91,14 @@ def main() -> None:
         "measured": isinstance(outcome, Measured),
         "outcome": str(outcome),
         "hosts": profile.hosts,
+        "addresses": profile.addresses,
         "local_ranks": [environment["LOCAL_RANK"] for environment in launch.environments],
         "master": launch.environments[0]["MASTER_ADDR"],
         "views": [environment["AUTOTUNE_FILE_VIEW"] for environment in launch.environments],
         "logs_exist": [Path(path).is_file() for path in launch.log_paths],
         "logs_in_our_directory": Path("jobs").exists(),
         "refusal": refusal(address),
+        "unknown": refusal(address, (1, 1), ("127.0.0.3", "unknown.example")),
     }
     print(json.dumps(report))
 

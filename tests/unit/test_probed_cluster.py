@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 import pytest
 
 from autotune.cluster import Cluster, Host, LinkFit, PairLink, PeerFit, Where
+from autotune.errors import LaunchError
 from autotune.jobs.driver import probed
 from autotune.jobs.probe import measured_cluster
 from autotune.profiling.fits.probe_fits import collective_fits
@@ -72,6 +73,28 @@ def test_an_assumed_cluster_becomes_the_hosts_that_the_ranks_are_on() -> None:
     assert cluster.world_size == 4
 
 
+def test_hosts_of_ranks_are_known_by_their_addresses_also_without_a_probe_of_the_links() -> None:
+    profile = profile_of(("a", 3), ("b", 1), series=())
+    cluster = probed(Cluster.local(4), replace(profile, addresses=("10.0.0.1", "10.0.0.2")), False)
+    hosts = [(host.name, host.devices, host.address) for host in cluster.hosts]
+    assert hosts == [("a", 3, "10.0.0.1"), ("b", 1, "10.0.0.2")]
+
+
+def test_hosts_of_a_file_get_the_addresses_that_it_does_not_give() -> None:
+    first, second = hosts_of("ab", 2)
+    described = Cluster("described", (replace(first, address="10.0.0.1"), second))
+    profile = replace(profile_of(("x", 2), ("y", 2)), addresses=("10.0.0.1", "10.0.0.2"))
+    cluster = probed(described, profile, False)
+    assert [host.address for host in cluster.hosts] == ["10.0.0.1", "10.0.0.2"]
+
+
+def test_ranks_on_other_machines_than_those_of_the_file_are_refused() -> None:
+    described = Cluster("one", hosts_of("a", 4))
+    message = r"like the 1 of cluster .one., but run on 2 with 3, 1 ranks; describe these hosts"
+    with pytest.raises(LaunchError, match=message):
+        probed(described, profile_of(("a", 3), ("b", 1)), False)
+
+
 def test_a_described_cluster_keeps_its_hosts_and_bandwidths() -> None:
     described = Cluster("described", (Host("x", 4, 1e9, 1e-5, 1e10, 1e-6, cores=64),))
     cluster = probed(described, profile_of(("a", 4)), False)
@@ -122,6 +145,15 @@ def test_a_probe_of_a_described_cluster_keeps_names_memory_and_addresses() -> No
     identities = [(host.name, host.memory_bytes, host.address) for host in cluster.hosts]
     assert identities == [("1", 7, "10.0.0.9"), ("2", 7, "10.0.0.9")]
     assert [host.link_bytes_per_s for host in cluster.hosts] == [3e7, 3e7]
+
+
+def test_a_probe_writes_the_addresses_of_the_nodes_that_it_measured() -> None:
+    addresses = ("10.0.0.1", "10.0.0.2")
+    probe = replace(probe_of(("x", 2), ("y", 2)), addresses=addresses)
+    discovered, _ = measured_cluster(None, probe, NOW)
+    described, _ = measured_cluster(Cluster("described", hosts_of("ab", 2)), probe, NOW)
+    for cluster in (discovered, described):
+        assert tuple(host.address for host in cluster.hosts) == addresses
 
 
 def test_the_costs_of_peers_at_once_belong_to_the_hosts_of_the_file() -> None:
