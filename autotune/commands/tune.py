@@ -129,6 +129,10 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _text(job: Job, done: FinishedJob) -> str:
+    facts = job_facts(done.history)
+    if done.logs:
+        facts.append(f"logs     {done.logs}, on the host of each rank")
+    profiled = done.history.profiled
     return decision_text(
         done.decision,
         done.results,
@@ -137,7 +141,8 @@ def _text(job: Job, done: FinishedJob) -> str:
         job.spec,
         done.winner,
         done.trained,
-        job_facts(done.history),
+        facts,
+        profiled.cluster if profiled else None,
     )
 
 

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from autotune.cluster import Cluster
 from autotune.jobs.exports import job_export, write_export
+from autotune.jobs.several_hosts import hosts_text, on_several_hosts, use_of
 from autotune.jobs.workspace import Workspace
 from autotune.masking import masked
 from autotune.records import CURRENT_SETUP, Conditions, Decision
@@ -51,8 +53,14 @@ def job_report(
 def _write_report(store: Store, job_id: str, folder: Path, decision: Decision | None) -> Path:
     from autotune.reports.job_page import write_report  # heavy, as it imports numba
 
+    spec, history = store.job(job_id), store.history(job_id)
     report, export = folder / REPORT, folder / EXPORT if decision else None
-    write_report(report, store.job(job_id), store.history(job_id), decision, export)
+    several = _several(spec, history.profiled.cluster if history.profiled else None)
+    command = ""
+    if decision is not None and several is not None:
+        where, command = _use(folder / EXPORT, spec, several)
+        command = f"# {hosts_text(several)}\n# {where}\n{command}"
+    write_report(report, spec, history, decision, export, command)
     return report
 
 
@@ -106,6 +114,20 @@ def _mlflow_text(uri: str) -> str:
     return f"mlflow ui --backend-store-uri {shlex.quote(masked(uri))}"
 
 
+def _several(spec: JobSpec, cluster: Cluster | None) -> Cluster | None:
+    """The cluster if its hosts are several real ones, which ranks must be started on."""
+    return cluster if cluster and on_several_hosts(spec.conditions, cluster) else None
+
+
+def _use(export: Path, spec: JobSpec, several: Cluster | None) -> tuple[str, str]:
+    """Where to use the export, in words ("" on one host), and the command; `several`: the hosts."""
+    if several is None:
+        run = ["autotune", "run", "--strategy", str(export), "--", *spec.command]
+        return "", shlex.join(run)
+    use = use_of(export, spec.command, several)
+    return f"{use.where}; every host needs {export.name} at this path", use.command
+
+
 def decision_text(
     decision: Decision,
     results: Results,
@@ -115,28 +137,31 @@ def decision_text(
     winner: str = "",
     trained: Trained | None = None,
     facts: Sequence[str] = (),
+    cluster: Cluster | None = None,
 ) -> str:
     """The final output of `autotune tune`, or its output before a kept training goes on.
 
     `winner`: the exported strategy in words. `trained`: the end of a kept training.
-    `facts`: as `job_facts` returns them.
+    `facts`: as `job_facts` returns them. `cluster`: that of the profile.
     """
     # If the current setup stays, the reason already states it.
     headline = ""
     if decision.strategy_id != CURRENT_SETUP:
         headline = f"exported {decision.strategy_id}{f' ({winner})' if winner else ''}: "
+    several = _several(spec, cluster)
     why = [f"  why      {decision.explanation}"] if decision.explanation else []
     lines = [
         f"{headline}{decision.reason}{taken_under(spec.conditions)}",
         *why,
         *(f"  {fact}" for fact in facts),
+        *([f"  hosts    {hosts_text(several)}"] if several else []),
         f"  export   {results.export}",
         f"  report   {results.report}",
         f"  mlflow   {_mlflow_text(uri)}",
     ]
     if decision.strategy_id != CURRENT_SETUP:
-        export, command = shlex.quote(str(results.export)), shlex.join(spec.command)
-        lines.append(f"  use it   autotune run --strategy {export} -- {command}")
+        where, command = _use(results.export, spec, several)
+        lines.append("  use it   " + "\n           ".join(filter(None, (where, command))))
     lines.append(f"  training {_training_state(spec, trained)}")
     going_on = spec.continue_training and trained is None
     if unsent:

@@ -38,13 +38,20 @@ _ROLE = {Role.CANDIDATE: "candidate", Role.REFERENCE: "reference", Role.AB: "A/B
 
 
 def write_report(
-    path: Path, spec: JobSpec, history: History, decision: Decision | None, export_path: Path | None
+    path: Path,
+    spec: JobSpec,
+    history: History,
+    decision: Decision | None,
+    export_path: Path | None,
+    command: str = "",
 ) -> None:
     """Write the report to `path`, in one piece. Raises `InvalidInput` if that fails.
 
-    `export_path` appears in the command that uses the export.
+    `command` uses the export; "": the command of the job, with `autotune run` before it.
     """
     context = _context(spec, history, decision, export_path)
+    if command and context["command"]:
+        context["command"] = command
     write_page(path, "job_page.html.j2", context, "the report")
 
 

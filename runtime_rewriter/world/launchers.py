@@ -23,6 +23,8 @@ from runtime_rewriter.world.script_command import ScriptCommand
 _USE_ENV = ("--use-env", "--use_env")
 _ACCELERATE_PORT = 29500
 """accelerate's own port for several machines."""
+_ONE_MACHINE = "127.0.0.1"
+"""torchrun's own --master-addr, at which no other machine joins."""
 _UV_FLAGS = ("--frozen", "--locked", "--no-sync", "--offline", "--active", "--quiet", "-q", "--")
 _NOT_DDP = {
     "deepspeed": "DeepSpeed sends gradients itself, and autotune changes how "
@@ -139,6 +141,7 @@ def _read_any_torchrun(words: list[str]) -> ScriptCommand:
             f"torchrun needs numbers for --nnodes and --nproc-per-node: {error}"
         ) from error
     before = words[: len(words) - 1 - len(options.training_script_args)]
+    address = options.master_addr
     return ScriptCommand(
         target=options.training_script,
         arguments=tuple(options.training_script_args),
@@ -146,6 +149,7 @@ def _read_any_torchrun(words: list[str]) -> ScriptCommand:
         workers=workers,
         torchrun_options=tuple(word for word in before if word not in ("-m", "--module")),
         nodes=nodes,
+        rendezvous=options.rdzv_endpoint or (address if address != _ONE_MACHINE else ""),
     )
 
 
@@ -220,6 +224,7 @@ def read_accelerate(words: list[str]) -> ScriptCommand:
         workers=workers if workers > 1 else None,
         torchrun_options=torchrun_options,
         nodes=nodes,
+        rendezvous=str(options.main_process_ip) if nodes > 1 else "",
         environment=ours,
     )
 

@@ -14,6 +14,7 @@ class ScriptCommand:
     workers: None if the command does not specify them (a bare `train.py`).
     torchrun_options: the words between `torchrun` and the script, for `autotune run`.
     nodes: torchrun's --nnodes (the largest of a range).
+    rendezvous: the address at which the launchers of several nodes meet; "" if none is given.
     environment: variables that the command sets for its ranks.
     mpirun_words: `mpirun` and its options, for `autotune run`; the ranks expect Open MPI's
     variables then.
@@ -26,6 +27,7 @@ class ScriptCommand:
     workers: int | None
     torchrun_options: tuple[str, ...] = ()
     nodes: int = 1
+    rendezvous: str = ""
     environment: dict[str, str] = field(default_factory=dict)
     mpirun_words: tuple[str, ...] = ()
     horovodrun_words: tuple[str, ...] = ()

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from autotune.cluster import Cluster
+from autotune.cluster import Cluster, Host
 from autotune.jobs.results import Results, decision_text
-from autotune.records import CURRENT_SETUP, Conditions, Decision, Measured, Network
+from autotune.records import CURRENT_SETUP, REAL_CONDITIONS, Conditions, Decision, Measured, Network
 from autotune.tuning.closing import decide
 from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec
@@ -61,6 +61,25 @@ def test_unsent_items_of_a_training_that_goes_on_are_sent_after_it() -> None:
     later = "`autotune track` sends them after the training"
     assert later in decision_text(stays, RESULTS, "sqlite:///x", 3, kept)
     assert later not in decision_text(stays, RESULTS, "sqlite:///x", 3, SPEC)
+
+
+def test_a_job_on_several_hosts_lists_them_with_the_command_of_each(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.py").touch()
+    exported = Decision("strategy-1", "faster", None, "strategy-1")
+    first = Host("a", 1, 1e9, 1e-5, 1e10, 1e-6, address="10.0.0.1")
+    cluster = Cluster("two", (first, replace(first, name="b", address="10.0.0.2")))
+    arguments = (exported, RESULTS, "sqlite:///x", 0, replace(SPEC, conditions=REAL_CONDITIONS))
+    lines = decision_text(*arguments, cluster=cluster).splitlines()
+    assert "  hosts    0 a at 10.0.0.1 (1 rank), 1 b at 10.0.0.2 (1 rank)" in lines
+    used = next(number for number, line in enumerate(lines) if line.startswith("  use it"))
+    assert lines[used].endswith("with R = its number; every host needs best.json at this path")
+    assert lines[used + 1].strip() == (
+        "autotune run --strategy best.json -- torchrun --nnodes 2 --nproc-per-node 1 "
+        "--node-rank R --master-addr 10.0.0.1 --master-port 29500 x.py"
+    )
+    emulated = decision_text(exported, RESULTS, "sqlite:///x", 0, SPEC, cluster=cluster)
+    assert "use it   autotune run --strategy best.json -- python x.py" in emulated
 
 
 def test_the_explanation_has_its_own_line() -> None:

@@ -228,7 +228,7 @@ MACHINES = "--num_machines 2 --machine_rank 1 --main_process_ip 10.0.0.1"
 
 def test_a_run_of_accelerate_is_one_world_of_all_its_machines() -> None:
     command = read(f"accelerate launch {MACHINES} --num_processes 8 train.py --lr 1")
-    assert (command.workers, command.nodes) == (8, 2)
+    assert (command.workers, command.nodes, command.rendezvous) == (8, 2, "10.0.0.1")
     run = with_launcher(command, 8, ("--strategy", "best.json"))
     options = run[3 : run.index(launcher_words()[0])]
     again = read_command(["torchrun", *options, "train.py"])
@@ -237,6 +237,21 @@ def test_a_run_of_accelerate_is_one_world_of_all_its_machines() -> None:
     assert (values["--node-rank"], values["--rdzv-endpoint"]) == ("1", "10.0.0.1:29500")
     port = read(f"accelerate launch {MACHINES} --main_process_port 7 --num_processes 5 train.py")
     assert port.torchrun_options[-1] == "10.0.0.1:7" and port.workers == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "rendezvous"),
+    [
+        ("--nnodes 2", ""),
+        ("--nnodes 2 --node-rank 1 --master-port 29501", ""),
+        ("--nnodes 2 --master-addr 127.0.0.1", ""),
+        ("--nnodes 2 --master_addr 10.0.0.1", "10.0.0.1"),
+        ("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint a:1", "a:1"),
+    ],
+)
+def test_the_place_where_the_nodes_of_torchrun_meet_is_read(options: str, rendezvous: str) -> None:
+    command = read(f"torchrun {options} --nproc-per-node 2 train.py")
+    assert (command.nodes, command.workers, command.rendezvous) == (2, 4, rendezvous)
 
 
 @pytest.mark.parametrize(

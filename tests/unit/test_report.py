@@ -210,6 +210,27 @@ def test_the_headline_states_the_gain_its_interval_and_the_command(job, tmp_path
     assert "measured workload, assumed links" in text and "emulated" not in text
 
 
+def test_a_job_on_several_hosts_shows_the_command_of_each(job, tmp_path):
+    spec, history, decision = job
+    text = rendered(tmp_path, spec, history, decision, command="# 0 a, 1 b\nrun R")
+    assert "<pre># 0 a, 1 b\nrun R</pre>" in text and "autotune run --strategy" not in text
+
+
+@pytest.mark.parametrize(
+    ("network", "place"),
+    [(Network.LOOPBACK, "loopback of one machine"), (Network.HOSTS, "these links")],
+)
+def test_fits_are_called_measured_on_the_links_that_carried_them(job, tmp_path, network, place):
+    spec, history, decision = job
+    [profiled] = [event for event in history.events if isinstance(event, Profiled)]
+    fit = CollectiveFit("all_reduce", 2, 1e-3, 1e-9, 0.01, 4096, 2**20)
+    fitted = replace(profiled, cluster=profiled.cluster.with_fits((fit,)))
+    events = tuple(fitted if event is profiled else event for event in history.events)
+    spec = replace(spec, conditions=Conditions(network))
+    text = rendered(tmp_path, spec, History(events, spec.deviation), decision)
+    assert f"Fitted cost of the primitives (measured on {place})" in text
+
+
 def test_the_headline_states_that_the_current_setup_stays(tmp_path):
     spec = job_spec()
     history, end = drive(spec, SyntheticWorld({}, default_s=0.2))

@@ -1,0 +1,185 @@
+"""Commands that use an export on the several hosts that its job ran on, host by host."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from autotune.cluster import Cluster, Host
+from autotune.errors import InvalidInput
+from autotune.export import Export
+from autotune.masking import masked_command
+from autotune.records import Conditions, Network
+from runtime_rewriter.world.command import read_command
+from runtime_rewriter.world.script_command import ScriptCommand
+
+PORT = 29500
+"""torchrun's own default port."""
+SHOWN_HOSTS = 16
+"""Hosts that a line lists; best.json has all."""
+_HOST_OPTIONS = ("-H", "--host", "--hosts", "--hostfile", "-hostfile")
+"""Options of mpirun and horovodrun that name the hosts."""
+_MEETING_OPTIONS = (
+    *("--nnodes", "--nproc-per-node", "--node-rank", "--master-addr", "--master-port"),
+    *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"),
+)
+"""Options of torchrun, each with a value, that say how many ranks meet, and where."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """A shell command that uses an export, and in words where it runs."""
+
+    where: str
+    command: str
+
+
+def on_several_hosts(conditions: Conditions, cluster: Cluster) -> bool:
+    """Whether the ranks of a job ran on more than one real host."""
+    return conditions.network is Network.HOSTS and len(cluster.hosts) > 1
+
+
+def hosts_text(cluster: Cluster) -> str:
+    """The hosts in the order of their ranks, each with its number, address and number of ranks."""
+    listed = [
+        f"{number} {_name(host)} ({host.devices} rank{'s' if host.devices > 1 else ''})"
+        for number, host in enumerate(cluster.hosts[:SHOWN_HOSTS])
+    ]
+    more = len(cluster.hosts) - SHOWN_HOSTS
+    return ", ".join(listed) + (f" and {more} more (see best.json)" if more > 0 else "")
+
+
+def _name(host: Host) -> str:
+    return f"{host.name} at {host.address}" if host.address else host.name
+
+
+def use_of(export: Path, words: Sequence[str], cluster: Cluster) -> Use:
+    """Return how the export of a job with the command `words` is used on the hosts of `cluster`.
+
+    In the command, R stands for a host's number in `hosts_text`, and D for its number of ranks if
+    this differs between hosts.
+    """
+    try:
+        where, launch = _launch(words, cluster.hosts)
+    except InvalidInput:  # the script is no longer where it was
+        where, launch = "on every host, with a launcher that joins them in this order", [*words]
+    run = ["autotune", "run", "--strategy", str(export), "--", *launch]
+    return Use(where, shlex.join(run))
+
+
+def refuse_one_host(
+    export: Export, script: ScriptCommand, words: Sequence[str], path: Path
+) -> None:
+    """Raise `InvalidInput` if a command starts the ranks of an export for several hosts on one."""
+    hosts = export.cluster.hosts
+    starts_elsewhere = script.mpirun_words or script.horovodrun_words
+    joins = script.nodes > 1 and script.rendezvous
+    if starts_elsewhere or joins or not on_several_hosts(export.conditions, export.cluster):
+        return
+    problem = "starts all ranks on this machine"
+    if script.nodes > 1:
+        problem = f"does not state where its {script.nodes} machines meet"
+    use = use_of(path, masked_command(words), export.cluster)
+    raise InvalidInput(
+        f"{path} was tuned on {len(hosts)} hosts, which a launcher must join, but the command "
+        f"{problem}; {use.where}, run: {use.command} (hosts: {hosts_text(export.cluster)})"
+    )
+
+
+def has_ranks_of(export: Export, script: ScriptCommand) -> bool:
+    """Whether the command starts as many ranks as the export is for, or does not state them.
+
+    The launcher of a host states only how many ranks this host has.
+    """
+    if script.workers is None or script.workers == export.world_size:
+        return True
+    devices = [host.devices for host in export.cluster.hosts]
+    several = on_several_hosts(export.conditions, export.cluster) and script.nodes == len(devices)
+    return several and script.workers // script.nodes in devices
+
+
+def ranks_fix(export: Export) -> str:
+    """The way to start as many ranks as the export is for."""
+    if on_several_hosts(export.conditions, export.cluster):
+        return f"start as many on each host as the job had: {hosts_text(export.cluster)}"
+    return f"use --nproc-per-node {export.world_size}"
+
+
+def _launch(words: Sequence[str], hosts: Sequence[Host]) -> tuple[str, list[str]]:
+    """Where to start the ranks, in words, and the words of the command there."""
+    script = read_command(words)
+    own_launcher = script.mpirun_words or script.horovodrun_words
+    if own_launcher:
+        return "on host 0, which starts the ranks of all", _with_hosts(words, own_launcher, hosts)
+    accelerate = _is_accelerate(words[: _script_at(words, script)])
+    if script.nodes == len(hosts) and script.rendezvous:
+        option = "--machine_rank" if accelerate else "--node-rank"
+        return f"on every host, with its number as {option}", [*words]
+    even = len({host.devices for host in hosts}) == 1
+    numbers = "R = its number" if even else "R = its number and D = its ranks"
+    launch = _by_accelerate if accelerate and even else _by_torchrun
+    return f"on every host, with {numbers}", launch(words, script, hosts)
+
+
+def _with_hosts(words: Sequence[str], launcher: Sequence[str], hosts: Sequence[Host]) -> list[str]:
+    """The words of mpirun or horovodrun, with the hosts if the options name none."""
+    if any(option.partition("=")[0] in _HOST_OPTIONS for option in launcher):
+        return [*words]
+    after = list(words).index(launcher[0]) + 1
+    slots = ",".join(f"{_address(host)}:{host.devices}" for host in hosts)
+    return [*words[:after], "-H", slots, *words[after:]]
+
+
+def _script_at(words: Sequence[str], script: ScriptCommand) -> int:
+    """The place of the script among the words of its command."""
+    return len(words) - 1 - len(script.arguments)
+
+
+def _is_accelerate(words: Sequence[str]) -> bool:
+    launchers = ("accelerate", "accelerate-launch", "accelerate.commands.launch")
+    return any(Path(word).name in launchers for word in words)
+
+
+def _by_accelerate(words: Sequence[str], script: ScriptCommand, hosts: Sequence[Host]) -> list[str]:
+    """Add the options of several machines right before the script, where the last ones count."""
+    before = _script_at(words, script)
+    options = [
+        *("--num_processes", str(sum(host.devices for host in hosts))),
+        *("--num_machines", str(len(hosts)), "--machine_rank", "R"),
+        *("--main_process_ip", _address(hosts[0]), "--main_process_port", str(PORT)),
+    ]
+    return [*words[:before], *options, *words[before:]]
+
+
+def _by_torchrun(words: Sequence[str], script: ScriptCommand, hosts: Sequence[Host]) -> list[str]:
+    even = len({host.devices for host in hosts}) == 1
+    variables = [f"{name}={value}" for name, value in script.environment.items()]
+    return [
+        *(["env", *variables] if variables else []),
+        *("torchrun", "--nnodes", str(len(hosts))),
+        *("--nproc-per-node", str(hosts[0].devices) if even else "D", "--node-rank", "R"),
+        *("--master-addr", _address(hosts[0]), "--master-port", str(PORT)),
+        *_further_options(script.torchrun_options),
+        *script.as_python_words(),
+    ]
+
+
+def _further_options(options: Sequence[str]) -> list[str]:
+    """The options of torchrun that do not say how many ranks meet, and where."""
+    further, rest = [], list(options)
+    while rest:
+        name, assigned, _ = rest[0].partition("=")
+        name = name.replace("_", "-")
+        taken = 1
+        if name in _MEETING_OPTIONS:
+            taken = 1 if assigned else 2
+        elif name != "--standalone":
+            further.append(rest[0])
+        rest = rest[taken:]
+    return further
+
+
+def _address(host: Host) -> str:
+    return host.address or host.name
