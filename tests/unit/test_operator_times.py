@@ -196,7 +196,9 @@ def test_tensors_and_written_values_make_a_call(invocation: Invocation) -> None:
 def test_autocast_takes_the_times_that_were_measured(cpu_base: Base, tmp_path: Path) -> None:
     measured = list(half_times(cpu_base, budget_s=30.0))
     names = {one.operator.name for one in measured}
-    assert {"aten::mkldnn_convolution", "aten::addmm", "aten::clamp_min"} <= names
+    assert {"aten::addmm", "aten::clamp_min"} <= names
+    # Without AVX-512 or AMX, oneDNN has no kernels of bfloat16: there is nothing to measure.
+    assert ("aten::mkldnn_convolution" in names) is torch.ops.mkldnn._is_mkldnn_bf16_supported()
     casts = list(cast_times(cpu_base, budget_s=30.0))
     # the batch, weights and biases; the ReLU reads and writes bfloat16
     assert {one.dims for one in casts} == {(2, 3, 8, 8), (4, 3, 3, 3), (4,), (5, 144), (5,)}

@@ -125,7 +125,7 @@ def test_an_event_out_of_turn_is_refused_and_changes_nothing(path):
 
 
 def test_an_event_is_derived_before_its_transaction_blocks_other_writers(path):
-    executed = []
+    executed: list[str] = []
     with Store.open(path) as store:
         store.create_job("job", job_spec())
         store.database.connection.set_trace_callback(executed.append)
