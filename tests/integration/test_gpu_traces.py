@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from autotune.dfg.replay import replay
 from autotune.profiling.graph.traced_steps import TracedSteps
-from autotune.profiling.traces import read_job
+from autotune.profiling.traces import TraceJob, read_job
 from autotune.recordings.memory_file import RecordedMemory
 
 H100 = Path(__file__).parents[2] / "datasets" / "gpu_traces" / "h100"
 
 
+@pytest.fixture(scope="module")
+def job_of() -> Callable[[str], TraceJob]:
+    """Each recording of this file, read once."""
+    return cache(lambda name: read_job(H100 / name))
+
+
 @pytest.mark.parametrize(
     "name", ["resnet50.amp_bf16", "vgg19.fp32", "densenet121.two_ranks", "gpt2.two_ranks"]
 )
-def test_recorded_steps_are_replayed_within_one_percent(name: str) -> None:
-    job = read_job(H100 / name)
+def test_recorded_steps_are_replayed_within_one_percent(
+    name: str, job_of: Callable[[str], TraceJob]
+) -> None:
+    job = job_of(name)
     steps = TracedSteps(job)
     for step in job.steps:
         replayed_s = replay(steps.dfg(step)).makespan_s
         assert replayed_s == pytest.approx(steps.measured_s(step), rel=0.01)
 
 
-def test_nccls_kernels_are_matched_across_ranks() -> None:
-    job = read_job(H100 / "gpt2.two_ranks")
+def test_nccls_kernels_are_matched_across_ranks(job_of: Callable[[str], TraceJob]) -> None:
+    job = job_of("gpt2.two_ranks")
     assert len(job.joints) == 26 and len(job.ranks) == 2
 
 

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
+from recorded_h100 import Recording
 
 import autotune.whatif.changes.all  # noqa: F401
 from autotune.dfg.graph import NONE
 from autotune.errors import InvalidInput
-from autotune.profiling.traces.job import read_job
 from autotune.recordings.memory_file import RecordedMemory
 from autotune.whatif.answers.predict import Prediction, predict
 from autotune.whatif.base import Base
 from autotune.whatif.changes.precision import product_calls
 from autotune.whatif.memory import replica_memory
 from autotune.whatif.question import Question
-from autotune.whatif.recording.recorded import recorded_base
 from autotune.whatif.registry import combined
 
-TRACES = Path(__file__).parents[2] / "datasets/gpu_traces/h100"
 NAMES = (
     *("faster_gpu", "no_data_loading", "cuda_graphs", "fused_elementwise", "kernel_times"),
     *("metaflow", "restructured_batchnorm", "vdnn", "gist"),
@@ -45,6 +45,12 @@ REFUSED = {
 """Why a model's trace gives no prediction."""
 FASTER = {"faster_gpu", "cuda_graphs", "fused_elementwise", "restructured_batchnorm", "metaflow"}
 SLOWER = {"vdnn", "gist"}
+
+
+@pytest.fixture(scope="module")
+def recording() -> Callable[[str], Recording]:
+    """Each recording of this file, read once."""
+    return cache(Recording)
 
 
 def busiest_queue_s(base: Base) -> float:
@@ -77,13 +83,14 @@ def write_policy(base: Base, path: Path) -> Path:
 
 
 @pytest.mark.parametrize("model", sorted(REFUSED))
-def test_predictions_are_finite_and_plausible(model: str, tmp_path: Path) -> None:
-    folder = TRACES / f"{model}.fp32"
-    job = read_job(folder)
-    base = recorded_base(job, 0)
-    recorded = RecordedMemory.read(folder)
+def test_predictions_are_finite_and_plausible(
+    model: str, tmp_path: Path, recording: Callable[[str], Recording]
+) -> None:
+    of_model = recording(f"{model}.fp32")
+    base = of_model.base
+    recorded = RecordedMemory.read(of_model.folder)
     assert recorded is not None
-    memory = replica_memory(job, 0, recorded.profile, recorded.batch)
+    memory = replica_memory(of_model.job, 0, recorded.profile, recorded.batch)
     times = write_times(base, tmp_path / "times.csv")
     policy = write_policy(base, tmp_path / "policy.yaml")
     files = {"kernel_times": str(times), "metaflow": str(policy)}
@@ -114,10 +121,12 @@ def without_shapes(base: Base) -> Base:
 
 
 @pytest.mark.parametrize("model", sorted(REFUSED))
-def test_traces_that_compute_in_16_bit_are_refused_by_types_or_by_names(model: str) -> None:
+def test_traces_that_compute_in_16_bit_are_refused_by_types_or_by_names(
+    model: str, recording: Callable[[str], Recording]
+) -> None:
     """Attention of fp32 traces, and copies, may use 16 bit in part: these stay accepted."""
-    half = recorded_base(read_job(TRACES / f"{model}.amp_bf16"), 0)
-    single = recorded_base(read_job(TRACES / f"{model}.fp32"), 0)
+    half = recording(f"{model}.amp_bf16").base
+    single = recording(f"{model}.fp32").base
     for name in ("amp", "amp_fp16", "tf32"):
         for base in (half, without_shapes(half)):
             with pytest.raises(InvalidInput, match=r"already computes in 16 bit in (9\d|100)%"):
@@ -133,12 +142,14 @@ def test_traces_that_compute_in_16_bit_are_refused_by_types_or_by_names(model: s
 
 @pytest.mark.parametrize(("name", "amount"), [("batch", 3.0), ("faster_gpu", 2.0)])
 @pytest.mark.parametrize("precision", ["amp", "tf32"])
-def test_precision_keeps_what_earlier_what_ifs_did_to_products(name, amount, precision) -> None:
+def test_precision_keeps_what_earlier_what_ifs_did_to_products(
+    name, amount, precision, recording
+) -> None:
     """Both orders are of one training: its kernels take about as long.
 
     Before, `batch+amp` predicted the products of the recorded batch.
     """
-    base = recorded_base(read_job(TRACES / "gpt2.fp32"), 0)
+    base = recording("gpt2.fp32").base
     one, other = (
         predict(base, combined(names), Question(amounts={name: amount})).base
         for names in (f"{name}+{precision}", f"{precision}+{name}")
@@ -146,9 +157,9 @@ def test_precision_keeps_what_earlier_what_ifs_did_to_products(name, amount, pre
     assert device_s(one) == pytest.approx(device_s(other), rel=0.1)
 
 
-def test_products_of_repeated_passes_take_the_time_of_the_recorded_ones() -> None:
+def test_products_of_repeated_passes_take_the_time_of_the_recorded_ones(recording) -> None:
     """Each product of the second part takes as long as that of the first one."""
-    base = recorded_base(read_job(TRACES / "gpt2.fp32"), 0)
+    base = recording("gpt2.fp32").base
     after = predict(base, combined("accumulate+amp"), Question(amounts={"accumulate": 2.0})).base
     products = [call.ops for call in product_calls(base)]
     calls = {int(base.operator[ops[0]]) for ops in products}
@@ -163,8 +174,10 @@ def test_products_of_repeated_passes_take_the_time_of_the_recorded_ones() -> Non
 
 
 @pytest.mark.parametrize("precision", ["amp", "tf32"])
-def test_precision_is_named_before_recomputation(precision: str) -> None:
-    base = recorded_base(read_job(TRACES / "gpt2.fp32"), 0)
+def test_precision_is_named_before_recomputation(
+    precision: str, recording: Callable[[str], Recording]
+) -> None:
+    base = recording("gpt2.fp32").base
     with pytest.raises(InvalidInput, match="name the precision first"):
         predict(base, combined(f"recompute+{precision}"), Question())
     assert predict(base, combined(f"{precision}+recompute"), Question()).after_s > 0

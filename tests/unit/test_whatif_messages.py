@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from recorded_h100 import TRACES, Recording
 from synthetic_traces import Job
 
 from autotune.cluster import Cluster
@@ -22,18 +23,21 @@ from autotune.whatif.question import Question
 from autotune.whatif.recording.gradients import gradients_of
 from autotune.whatif.recording.recorded import recorded_base
 from autotune.whatif.registry import Change
-from benchmarks.repository import ROOT
 from benchmarks.whatif_truth.messages import predicted_messages, recorded_messages
 from benchmarks.whatif_truth.scaling import Row, noise, on_hosts, workload_of
 
-H100 = ROOT / "datasets" / "gpu_traces" / "h100"
+
+@pytest.fixture(scope="module")
+def vgg19() -> Recording:
+    """A recording of two ranks on one GPU."""
+    return Recording("vgg19.two_ranks")
 
 
 @pytest.mark.parametrize("model", ["resnet50", "vgg19"])
 def test_messages_have_the_recorded_number_bytes_order_and_kernels(model: str) -> None:
     """With buffers, which are broadcast before the forward pass, and without."""
-    predicted = predicted_messages(H100 / f"{model}.fp32")
-    assert predicted == recorded_messages(H100 / f"{model}.two_ranks")
+    predicted = predicted_messages(TRACES / f"{model}.fp32")
+    assert predicted == recorded_messages(TRACES / f"{model}.two_ranks")
     assert ("broadcast" in {one.collective for one in predicted}) == (model == "resnet50")
 
 
@@ -41,7 +45,7 @@ def test_a_recorded_step_of_ddp_keeps_its_own_copies() -> None:
     """Only messages and their issues are new, since every gradient is already packed."""
     from synthetic_cluster import cluster
 
-    folder = H100 / "vgg19.fp32"
+    folder = TRACES / "vgg19.fp32"
     job = read_job([folder])
     base = recorded_base(job, 0)
     gradients = gradients_of(job, 0, base)
@@ -53,11 +57,13 @@ def test_a_recorded_step_of_ddp_keeps_its_own_copies() -> None:
     assert any("measured on an H100" in note for note in changed.notes)
 
 
-def test_recorded_messages_lose_their_waiting_and_take_the_time_of_the_cluster() -> None:
+def test_recorded_messages_lose_their_waiting_and_take_the_time_of_the_cluster(
+    vgg19: Recording,
+) -> None:
     """Two ranks shared one GPU, so each waited for the other one; the cluster's link is fast."""
     from synthetic_cluster import cluster
 
-    base = recorded_base(read_job([H100 / "vgg19.two_ranks"]), 0)
+    base = vgg19.base
     messages = collectives(base)
     assert base.waits_s and messages[list(base.waits_s)].all()
     together = no_stragglers(base, Question())
@@ -68,10 +74,12 @@ def test_recorded_messages_lose_their_waiting_and_take_the_time_of_the_cluster()
     assert on.duration_s[messages].sum() < 0.2 < base.duration_s[messages].sum()
 
 
-def test_a_faster_network_holds_for_recorded_messages_that_take_the_time_of_the_cluster() -> None:
+def test_a_faster_network_holds_for_recorded_messages_that_take_the_time_of_the_cluster(
+    vgg19: Recording,
+) -> None:
     from synthetic_cluster import cluster
 
-    base = recorded_base(read_job([H100 / "vgg19.two_ranks"]), 0)
+    base = vgg19.base
     slow, fast = (Question(cluster=cluster((1, rate), (1, rate))) for rate in (1e4, 2e4))
     found = distributed(faster_network(base, slow), slow)
     assert found.duration_s == pytest.approx(distributed(base, fast).duration_s)
@@ -121,11 +129,13 @@ def test_only_collectives_with_sizes_change(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "ranks"), [(fp16_gradients, 1), (deep_gradient_compression, 1), (blueconnect, 2)]
 )
-def test_other_messages_wait_for_other_ranks_as_before(change: Change, ranks: int) -> None:
+def test_other_messages_wait_for_other_ranks_as_before(
+    change: Change, ranks: int, vgg19: Recording
+) -> None:
     """`no_stragglers` then still removes this waiting. Before, it was shortened or left out."""
     from synthetic_cluster import cluster
 
-    base = recorded_base(read_job([H100 / "vgg19.two_ranks"]), 0)
+    base = vgg19.base
     waits_s = sum(base.waits_s.values())
     question = Question(cluster=cluster((ranks, 1e5), (ranks, 1e5)))
     after = change(base, question)
@@ -139,11 +149,13 @@ def test_other_messages_wait_for_other_ranks_as_before(change: Change, ranks: in
 @pytest.mark.parametrize(
     "change", [distributed, fp16_gradients, deep_gradient_compression, blueconnect]
 )
-def test_collectives_of_a_part_of_the_ranks_have_no_time_on_the_cluster(change: Change) -> None:
+def test_collectives_of_a_part_of_the_ranks_have_no_time_on_the_cluster(
+    change: Change, vgg19: Recording
+) -> None:
     """Each was priced as one of all ranks. Changes of anything else still apply."""
     from synthetic_cluster import cluster
 
-    base = recorded_base(read_job([H100 / "vgg19.two_ranks"]), 0)
+    base = vgg19.base
     assert (base.groups, base.world_size) == (((0, 1),), 2)
     question = Question(cluster=cluster((2, 1e5), (2, 1e5)))
     hybrid = replace(base, groups=((0, 1), (0, 2)), world_size=4)
@@ -152,8 +164,8 @@ def test_collectives_of_a_part_of_the_ranks_have_no_time_on_the_cluster(change: 
     assert no_stragglers(hybrid, question).duration_s.sum() < base.duration_s.sum()
 
 
-def test_sixteen_bits_of_one_worker_only_cost_their_rounding() -> None:
-    base = recorded_base(read_job([H100 / "vgg19.two_ranks"]), 0)
+def test_sixteen_bits_of_one_worker_only_cost_their_rounding(vgg19: Recording) -> None:
+    base = vgg19.base
     after = fp16_gradients(base, Question(cluster=Cluster.local(1)))
     assert (after.duration_s >= base.duration_s).all() and np.isfinite(after.duration_s).all()
 
