@@ -37,11 +37,11 @@ def test_a_recorded_job_is_matched_and_every_step_replayed(recorded: TraceJob) -
         and recorded.hosts.source == "traces"
     )
     assert len(recorded.joints) >= 24 and all(joint.complete for joint in recorded.joints)
+    traced = TracedSteps(recorded)
     for step in recorded.steps:
-        assert replay(TracedSteps(recorded).dfg(step)).makespan_s == pytest.approx(
-            TracedSteps(recorded).measured_s(step), rel=0.03
-        )
-    kinds = set(TracedSteps(recorded).dfg().kind.tolist())
+        measured_s = traced.measured_s(step)
+        assert replay(traced.dfg(step)).makespan_s == pytest.approx(measured_s, rel=0.03)
+    kinds = set(traced.dfg().kind.tolist())
     assert {Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE, Kind.COLLECTIVE} <= kinds
 
 
@@ -74,15 +74,11 @@ def test_an_offset_injected_into_a_recorded_job_is_found_within_the_interval(
     width_s = aligned.high_s[1] - aligned.low_s[1]
     assert aligned.low_s[1] - 1e-6 <= OFFSET_S <= aligned.high_s[1] + 1e-6
     assert abs(aligned.offset_s[1] - OFFSET_S) <= width_s and width_s < 0.05
-    truth = np.array([TracedSteps(recorded).measured_s(step) for step in recorded.steps])
+    traced = TracedSteps(recorded)
+    true_s = np.array([traced.measured_s(step) for step in recorded.steps])
     raw, better = (
-        np.mean(
-            np.abs(
-                [replay(TracedSteps(job, how).dfg(step)).makespan_s for step in job.steps] / truth
-                - 1
-            )
-        )
-        for how in (None, aligned)
+        np.abs([replay(steps.dfg(step)).makespan_s for step in job.steps] / true_s - 1).mean()
+        for steps in (TracedSteps(job), TracedSteps(job, aligned))
     )
     assert better < raw / 4
 

@@ -214,12 +214,11 @@ def test_injected_offsets_are_found_and_the_replay_of_aligned_traces_is_better(d
     width_s = aligned.high_s[1] - aligned.low_s[1]
     assert aligned.low_s[1] - 1e-6 <= OFFSET_S <= aligned.high_s[1] + 1e-6 and width_s < 0.05
     assert abs(aligned.offset_s[1] - OFFSET_S) <= width_s
-    true_s = np.array([TracedSteps(truth).measured_s(step) for step in truth.steps])
+    traced = TracedSteps(truth)
+    true_s = np.array([traced.measured_s(step) for step in truth.steps])
     raw, better = (
-        np.abs(
-            [replay(TracedSteps(job, how).dfg(step)).makespan_s for step in job.steps] / true_s - 1
-        ).mean()
-        for how in (None, aligned)
+        np.abs([replay(steps.dfg(step)).makespan_s for step in job.steps] / true_s - 1).mean()
+        for steps in (TracedSteps(job), TracedSteps(job, aligned))
     )
     assert better < raw / 4
 

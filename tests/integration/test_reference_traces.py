@@ -56,7 +56,8 @@ def test_every_traced_step_is_replayed_within_one_percent(
 
 def test_one_step_predicts_the_others_of_its_job(jobs: dict[str, TraceJob]) -> None:
     job = jobs["ddp_a100"]
-    times = [replay(TracedSteps(job).dfg(step)).makespan_s for step in job.steps]
+    steps = TracedSteps(job)
+    times = [replay(steps.dfg(step)).makespan_s for step in job.steps]
     assert max(times) / min(times) < 1.03
 
 
@@ -64,9 +65,8 @@ def test_one_step_predicts_the_others_of_its_job(jobs: dict[str, TraceJob]) -> N
 def test_small_traces_without_steps_are_one_step(name: str) -> None:
     job = read_job(DATA / "small" / f"{name}.json.gz")
     assert any("whole trace" in repair.what for repair in job.repairs)
-    assert replay(TracedSteps(job).dfg()).makespan_s == pytest.approx(
-        TracedSteps(job).measured_s(), rel=0.01
-    )
+    steps = TracedSteps(job)
+    assert replay(steps.dfg()).makespan_s == pytest.approx(steps.measured_s(), rel=0.01)
 
 
 def test_what_is_forward_backward_update_and_communication_is_told(
@@ -95,9 +95,8 @@ def test_the_eight_ranks_share_one_clock_and_replay_their_step(dlrm: TraceJob) -
     assert (
         np.all((aligned.low_s <= 1e-6) & (aligned.high_s >= -1e-6)) and aligned.worst_slack_s == 0
     )
-    assert replay(TracedSteps(dlrm, aligned).dfg()).makespan_s == pytest.approx(
-        TracedSteps(dlrm, aligned).measured_s(), rel=0.01
-    )
+    steps = TracedSteps(dlrm, aligned)
+    assert replay(steps.dfg()).makespan_s == pytest.approx(steps.measured_s(), rel=0.01)
 
 
 def test_the_eight_ranks_are_shown_as_one_timeline(dlrm: TraceJob, tmp_path: Path) -> None:
