@@ -21,7 +21,9 @@ from autotune.errors import LaunchError
 from autotune.records import Measured
 from autotune.storage.store import Store
 
-pytest.importorskip("accelerate", reason="needs the extra `frameworks`")
+pytestmark = pytest.mark.skipif(
+    find_spec("accelerate") is None, reason="needs the extra `frameworks`"
+)
 ROOT = Path(__file__).parents[2]
 FEW_TRIALS = ("--budget-trials", "1", "--top-k", "1", "--samples-per-round", "20", *FEW_STEPS)
 
