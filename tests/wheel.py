@@ -68,11 +68,11 @@ def check(python: str, wheel: Path, folder: Path) -> None:
     """Install the wheel for one Python, and run every command outside the clone."""
     folder.mkdir()
     environment = folder / "environment"
-    run(python, "-m", "venv", environment, folder=folder)
-    pip = environment / "bin/pip"
+    run(python, "-m", "venv", "--without-pip", environment, folder=folder)
+    pip = (python, "-m", "pip", "--python", environment / "bin/python")
     pins = folder / "pins.txt"
     pins.write_text("\n".join(PIN.findall((ROOT / "constraints.txt").read_text())))
-    run(pip, "install", "-q", "--no-compile", "-c", pins, wheel, folder=folder)
+    run(*pip, "install", "-q", "--no-compile", "-c", pins, wheel, folder=folder)
     for name, recording in RECORDINGS.items():
         shutil.copytree(recording, folder / name)
     for words in COMMANDS:
