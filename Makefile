@@ -12,7 +12,7 @@ ACCELERATORS ?= emulated
 # If the environment sets it, every process compiles our packages again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup tensorflow horovod tune test lint docs wheel-test clean
+.PHONY: setup tensorflow horovod tune test kernels lint docs wheel-test clean
 
 setup: $(VENV)/.compiled
 
@@ -60,7 +60,7 @@ UNUSED := $(UNUSED)|mypyc|pyasn1|pyasn1_modules|pygments/lexers|pytorch_lightnin
 UNUSED := /(benchmarks|tests|$(UNUSED))/|_test\.py$$
 COMPILE := $(BIN)/python -W ignore -m compileall -q -j 0 -x '$(UNUSED)'
 $(VENV)/.compiled: $(VENV)/.installed
-	$(COMPILE) $(VENV)/lib >/dev/null || true
+	$(COMPILE) $(VENV)/lib autotune runtime_rewriter >/dev/null || true
 	touch $@
 
 tensorflow: $(VENV)/.tensorflow-compiled
@@ -101,8 +101,13 @@ lint: $(VENV)/.installed
 # Three test files at a time, in the order of tests/conftest.py: most tests wait for processes.
 # The wheel is tested while pip installs the environment, which leaves most of a core.
 test:
-	$(MAKE) --jobs 4 --output-sync horovod lint setup docs wheel-test PYTHONS=$(PYTHON)
+	$(MAKE) --jobs 4 --output-sync horovod lint setup kernels docs wheel-test PYTHONS=$(PYTHON)
 	$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+
+# The compiled replay, which numba keeps next to its source: processes that first use it at the same
+# time, as tests do, would each compile it.
+kernels: setup
+	$(BIN)/autotune replay datasets/gpu_traces/h100/vgg19.fp32 >/dev/null
 
 # The site in build/site; warnings, such as broken links, are errors.
 docs: $(VENV)/.installed
