@@ -57,9 +57,8 @@ def next_is_tuned(tuned: int, current: int) -> bool:
 
 def _no_candidate_reason(history: History) -> str:
     if history.rounds and not history.proposals:
-        return (
-            f"no strategy could be tried, so the current setup stays: {history.rounds[-1].reason}"
-        )
+        reason = history.rounds[-1].reason
+        return f"no strategy could be tried, so the current setup stays: {reason}"
     if not history.candidates:
         return (
             "the budget ended before a strategy could be tried, so the current setup stays; "

@@ -39,7 +39,7 @@ SEARCH = "r" + "ccccr" + "ccccr" + "cccc"
 LOOK = "r" + "cc" + "r"
 AB = "abba" * 3
 WHOLE = SEARCH + LOOK + AB
-LOOKED = "rc" + SEARCH[:-1] + LOOK + AB
+LOOKED = "rc" + SEARCH[:-1] + "crcr" + AB
 """With first looks at the current setup and the first candidate."""
 
 
@@ -243,7 +243,7 @@ def test_refused_trials_cost_no_budget_need_no_reference_and_are_not_repeated():
     assert roles(history) == "r" + "ccccr" * 3 + "cccc" + LOOK + AB
 
 
-@pytest.mark.parametrize(("after_s", "all_fit"), [(5.0, True), (70.0, False)])
+@pytest.mark.parametrize(("after_s", "all_fit"), [(5.0, True), (65.0, False)])
 def test_the_next_contender_gets_the_pairs_that_fit_into_the_time_left(after_s, all_fit):
     spec = job_spec(ab_pairs=20, ab_precision=1e-9, max_seconds=100.0)
     began: list[float] = []
