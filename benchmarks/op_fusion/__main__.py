@@ -1,14 +1,20 @@
-"""Measure sets of ops as one kernel of XLA against op by op: `python -m benchmarks.op_fusion`.
+"""Measure sets of ops as one kernel of XLA against the ops: `python -m benchmarks.op_fusion`.
 
 A case is a typical part of a training step in one size: chains of elementwise ops, layer norm, GELU
 and batch norm (forward and backward), a whole update by Adam. All sets that the product would
-propose for it are kernels in one graph, and none in the other. Both run in one session, in turns,
-with variables as inputs, and on `--threads` threads. Compiling does not count.
+propose for it are kernels in one graph, and none in the other. Three sides run in turns, with
+variables as inputs and `--threads` threads: the kernels, the ops one by one in the ranks' session
+(Grappler is off), and the ops one by one in a session with TensorFlow's own graph optimizers
+(`benchmarks.op_fusion.sides`). Compiling does not count.
 
-The last line is one JSON object. Ratios are time apart / time fused: above 1 fusion is faster.
-`ratio_geomean`, `worst`: over all cases. `chosen_geomean`, `chosen_worst`: if only sets that pay
-alone are fused, as the tuner does; a case without such a set counts 1. `exact_cases`: cases whose
-partition graphs have exactly the fused sets as compiled clusters, of `measured_cases`.
+The last line is one JSON object. Ratios are time of the faster unfused side / time fused: above 1
+fusion is faster. `ratio_geomean`, `worst`: over all cases. `chosen_geomean`, `chosen_worst`: if
+only sets that pay alone are fused, as the tuner does. A case without such a set, or whose sets do
+not compile together, counts with the ops one by one in the ranks' session. `exact_cases`: cases
+whose partition graphs have exactly the fused sets as compiled clusters, of `measured_cases`.
+`uncompiled_cases`: cases whose paying sets do not compile together; they are not exact.
+`skipped_cases`: cases that XLA cannot compile. `grappler_faster_cases`: cases whose rival is the
+session with Grappler.
 """
 
 from __future__ import annotations
@@ -17,12 +23,14 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from statistics import geometric_mean, quantiles
+from dataclasses import asdict
+from statistics import geometric_mean
 from typing import Any
 
 os.environ.update(CUDA_VISIBLE_DEVICES="", TF_CPP_MIN_LOG_LEVEL="3", KERAS_BACKEND="tensorflow")
 
+from benchmarks.op_fusion.figures import Figures, figures_of, line_of
+from benchmarks.op_fusion.sides import GRAPPLER, SideTimes, side_times
 from benchmarks.repository import machine, option_parser
 
 SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
@@ -31,26 +39,6 @@ QUICK = SIZES[:3]
 WIDTH = 256
 LEFT_OUT = ("Placeholder", "Const", "NoOp")
 CHAINS = (4, 8, 16)
-
-
-@dataclass(frozen=True)
-class Figures:
-    """One case. `sets`, `ops`: how many are fused. `ratios`: quartiles over the repeats.
-
-    `exact`: whether exactly these sets were compiled, and of those that pay, exactly these.
-    `chosen`: how many sets pay alone, and the ratio if only these are fused.
-    """
-
-    name: str
-    elements: int
-    sets: int
-    ops: int
-    apart_us: float
-    fused_us: float
-    ratios: tuple[float, ...]
-    chosen: int
-    chosen_ratio: float
-    exact: bool
 
 
 def chain(ops: int) -> Callable[[Any, Any], Any]:
@@ -152,16 +140,12 @@ class Case:
         paying = [one for one, found in times.items() if found.pays]
         return _disjoint(sorted(paying, key=lambda one: -times[one].saved_s))
 
-    def times(self, sets: list[Any], repeats: int) -> Any:
+    def times(self, sets: list[Any], repeats: int) -> SideTimes | None:
         """The whole part with these sets against the part without any."""
-        from runtime_rewriter.tensorflow.fused_times import paired_times
-
         scopes = dict.fromkeys(self.ops, "")
         for number, one in enumerate(sets):
             scopes.update(dict.fromkeys(one.ops, f"set_{number}"))
-        return paired_times(
-            self.view, self.types, scopes, self.config, results=self.results, repeats=repeats
-        )
+        return side_times(self.view, self.types, scopes, self.config, self.results, repeats)
 
 
 def _disjoint(sets: list[Any]) -> list[Any]:
@@ -179,21 +163,9 @@ def measure(name: str, elements: int, config: Any, repeats: int) -> Figures | No
     times = case.times(sets, repeats)
     if times is None:
         return None
-    ratios = [a / b for a, b in zip(times.apart_s, times.fused_s, strict=True)]
     paying = case.paying(repeats)
-    chosen = case.times(paying, repeats) if paying else None
-    return Figures(
-        name,
-        elements,
-        len(sets),
-        sum(len(one.ops) for one in sets),
-        1e6 * times.median_s[0],
-        1e6 * times.median_s[1],
-        tuple(quantiles(ratios, n=4)),
-        len(paying),
-        chosen.ratio if chosen else 1.0,
-        times.exact and (chosen is None or chosen.exact),
-    )
+    together = case.times(paying, repeats) if paying else None
+    return figures_of(name, elements, sets, times, paying, together)
 
 
 def main() -> int:
@@ -209,22 +181,17 @@ def main() -> int:
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     config = session_config()
     config.experimental.collective_group_leader = ""
-    figures = []
+    figures: list[Figures] = []
+    skipped = 0
     for name in cases():
         for elements in QUICK if options.quick else SIZES:
             figure = measure(name, elements, config, options.repeats)
             if figure is None:
                 print(f"{name}, {elements} elements: XLA cannot compile it", file=sys.stderr)
+                skipped += 1
                 continue
             figures.append(figure)
-            low, middle, high = figure.ratios
-            print(
-                f"{name:18s} {elements * 4 / 2**10:7.0f} KiB  {figure.ops:3d} ops in {figure.sets} "
-                f"sets  apart {figure.apart_us:9.0f} us  fused {figure.fused_us:9.0f} us  ratio "
-                f"{middle:5.2f} ({low:.2f} to {high:.2f})  {figure.chosen} sets pay: "
-                f"{figure.chosen_ratio:.2f}{'' if figure.exact else '  OTHER CLUSTERS'}",
-                flush=True,
-            )
+            print(line_of(figure), flush=True)
     print(
         json.dumps(
             {
@@ -234,6 +201,9 @@ def main() -> int:
                 "chosen_worst": min(one.chosen_ratio for one in figures),
                 "measured_cases": len(figures),
                 "exact_cases": sum(one.exact for one in figures),
+                "uncompiled_cases": sum(one.uncompiled for one in figures),
+                "skipped_cases": skipped,
+                "grappler_faster_cases": sum(one.rival == GRAPPLER for one in figures),
                 "cases": [asdict(one) for one in figures],
                 "threads": options.threads,
                 "repeats": options.repeats,

@@ -5,9 +5,9 @@
 | apart_s | time of a set's ops one by one, without the start of a session's run | s |
 | fused_s | time of the set as one compiled kernel, likewise | s |
 
-Both run in one session of this process, in turns. Their inputs are variables with random values, so
-no input is copied. The first runs, which compile, do not count. Sets of equal ops and shapes are
-measured once.
+Both run in one session of this process, in turns, and return their results. Their inputs are
+variables with random values, so no input is copied. The first runs, which compile, do not count.
+Sets of equal ops and shapes are measured once.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tensorflow.core.framework.node_def_pb2 import NodeDef
 from runtime_rewriter.tensorflow.fusible_sets import FusibleSet, Phase
 from runtime_rewriter.tensorflow.graph_view import GraphView, TensorName
 from runtime_rewriter.tensorflow.op_fusion import (
+    CLUSTER_RUNS,
     COMPILE,
     SCOPE,
     fusion_error,
@@ -48,7 +49,8 @@ BUDGET_S = 8.0
 class SetTimes:
     """Seconds of each repeat; the same number belongs to runs next to each other.
 
-    `exact`: whether the partition graphs that ran have exactly the scopes as compiled clusters.
+    `exact`: whether the partition graphs that ran have exactly the scopes as compiled clusters, and
+    each of them a result.
     """
 
     apart_s: tuple[float, ...]
@@ -144,7 +146,7 @@ def paired_times(
     """
     ends = [str(one) for one in results] or _read_outside(view, scopes)
     try:
-        graph = _graph_of(view, types, scopes, ends, known)
+        graph = paired_graph(view, types, scopes, ends, known)
         return None if graph is None else _times_in(graph, config, repeats, clock)
     except (tf.errors.OpError, ValueError):  # the set alone is no valid graph, or does not compile
         return None
@@ -153,28 +155,57 @@ def paired_times(
 def _times_in(graph: Any, config: Any, repeats: int, clock: Callable[[], float]) -> SetTimes | None:
     with v1.Session(graph=graph, config=config) as session:
         session.run("start")
-        run = {name: session.make_callable(graph.get_operation_by_name(name)) for name in _RUNS}
-        metadata = v1.RunMetadata()
-        fused_run = graph.get_operation_by_name("fused")
-        session.run(fused_run, options=seen_options(), run_metadata=metadata)
-        if not ran_compiled(metadata):
+        exact = compiled_exactly(session, graph)
+        if exact is None:
             return None
-        exact = fusion_error(graph.as_graph_def(), metadata.partition_graphs) is None
-        for _ in range(WARM_UP):
-            for call in run.values():
-                call()
-        spent: dict[str, list[float]] = {name: [] for name in run}
-        for number in range(repeats):
-            for name in list(run)[:: 1 if number % 2 else -1]:
-                began_s = clock()
-                run[name]()
-                spent[name].append(clock() - began_s)
-    empty_s = median(spent["empty"])
-    apart, fused = ([max(one - empty_s, LEAST_S) for one in spent[n]] for n in ("apart", "fused"))
-    return SetTimes(tuple(apart), tuple(fused), exact)
+        calls = {label: session.make_callable(graph.get_collection(label)) for label in _LABELS}
+        empty = session.make_callable(graph.get_operation_by_name("empty"))
+        spent_s = seconds_in_turns({**calls, "empty": empty}, repeats, clock)
+    empty_s = median(spent_s["empty"])
+    apart, fused = (without_start(spent_s[label], empty_s) for label in _LABELS)
+    return SetTimes(apart, fused, exact)
 
 
-_RUNS = ("apart", "fused", "empty")
+_LABELS = ("apart", "fused")
+
+
+def compiled_exactly(session: Any, graph: Any) -> bool | None:
+    """Run a `paired_graph` fused: whether its clusters are the scopes, each with a result.
+
+    None if XLA cannot compile one of them. It drops ops whose results nobody reads as data.
+    """
+    metadata = v1.RunMetadata()
+    session.run(graph.get_collection("fused"), options=seen_options(), run_metadata=metadata)
+    if not ran_compiled(metadata):
+        return None
+    partitions = metadata.partition_graphs
+    return fusion_error(graph.as_graph_def(), partitions) is None and all(
+        node.attr["Tresults"].list.type
+        for partition in partitions
+        for node in partition.node
+        if node.op == CLUSTER_RUNS
+    )
+
+
+def seconds_in_turns(
+    calls: Mapping[str, Callable[[], object]], repeats: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
+    """Seconds of each call in each repeat, without its first runs; the order turns around."""
+    for _ in range(WARM_UP):
+        for call in calls.values():
+            call()
+    spent_s: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(repeats):
+        for name in list(calls)[:: 1 if number % 2 else -1]:
+            began_s = clock()
+            calls[name]()
+            spent_s[name].append(clock() - began_s)
+    return spent_s
+
+
+def without_start(spent_s: Sequence[float], empty_s: float) -> tuple[float, ...]:
+    """The times of runs without that of an empty one, each at least `LEAST_S`."""
+    return tuple(max(one - empty_s, LEAST_S) for one in spent_s)
 
 
 def outer_inputs(view: GraphView, ops: Collection[str]) -> list[TensorName]:
@@ -210,14 +241,17 @@ def _read_outside(view: GraphView, ops: Collection[str]) -> list[str]:
     return [str(tensor) for tensor in sorted(read) or [TensorName(last, 0)]]
 
 
-def _graph_of(
+def paired_graph(
     view: GraphView,
     types: Types,
     scopes: Mapping[str, str],
     ends: Sequence[str],
     known: Mapping[TensorName, np.ndarray],
 ) -> Any:
-    """A graph with the targets `apart`, `fused`, `empty`, `start`; None if an input is unknown."""
+    """A graph with the targets `empty` and `start`, and collections of results `apart` and `fused`.
+
+    None if an input is unknown.
+    """
     outer = outer_inputs(view, scopes)
     random = np.random.default_rng(0)
     values = [_value(view, types, tensor, known, random) for tensor in outer]
@@ -235,8 +269,8 @@ def _graph_of(
             results = tf.graph_util.import_graph_def(
                 imported, sources, [_flat(end) for end in ends], name=f"{label}_ops"
             )
-            with tf.control_dependencies(results):
-                tf.no_op(label)
+            for result in results:
+                graph.add_to_collection(label, result)
         tf.no_op("empty")
         with tf.control_dependencies([start]):
             tf.no_op("start")

@@ -24,7 +24,7 @@ from runtime_rewriter.tensorflow.graph_view import GraphView, control_inputs, da
 v1 = tf.compat.v1
 
 COMPILE, SCOPE = "_XlaCompile", "_XlaScope"
-_CLUSTER_RUNS = "_XlaRun"
+CLUSTER_RUNS = "_XlaRun"
 _OUTSIDE = "outside"
 _ENTERS, _LEAVES = ("_Recv", "_HostRecv", "_Arg"), ("_Send", "_HostSend", "_Retval")
 _MOVES_DATA = ("Collective", "_Send", "_Recv")
@@ -159,7 +159,7 @@ def ran_compiled(metadata: Any) -> bool:
         for device in metadata.step_stats.dev_stats
         for node in device.node_stats
     ]
-    compiled = sum(f"= {_CLUSTER_RUNS}(" in label for label in labels)
+    compiled = sum(f"= {CLUSTER_RUNS}(" in label for label in labels)
     return 0 < compiled == sum(f"= {COMPILE}(" in label for label in labels)
 
 
@@ -188,7 +188,7 @@ def fusion_error(graph_def: GraphDef, partitions: Iterable[Any]) -> str | None:
     apart = sorted(inside.keys() & present.keys())
     if apart:
         return f"{len(apart)} ops of the sets were not compiled, such as {apart[0]!r}"
-    prefixes = {_prefix(name) for name, node in present.items() if node.op == _CLUSTER_RUNS}
+    prefixes = {_prefix(name) for name, node in present.items() if node.op == CLUSTER_RUNS}
     clusters = {name: _prefix(name) for name in present if _prefix(name) in prefixes}
     ran = [one for one in graph_def.node if one.name in inside or one.name in present]
     expected = _surroundings(_planned_edges(ran), inside)

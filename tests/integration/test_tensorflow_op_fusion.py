@@ -27,11 +27,13 @@ from autotune.strategy_space.builders.rows import with_rows
 from autotune.strategy_space.enactable import refusal_reason
 from autotune.strategy_space.plan import Plan, plan
 from autotune.workload import Workload
+from benchmarks.op_fusion.sides import optimizing
 from runtime_rewriter.protocol import RankFailed, StartTrial, TrialAnswer
 from runtime_rewriter.rank.tensorflow_model import TensorflowModel
 from runtime_rewriter.tensorflow.capture import capture_function
 from runtime_rewriter.tensorflow.checkpoints import gather, scatter
 from runtime_rewriter.tensorflow.distribute import distribute
+from runtime_rewriter.tensorflow.fused_times import paired_graph, paired_times
 from runtime_rewriter.tensorflow.fusible_sets import (
     FusibleSet,
     Phase,
@@ -42,6 +44,7 @@ from runtime_rewriter.tensorflow.fusible_sets import (
 )
 from runtime_rewriter.tensorflow.fusion_choices import propose_fusions
 from runtime_rewriter.tensorflow.graph_workload import workload_of
+from runtime_rewriter.tensorflow.local_device import LocalDevice
 from runtime_rewriter.tensorflow.op_fusion import (
     can_be_kernels,
     compilable_ops,
@@ -136,6 +139,29 @@ def test_the_sets_of_a_plan_are_compiled_and_no_others(training) -> None:
         assert errors == [other != number for other in range(len(runs))]
         for name, value in runs[0][2].items():
             np.testing.assert_allclose(values[name], value, rtol=1e-6)
+
+
+def test_the_measured_kernel_of_a_set_returns_its_results(training) -> None:
+    """XLA drops ops whose results nobody reads as data."""
+    types = concrete_types(training, {feed.name: (BATCH, WIDTH) for feed in training.feeds})
+    scopes = dict.fromkeys(named(training, "product", "positive", "shifted"), "set")
+    times = paired_times(training.view, types, scopes, LocalDevice().config, repeats=2)
+    assert times is not None and times.exact
+
+
+def test_results_of_the_fusion_benchmark_are_equal_on_all_sides(training) -> None:
+    """With Grappler on, the ops one by one still compute everything."""
+    types = concrete_types(training, {feed.name: (BATCH, WIDTH) for feed in training.feeds})
+    names = named(training, "product", "positive", "shifted", "absolute", "root")
+    graph = paired_graph(training.view, types, dict.fromkeys(names, "set"), [f"{names[-1]}:0"], {})
+    config = LocalDevice().config
+    values = []
+    for label, of_side in (("apart", config), ("apart", optimizing(config)), ("fused", config)):
+        with v1.Session(graph=graph, config=of_side) as session:
+            session.run("start")
+            values.append(session.run(graph.get_collection(label)))
+    np.testing.assert_allclose(values[1], values[0], rtol=1e-5)
+    np.testing.assert_allclose(values[2], values[0], rtol=1e-5)
 
 
 def test_ops_that_were_not_compiled_are_named(training) -> None:
