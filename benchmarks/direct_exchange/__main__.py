@@ -3,10 +3,11 @@
 A stream of 16 MiB is summed between four emulated hosts with one rank each (network namespaces with
 shaped links: transfers are real), through plans and the exchange of the torch runtime. Hosts have
 2000, 1000, 1000 and 500 Mbit/s (mixed) or 1000 Mbit/s each (even). The ring is gloo's all-reduce in
-messages of five sizes, one or two in flight. The direct exchange has four messages, in pieces of
-four sizes, with 1 to 8 in flight; its shares follow the bandwidths. Both sides report their fastest
-setting by the median. Rounds of all settings are interleaved; a ratio is the median over the rounds
-of time(ring) / time(direct), above 1 where the direct exchange is faster.
+messages of five sizes, with 1 to 8 in flight or without a limit, as within a step. The direct
+exchange has four messages, in pieces of four sizes, with 1 to 8 in flight; its shares follow the
+bandwidths. Rounds of all settings are interleaved. The first half of the rounds chooses each side's
+fastest setting, by the median. The figures are of the other rounds: a ratio is the median of
+time(ring) / time(direct), above 1 where the direct exchange is faster.
 
 The other parts compare with today's stars of a parameter server: `servers` sends the stream in
 messages with one server each, `small` 64 messages of 16 KiB. The last line is one JSON object.
@@ -14,18 +15,20 @@ messages with one server each, `small` 64 messages of 16 KiB. The last line is o
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
-import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from autotune.cluster import Cluster, Host
 from autotune.cluster_file import cluster_yaml
 from autotune.testbed.bed import running
+from benchmarks.direct_exchange.figures import FEWEST_ROUNDS, compared
+from benchmarks.direct_exchange.settings import only_error
 from benchmarks.repository import can_emulate, last_json, machine, option_parser, run_benchmark
 from benchmarks.testbed_fidelity.processes import WAIT_S, first_rank_output
 
@@ -33,7 +36,7 @@ CLUSTERS = {"mixed": (2000, 1000, 1000, 500), "even": (1000, 1000, 1000, 1000)} 
 PARTS = {"ring": ("ring", ""), "servers": ("star", ""), "small": ("star", "_small")}
 """Part -> what it compares with, and the end of its keys."""
 MASTER_PORT = 29430
-SLOW_ROUND_S = 40.0  # more than one round of all settings
+SLOW_ROUND_S = 60.0  # more than one round of all settings
 
 
 def cluster_of(rates_mbit: Sequence[int]) -> Cluster:
@@ -56,37 +59,32 @@ def measured(cluster: Cluster, part: str, rounds: int, only: Sequence[str]) -> d
             return last_json(first_rank_output(bed, module, words, MASTER_PORT, wait_s))
 
 
-def compared(name: str, other: str, taken_s: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Print the settings of one cluster; return the ratio to `other` with its quartiles."""
-    medians = {setting: statistics.median(times) for setting, times in taken_s.items()}
-    for setting, median_s in medians.items():
-        low, _, high = statistics.quantiles(taken_s[setting], n=4)
-        print(
-            f"{name}: {setting:32} {median_s * 1e3:6.1f} ms ({low * 1e3:.1f} to {high * 1e3:.1f})"
+def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the options, by default those of the command line."""
+    parser = option_parser(__doc__)
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=10,
+        help=f"per cluster, at least {FEWEST_ROUNDS} (default 10); the first half chooses settings",
+    )
+    parser.add_argument("--only", nargs="*", default=[], help="names of direct settings to measure")
+    parser.add_argument("--clusters", nargs="+", default=list(CLUSTERS), choices=list(CLUSTERS))
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
+    options = parser.parse_args(words)
+    if options.rounds < FEWEST_ROUNDS:
+        parser.error(
+            f"--rounds must be at least {FEWEST_ROUNDS}, so that each half has two, but is "
+            f"{options.rounds}"
         )
-    best = {
-        kind: min((s for s in medians if s.startswith(kind)), key=medians.__getitem__)
-        for kind in (other, "direct")
-    }
-    pairs = zip(taken_s[best[other]], taken_s[best["direct"]], strict=True)
-    ratios = [other_s / direct_s for other_s, direct_s in pairs]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    print(f"{name}: {best['direct']}: {middle:.3f} times as fast as {best[other]}")
-    return {
-        f"ratio_to_{other}_{name}": middle,
-        f"to_{other}_{name}_quartiles": [low, high],
-        f"to_{other}_{name}_best": best,
-        f"to_{other}_{name}_best_s": {kind: medians[setting] for kind, setting in best.items()},
-    }
+    error = only_error(options.parts, cluster_of(CLUSTERS["mixed"]), options.only)
+    if error is not None:
+        parser.error(error)
+    return options
 
 
 def main() -> int:
-    parser = option_parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=10, help="per cluster (default 10)")
-    parser.add_argument("--only", nargs="*", default=[], help="names of direct settings to measure")
-    parser.add_argument("--clusters", nargs="*", default=list(CLUSTERS), choices=list(CLUSTERS))
-    parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=list(PARTS))
-    options = parser.parse_args()
+    options = parsed()
     if not can_emulate():
         return 2
     result: dict[str, Any] = {"same_bits": True}
