@@ -20,6 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
+from autotune.files import write_whole
 from autotune.workload import Workload
 from benchmarks.horovod_ranks.script import Framework
 from runtime_rewriter.horovod.hostname import call_on_interface
@@ -95,7 +96,7 @@ def main() -> None:
             with connected(framework, number, case["environment"]):
                 result = run_case(framework, workload, case, Path(job["folder"]), number)
             path = Path(job["folder"]) / f"case{number}.rank{rank}.json"
-            path.write_text(json.dumps(result))
+            write_whole(path, json.dumps(result), "the results of a case")
             os._exit(0)
         _, status = os.waitpid(child, 0)
         if status:

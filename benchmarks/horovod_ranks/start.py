@@ -27,6 +27,7 @@ STALL = {
 }
 """A wait for another rank ends."""
 STEP_S = 2.0
+JOB = "job.json"
 
 
 @dataclass(frozen=True)
@@ -106,17 +107,9 @@ def run_cases(
     """
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    job = folder / "job.json"
-    job.write_text(
-        json.dumps(
-            {
-                "framework": framework,
-                "workload": workload.to_data(),
-                "cases": [case.to_data() for case in cases],
-                "folder": str(folder),
-            }
-        )
-    )
+    job = folder / JOB
+    data = job_data(workload, cases, framework)
+    job.write_text(json.dumps({**data, "folder": str(folder)}))
     steps = sum(count for case in cases for _, count in case.blocks)
     with running(cluster, name=f"horovod-{os.getpid()}") as bed:
         processes = start(bed, [sys.executable, "-m", "benchmarks.horovod_ranks.rank", str(job)])
@@ -133,15 +126,31 @@ def run_cases(
         raise SystemExit(
             f"ranks of Horovod failed (rank: status): {failed}; see their output above"
         )
+    return read_results(folder, len(cases), cluster.world_size)
+
+
+def job_data(workload: Workload, cases: Sequence[Case], framework: str) -> dict[str, Any]:
+    """Return what ranks are to run, without the folder of their results."""
+    return {
+        "framework": framework,
+        "workload": workload.to_data(),
+        "cases": [case.to_data() for case in cases],
+    }
+
+
+def result_files(folder: Path, cases: int, ranks: int) -> list[list[Path]]:
+    """Return the files of results: of each case, one per rank."""
     return [
-        CaseResult(
-            tuple(
-                json.loads((folder / f"case{number}.rank{rank}.json").read_text())
-                for rank in range(cluster.world_size)
-            ),
-            folder,
-        )
-        for number in range(len(cases))
+        [folder / f"case{number}.rank{rank}.json" for rank in range(ranks)]
+        for number in range(cases)
+    ]
+
+
+def read_results(folder: Path, cases: int, ranks: int) -> list[CaseResult]:
+    """Read what the ranks of a finished run have written."""
+    return [
+        CaseResult(tuple(json.loads(file.read_text()) for file in files), folder)
+        for files in result_files(folder, cases, ranks)
     ]
 
 

@@ -27,7 +27,8 @@ from autotune.profiling.formats.horovod import read_horovod
 from autotune.profiling.graph.horovod_costs import fit_horovod, measured_times
 from autotune.recordings.horovod_calls import HorovodCall
 from autotune.workload import Workload
-from benchmarks.horovod_ranks.start import Case, CaseResult, run_cases
+from benchmarks.horovod_ranks.start import Case, CaseResult
+from benchmarks.replay_accuracy.horovod_runs import RankRun
 from benchmarks.repository import cluster_file
 
 MODELS = ("vgg", "densenet", "transformer")
@@ -115,20 +116,35 @@ def contiguous_groups(workload: Workload, count: int) -> tuple[tuple[str, ...], 
     return tuple(tuple(group) for group in groups if group)
 
 
-def record(model: str, folder: Path, framework: str) -> Recording:
-    """Record a run of the defaults on the profiled cluster."""
-    workload = generated_models.MODELS[model].workload()
-    cluster = read_cluster(cluster_file(PROFILED))
+def recorded_run(model: str, folder: Path, framework: str) -> RankRun:
+    """Return the run of the defaults on the profiled cluster, from which all is predicted."""
     settings = HorovodSettings()
-    cases = [
+    cases = (
         Case(settings, BLOCKS, probe_bytes=PROBE_BYTES),
         Case(settings, ((TIMELINE, STEPS),)),  # apart: its writer thread spins even when paused
-    ]
-    result, timed = run_cases(cluster, workload, cases, folder, framework)
+    )
+    cluster = read_cluster(cluster_file(PROFILED))
+    workload = generated_models.MODELS[model].workload()
+    return RankRun(cluster, workload, cases, folder / f"{model}.recorded", framework)
+
+
+def measured_run(model: str, name: str, folder: Path, framework: str) -> RankRun:
+    """Return the run of every setting that is predicted on a cluster."""
+    workload = generated_models.MODELS[model].workload()
+    settings = settings_of(workload, name == PROFILED)
+    cases = tuple(Case(one, ((PLAIN, STEPS),)) for one in settings.values())
+    cluster = read_cluster(cluster_file(name))
+    return RankRun(cluster, workload, cases, folder / f"{model}.{name}", framework)
+
+
+def recording_of(run: RankRun) -> Recording:
+    """Return what a collected `recorded_run` shows."""
+    workload, cluster = run.workload, run.cluster
+    result, timed = run.results()
     with timed.timelines()[-1].open("rb") as file:
         timeline = read_horovod(file.read, "timeline")
     calls, ended_s = last_logged(result)
-    costs = fit_horovod(timeline, calls, cluster, settings.cycle_s)
+    costs = fit_horovod(timeline, calls, cluster, HorovodSettings().cycle_s)
     logging_s = between_steps_s(result, LOGGED) - between_steps_s(result, PLAIN)
     aligned, unaligned = (
         without_logging(measured_times(calls, ended_s, workload, on_one_clock), logging_s)
@@ -192,18 +208,13 @@ def passes_s(result: CaseResult) -> tuple[float, float]:
     return float(forward_s), float(backward_s)
 
 
-def predicted(
-    model: str, name: str, recording: Recording, folder: Path, framework: str
-) -> list[PredictedHorovod]:
-    """Measure every setting on a cluster, and predict it."""
-    cluster = read_cluster(cluster_file(name))
+def predicted(model: str, name: str, recording: Recording, run: RankRun) -> list[PredictedHorovod]:
+    """Predict every setting of a collected `measured_run`."""
     settings = settings_of(recording.workload, name == PROFILED)
-    cases = [Case(one, ((PLAIN, STEPS),)) for one in settings.values()]
-    results = run_cases(cluster, recording.workload, cases, folder, framework)
-    aligned = recording.lowering(cluster, aligned=True)
-    unaligned = recording.lowering(cluster, aligned=False)
+    aligned = recording.lowering(run.cluster, aligned=True)
+    unaligned = recording.lowering(run.cluster, aligned=False)
     rows = []
-    for (setting, wanted), result in zip(settings.items(), results, strict=True):
+    for (setting, wanted), result in zip(settings.items(), run.results(), strict=True):
         low_s, measured_s, high_s = np.quantile(result.steps_s(PLAIN), [0.25, 0.5, 0.75]).tolist()
         forward_s, backward_s = passes_s(result)
         rows.append(
@@ -223,32 +234,66 @@ def predicted(
 
 
 def measure(
-    folder: Path, say: Say, name: str = "horovod", clusters: Sequence[str] = CLUSTERS
-) -> dict[str, float]:
-    """Record, measure and predict scripts of `FRAMEWORKS[name]`; `<name>.csv` lists all settings.
+    folder: Path,
+    say: Say,
+    name: str = "horovod",
+    clusters: Sequence[str] = CLUSTERS,
+    only_evaluate: bool = False,
+) -> dict[str, object]:
+    """Collect and predict scripts of `FRAMEWORKS[name]`; `<name>.csv` lists all settings.
 
+    Runs that the folder has are not repeated. Ends the benchmark if there is nothing to predict.
     The keys end in `name`.
     """
     rows: list[PredictedHorovod] = []
-    recordings = []
+    recordings: list[Recording] = []
+    missing: list[str] = []
     framework, models = FRAMEWORKS[name]
     for model in models:
-        recording = record(model, folder / f"{model}.recorded", framework)
+        recorded = recorded_run(model, folder, framework)
+        measured = {one: measured_run(model, one, folder, framework) for one in clusters}
+        if not only_evaluate:
+            collect([recorded, *measured.values()], say)
+        if not recorded.is_collected:
+            missing.append(recorded.folder.name)
+            continue
+        recording = recording_of(recorded)
         recordings.append(recording)
-        for cluster in clusters:
-            runs = folder / f"{model}.{cluster}"
-            measured = predicted(model, cluster, recording, runs, framework)
-            for row in measured:
-                say(
-                    f"{row.model}.{row.cluster}, {row.setting}: {row.measured_s * 1e3:.1f} ms, "
-                    f"predicted {row.predicted_s * 1e3:.1f} ms ({row.error:.1%})"
-                )
-            rows += measured
-        write_table(rows, folder / f"{name}.csv")
+        for cluster, run in measured.items():
+            if run.is_collected:
+                rows += predicted(model, cluster, recording, run)
+            else:
+                missing.append(run.folder.name)
+    if not rows:
+        raise SystemExit(f"{folder} lacks the runs {', '.join(missing)}; collect them first")
+    write_table(rows, folder / f"{name}.csv")
+    for row in rows:
+        say(
+            f"{row.model}.{row.cluster}, {row.setting}: {row.measured_s * 1e3:.1f} ms, "
+            f"predicted {row.predicted_s * 1e3:.1f} ms ({row.error:.1%})"
+        )
+    return {**summary(rows, recordings, name), f"missing_{name}": missing}
+
+
+def collect(runs: Sequence[RankRun], say: Say) -> None:
+    """Run those that have no results yet."""
+    for run in runs:
+        if run.is_collected:
+            say(f"{run.folder.name}: measured before")
+        else:
+            say(f"{run.folder.name}: {len(run.cases)} cases")
+            run.collect()
+
+
+def summary(
+    rows: Sequence[PredictedHorovod], recordings: Sequence[Recording], name: str
+) -> dict[str, float]:
+    """Return the keys of the benchmark's last line."""
     return {
         f"settings_{name}": len(rows),
         f"error_mean_{name}": float(np.mean([row.error for row in rows])),
         f"error_p90_{name}": float(np.quantile([row.error for row in rows], 0.9)),
+        f"bias_{name}": float(np.mean([row.predicted_s / row.measured_s - 1 for row in rows])),
         f"error_mean_{name}_unaligned": float(np.mean([row.unaligned_error for row in rows])),
         f"error_forward_{name}": float(np.mean([row.forward_error for row in rows])),
         f"error_backward_{name}": float(np.mean([row.backward_error for row in rows])),

@@ -275,6 +275,7 @@ def summary(steps: Sequence[TensorFlowStep]) -> dict[str, float]:
         "error_mean_tensorflow": float(np.mean(errors)),
         **{f"error_mean_tensorflow_{kind}": float(np.mean(of)) for kind, of in apart.items()},
         "error_p90_tensorflow": float(np.quantile(errors, 0.9)),
+        "bias_tensorflow": float(np.mean([one.predicted_s / one.measured_s - 1 for one in steps])),
         "error_forward_tensorflow": error(step.forward_s for step in steps),
         "error_backward_tensorflow": error(step.backward_s for step in steps),
         "error_aligned_tensorflow": error((one.aligned_s, one.measured_s) for one in steps),

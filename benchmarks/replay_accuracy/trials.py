@@ -43,9 +43,13 @@ def collected(folder: Path, setup: Setup) -> Domain | None:
 
 
 def strategies(workload: Workload, cluster: Cluster, count: int, seed: int) -> list[Sourced]:
-    """Return (source, strategy): the builders', random, random and compressed, and direct ones.
+    """Return `count` pairs of a source and a strategy.
 
-    A quarter each. Half of the direct exchanges are the builders', the others random.
+    A quarter are builders' strategies and a quarter direct exchanges, half of them builders' and
+    the others random. The others are random: half from the lossless space, half from the one with
+    compressors. Parts are rounded down, but for the lossless ones. So 12 are 3 builders', 1 direct
+    exchange of builders' and 2 random ones, 3 lossless and 3 that may compress; 7 are 1, 0 and 1, 3
+    and 2.
     """
     lossless, lossy = SearchSpace.default(), SearchSpace.default(lossy=True)
     builders = built(workload, cluster, lossy)

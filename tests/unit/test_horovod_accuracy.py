@@ -1,15 +1,25 @@
-"""The pure parts of `benchmarks.replay_accuracy.horovod`."""
+"""The parts of `benchmarks.replay_accuracy.horovod` that need no ranks."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from autotune.lowering.horovod import HostTimes
-from benchmarks.horovod_ranks.start import CaseResult
-from benchmarks.replay_accuracy.horovod import between_steps_s, without_logging
+from benchmarks.horovod_ranks.start import JOB, CaseResult, job_data
+from benchmarks.replay_accuracy.horovod import (
+    PROFILED,
+    between_steps_s,
+    collect,
+    measure,
+    measured_run,
+    without_logging,
+)
+from benchmarks.replay_accuracy.horovod_runs import RankRun
 
 
 def rank_with(spaces_s: dict[str, list[float]]) -> dict[str, object]:
@@ -36,3 +46,42 @@ def test_what_logging_adds_between_two_steps_is_no_part_of_predicted_ones() -> N
     times = HostTimes(np.zeros(1), backward_s=1.0, rest_s=0.5)
     assert without_logging(times, 0.2).rest_s == pytest.approx(0.3)
     assert without_logging(times, 0.9).rest_s == 0.0
+
+
+def stored(run: RankRun, ranks: int) -> None:
+    """Write what a finished run of these ranks leaves."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    job = job_data(run.workload, run.cases, run.framework)
+    (run.folder / JOB).write_text(json.dumps({**job, "folder": str(run.folder)}))
+    for case in range(len(run.cases)):
+        for rank in range(ranks):
+            result = {"blocks": [], "slowest": [float(case)], "calls": []}
+            (run.folder / f"case{case}.rank{rank}.json").write_text(json.dumps(result))
+
+
+def test_a_collected_run_is_read_and_not_run_again(tmp_path: Path) -> None:
+    run = measured_run("vgg", PROFILED, tmp_path, "torch")
+    assert not run.is_collected
+    stored(run, run.cluster.world_size)
+    assert run.is_collected
+    assert [result.ranks[0]["slowest"] for result in run.results()] == [
+        [float(case)] for case in range(len(run.cases))
+    ]
+    lines: list[str] = []
+    collect([run], lines.append)
+    assert lines == [f"vgg.{PROFILED}: measured before"]
+
+
+def test_a_run_of_other_cases_or_without_a_rank_is_not_collected(tmp_path: Path) -> None:
+    run = measured_run("vgg", PROFILED, tmp_path, "torch")
+    stored(run, run.cluster.world_size - 1)
+    assert not run.is_collected
+    stored(run, run.cluster.world_size)
+    assert not replace(run, cases=run.cases[::-1]).is_collected
+    assert not replace(run, framework="tensorflow").is_collected
+
+
+def test_an_evaluation_names_the_missing_runs_and_measures_nothing(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"lacks the runs vgg\.recorded, .*; collect them first"):
+        measure(tmp_path, print, only_evaluate=True)
+    assert not list(tmp_path.iterdir())

@@ -81,6 +81,7 @@ def test_errors_are_reported_apart_and_together() -> None:
     assert keys["error_mean_tensorflow"] == pytest.approx(0.2)
     assert keys["error_mean_tensorflow_all_reduce"] == pytest.approx(0.1)
     assert keys["error_mean_tensorflow_servers"] == pytest.approx(0.3)
+    assert keys["bias_tensorflow"] == pytest.approx(-0.1)
 
 
 def test_tensors_arrive_in_order_or_together_and_the_last_one_at_the_same_time() -> None:
