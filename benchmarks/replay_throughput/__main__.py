@@ -4,6 +4,9 @@ All engines run interleaved on one core. The graph is data-parallel training of 
 workers, 4 L W ops. Each worker has a chain of forward and a chain of backward ops on its device. A
 layer's gradient is sent on the worker's link when the worker and its left neighbor have it; then it
 is updated on the device. At last, 1, 16 and 1024 equal workers are compared (`folded_workers`).
+
+The product uses `replay`. `batched` (a fixed order, many sets of durations) and `incremental` (one
+changed duration) are experiments of this folder, which no command of `autotune` uses.
 """
 
 from __future__ import annotations

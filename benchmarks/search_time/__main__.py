@@ -9,8 +9,8 @@ took 144 to 1764 s for such searches (0.04 to 0.49 h), its strawman 12 h to more
 
 The search has the budget of `autotune optimize`: replays and their ops, on one core. The ablation
 adds one speed-up after the other (`state.Speedups`) to a search whose budget is the number of
-replays only. It stops a variant after `--ablation-seconds` and reports "more than". The compiled
-replay is loaded before.
+replays only, also with all of them. It stops a variant after `--ablation-seconds` and reports "more
+than". The compiled replay is loaded before.
 
 Budgets, logs and `anytime` count CPU time, so a busy machine changes them little. `anytime`: CPU
 seconds -> the best step time known by then, divided by the final one. `by_replays`: number of
@@ -20,7 +20,6 @@ replays -> the same ratio, which does not depend on the machine.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -40,7 +39,7 @@ from autotune.strategy_space.builders.registry import seed_strategies
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.zoo.assumed_models import assumed_ops
-from benchmarks.repository import option_parser
+from benchmarks.repository import option_parser, reference_data
 
 PROFILED = ("resnet50", "vgg16", "inception_v3")
 BERT = "bert-base"
@@ -80,13 +79,14 @@ class Case:
         return f"{self.graph.model}, {self.cluster.name}"
 
 
-def cases(data: Path, models: list[str]) -> Iterator[Case]:
+def cases(data: Path | None, models: list[str]) -> Iterator[Case]:
+    """`data`: None if only BERT is wanted."""
     for model in models:
-        graph = (
-            assumed_ops(BERT)
-            if model == BERT
-            else read_layer_profile(data / "layer_profiles" / f"{model}.txt")
-        )
+        if model == BERT:
+            graph = assumed_ops(BERT)
+        else:
+            assert data is not None, "a profiled model needs the reference data"
+            graph = read_layer_profile(data / "layer_profiles" / f"{model}.txt")
         for cluster in CLUSTERS:
             yield Case(graph, cluster)
 
@@ -186,13 +186,10 @@ def measure(case: Case, budget: Budget, ablation_s: float) -> dict[str, Any]:
         "by_replays": by_replays(full),
         "ablation": {},
     }
+    unbounded = replace(budget, ops=UNBOUNDED_OPS)
     for label, speedups in VARIANTS.items() if ablation_s > 0 else ():
-        optimized, own_s = (
-            (full, wall_s)
-            if speedups == Speedups()
-            else searched(case, speedups, ablation_s, replace(budget, ops=UNBOUNDED_OPS))
-        )
-        findings["ablation"][label] = row(optimized, own_s)
+        optimized, variant_s = searched(case, speedups, ablation_s, unbounded)
+        findings["ablation"][label] = row(optimized, variant_s)
         more = "more than " if optimized.cut_short else ""
         print(
             f"    {label:26} {more}{optimized.seconds:.2f} s of CPU ({optimized.replays} replays), "
@@ -203,19 +200,22 @@ def measure(case: Case, budget: Budget, ablation_s: float) -> dict[str, Any]:
 
 def main() -> int:
     parser = option_parser(__doc__)
-    default = os.environ.get(
-        "AUTOTUNE_REFERENCE_DATA", str(Path(__file__).parents[2] / "../shared/data")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=reference_data(),
+        help=f"the reference data, which all models but {BERT} need",
     )
-    parser.add_argument("--data", type=Path, default=Path(default))
     parser.add_argument("--models", nargs="+", choices=(*PROFILED, BERT), default=[*PROFILED, BERT])
     parser.add_argument("--replays", type=int, default=Budget().replays)
     parser.add_argument(
-        "--ablation-seconds",
-        type=float,
-        default=20.0,
-        help="limit of each slower variant; 0: no ablation",
+        "--ablation-seconds", type=float, default=20.0, help="limit of each variant; 0: no ablation"
     )
     options = parser.parse_args()
+    if options.data is None and set(options.models) != {BERT}:
+        raise SystemExit(
+            f"without the reference data: set AUTOTUNE_REFERENCE_DATA, or choose --models {BERT}"
+        )
     try:
         all_cases = list(cases(options.data, options.models))
         budget = Budget(options.replays)
