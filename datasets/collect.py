@@ -3,15 +3,17 @@
 Each domain (`domains.py`) gets `--trials` candidates of a mixture of strategies (`mixture.py`),
 with a reference every few trials. Earlier trials count: the same command resumes a collection that
 was stopped by Ctrl-C, SIGTERM or a crash, and a larger number extends a dataset. Every finished
-trial is on disk. A world that fails is restarted. A domain whose world fails three times without a
-trial in between is skipped, and the exit status is then 1. Trials that fail are kept with their
-reason. All sessions are at one commit. The last line counts what the folder has.
+trial is on disk. A world that fails is restarted. A domain is skipped if its world fails three
+times without a trial in between, or if its mixture ends with too few candidates; the exit status is
+then 1. Trials that fail are kept with their reason. All sessions are at one commit. The last line
+counts what the folder has.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -49,7 +51,16 @@ def visited(
         with trial_session(folder / setup.name, setup, LENGTH, say, save) as session:
             sample_domain(session, goal, seed, interruption.obey)
 
-    return persevere(setup.name, visit, lambda: candidates(folder, setup), console.log)
+    ended = persevere(setup.name, visit, lambda: candidates(folder, setup), console.log)
+    return ended and has_all(folder, setup, goal)
+
+
+def has_all(folder: Path, setup: Setup, goal: int) -> bool:
+    """Return whether the domain has `goal` candidates; log that its mixture ended before."""
+    number = candidates(folder, setup)
+    if number < goal:
+        console.log(f"{setup.name}: its mixture ended with {number} of {goal} candidates")
+    return number >= goal
 
 
 def log_line(name: str, line: str) -> None:
@@ -78,7 +89,15 @@ def summary(folder: Path) -> str:
     )
 
 
-def main() -> int:
+def positive(text: str) -> int:
+    """Parse a whole number of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, but is {number}")
+    return number
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -88,11 +107,11 @@ def main() -> int:
     )
     which.add_argument("--all", action="store_true", help="every domain, one after the other")
     parser.add_argument(
-        "--trials", type=int, default=TRIALS, help=f"candidates a domain (default {TRIALS})"
+        "--trials", type=positive, default=TRIALS, help=f"candidates a domain (default {TRIALS})"
     )
     parser.add_argument(
         "--visit",
-        type=int,
+        type=positive,
         default=200,
         help="candidates a domain before the next one has its turn (default 200)",
     )
@@ -103,7 +122,7 @@ def main() -> int:
     parser.add_argument(
         "--any-commit", action="store_true", help="go on at another commit, or with changes"
     )
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     able = capabilities()
     if not able.possible:
         console.print(able.message)

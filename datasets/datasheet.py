@@ -30,6 +30,7 @@ matplotlib.use("svg")
 matplotlib.rcParams["svg.hashsalt"] = "datasheet"  # the same trials give the same files
 from matplotlib import pyplot as plt  # noqa: E402
 
+ROOT = Path(__file__).parents[1]
 WIDTH, ROW = 9.0, 0.32
 """Inches: a plot's width, and the height of a domain's row."""
 
@@ -170,7 +171,17 @@ def _save(figure: Figure, path: Path) -> None:
     plt.close(figure)
 
 
-def text_of(sheets: Sequence[Sheet]) -> str:
+def command_of(folders: Sequence[Path]) -> str:
+    """Return the command that computes the datasheet, from the root of the repository."""
+    words = [_folder_word(folder.resolve()) for folder in folders]
+    return " ".join(["python", "datasets/datasheet.py", *words])
+
+
+def _folder_word(folder: Path) -> str:
+    return str(folder.relative_to(ROOT)) if folder.is_relative_to(ROOT) else folder.name
+
+
+def text_of(sheets: Sequence[Sheet], folders: Sequence[Path]) -> str:
     """Return the whole datasheet in Markdown."""
     cards = [sheet.card for sheet in sheets]
     emulated = sum(
@@ -194,7 +205,9 @@ def text_of(sheets: Sequence[Sheet]) -> str:
     )
     return f"""# Datasheet
 
-Written by `python datasets/datasheet.py`; every figure is computed from the trials.
+Every figure is computed from the trials by this command:
+
+    {command_of(folders)}
 
 ## What it is
 
@@ -344,7 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     spread_plot(sheets, out / "plots" / "spread.svg")
     noise_plot(sheets, out / "plots" / "noise.svg")
     influence_plot(sheets, out / "plots" / "influence.svg")
-    (out / "DATASHEET.md").write_text(text_of(sheets))
+    (out / "DATASHEET.md").write_text(text_of(sheets, options.dataset))
     for folder in options.dataset:
         for sums in sorted(folder.glob(f"*/{SUMS}")):
             write_croissant(sums.parent)

@@ -159,3 +159,25 @@ def test_where_crossing_the_step_is_refused_a_few_random_strategies_cross_it(mix
     assert 0 < len(crossing) <= 5
     fewer = [s for _, s in mixture.fixed_strategies(domain, 60, 0, "the script clips")]
     assert {strategy.id for strategy in fewer} <= {strategy.id for strategy in refused}
+
+
+@pytest.fixture
+def collect(mixture) -> Iterator[Any]:
+    import collect as module
+
+    yield module
+    sys.modules.pop("collect")
+
+
+def test_a_domain_with_too_few_candidates_is_not_complete(mixture, collect, tmp_path: Path) -> None:
+    setup = Setup("small", Path("local.yaml"), ("train.py",))
+    sample(mixture, tmp_path / setup.name, 8)
+    assert collect.has_all(tmp_path, setup, 8)
+    assert not collect.has_all(tmp_path, setup, 9)
+
+
+@pytest.mark.parametrize("option", ["--trials", "--visit"])
+def test_a_collection_refuses_less_than_one_candidate(collect, option, capsys) -> None:
+    with pytest.raises(SystemExit):
+        collect.main(["--all", option, "0"])
+    assert f"{option}: must be at least 1, but is 0" in capsys.readouterr().err
