@@ -30,6 +30,8 @@ from benchmarks.repository import ROOT, machine, option_parser
 TRACE = ROOT / "datasets" / "gpu_traces" / "h100" / "bert_base.fp32" / "rank0.json.gz"
 STEP = "ProfilerStep#"
 NUMBERED = ("correlation", "External id", "Sequence number", "Record function id", "Ev Idx")
+LIMIT_S, END_S = 1800, 30
+"""Longest time of a child's work, and of its end."""
 
 
 def repeated(trace: dict[str, Any], size_bytes: int, giant: bool) -> Iterator[str]:
@@ -95,7 +97,9 @@ def replay_all(path: Path) -> None:
     from autotune.cli import main
 
     with contextlib.redirect_stdout(io.StringIO()):
-        main(["replay", str(path), "--json"])
+        status = main(["replay", str(path), "--json"])
+    if status != 0:
+        raise SystemExit(f"autotune replay of the trace ended with status {status}")
 
 
 def cost(work: Callable[[Path], None], path: Path) -> tuple[float, float]:
@@ -104,12 +108,20 @@ def cost(work: Callable[[Path], None], path: Path) -> tuple[float, float]:
     receive, send = context.Pipe(duplex=False)
     child = context.Process(target=_measured, args=(work, path, send))
     child.start()
-    if not receive.poll(1800):
+    send.close()  # so that the pipe ends with the child
+    if not receive.poll(LIMIT_S):
         child.kill()
-        raise TimeoutError(f"{work.__name__} must end within 30 min, but did not")
-    found: tuple[float, float] = receive.recv()
-    child.join(30)
-    return found
+        raise SystemExit(f"{work.__name__} must end within {LIMIT_S / 60:g} min, but did not")
+    try:
+        used: tuple[float, float] = receive.recv()
+    except EOFError:
+        child.join()
+        raise SystemExit(
+            f"{work.__name__} ended with status {child.exitcode} and no figures; see its output "
+            "above"
+        ) from None
+    child.join(END_S)
+    return used
 
 
 def _measured(work: Callable[[Path], None], path: Path, send: Any) -> None:
