@@ -2,9 +2,12 @@
 
 For every recording with two complete steps, the base is replayed from its dependencies alone. The
 truth is the distance between two executions of the same kernel in consecutive steps, which needs no
-graph. Recordings are those of `datasets/gpu_traces` and the reference traces; none is left out. The
-table also shows the median distance of all kernels that both steps have: steps differ, and a
-distance belongs to one place in them.
+graph. Recordings are those of `datasets/gpu_traces` and the reference traces. The table also shows
+the median distance of all kernels that both steps have: steps differ, and a distance belongs to one
+place in them.
+
+Key `refused`: ranks without a base, with the reasons. The exit status is 1 unless all of them have
+fewer than two complete, consecutive steps.
 
 `unexplained`: share of a step for which streams waited without a known cause; the prediction is
 bounded by what happens if these waits vanish.
@@ -21,6 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 
@@ -66,7 +70,28 @@ def recordings() -> list[Path]:
     return [*traces, *(path for path in paths if path.name.endswith((".json.gz", "kineto.tar.gz")))]
 
 
-def rows_of(path: Path) -> Iterator[Row]:
+@dataclass(frozen=True)
+class Refused:
+    """A rank without a base. `too_short`: it has no two complete, consecutive steps to compare."""
+
+    name: str
+    reason: str
+    too_short: bool
+
+    @staticmethod
+    def of(name: str, trace: RankTrace, error: InvalidInput) -> Refused:
+        """Note a refusal, and print it."""
+        print(f"{name}: {error}", file=sys.stderr)
+        too_short = all(b.number != a.number + 1 for a, b in pairwise(trace.steps))
+        return Refused(name, str(error), too_short)
+
+
+def status_of(refused: Sequence[Refused]) -> int:
+    """Return the exit status: 1 if a rank was refused that has two steps."""
+    return int(not all(one.too_short for one in refused))
+
+
+def rows_of(path: Path) -> Iterator[Row | Refused]:
     began_s = time.perf_counter()
     job = read_job([path])
     read_s = time.perf_counter() - began_s
@@ -75,7 +100,7 @@ def rows_of(path: Path) -> Iterator[Row]:
         try:
             yield _row(job, place, name, read_s)
         except InvalidInput as error:
-            print(f"{name}: {error}", file=sys.stderr)
+            yield Refused.of(name, job.ranks[place], error)
 
 
 def _row(job: TraceJob, place: int, name: str, read_s: float) -> Row:
@@ -135,11 +160,13 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main() -> int:
     parser = option_parser(__doc__)
     parser.add_argument("traces", nargs="*", type=Path, help="by default all recordings")
     options = parser.parse_args()
-    rows = [row for path in options.traces or recordings() for row in rows_of(path)]
+    judged = [one for path in options.traces or recordings() for one in rows_of(path)]
+    rows = [one for one in judged if isinstance(one, Row)]
+    refused = [one for one in judged if isinstance(one, Refused)]
     print(table(rows))
     if not rows:
         sys.exit("no recording has two complete steps")
@@ -149,11 +176,13 @@ def main() -> None:
         "error_mean": fmean(errors),
         "unexplained_share_max": max(row.unexplained_share for row in rows),
         "recordings": len(rows),
+        "refused": {one.name: one.reason for one in refused},
         "seconds_median": median(row.replay_s for row in rows),
         **machine(),
     }
     print(json.dumps(line))
+    return status_of(refused)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -55,7 +55,9 @@ PHASES = {
     "proposals": r"\) round 0: \d",
     "trial": r"\) trial 1 ",
 }
-"""The line that ends each phase, in order; loopback has no testbed."""
+"""The line that ends each phase, in order."""
+ABSENT = {"loopback": frozenset({"testbed"}), "four_hosts": frozenset[str]()}
+"""Place -> phases that it does not have."""
 LIMIT_S = 600.0
 """Time for one start; a quiet machine needs less than a tenth."""
 
@@ -75,7 +77,7 @@ def main() -> int:
     for number in range(options.repeats):
         for place in places:
             load.append(round(os.getloadavg()[0], 2))
-            taken[place].append(durations(first_lines(place)))
+            taken[place].append(durations(first_lines(place), place))
             print(f"{place} {number + 1}: {taken[place][-1]}", file=sys.stderr, flush=True)
     result: dict[str, object] = {}
     for place, runs in taken.items():
@@ -115,14 +117,22 @@ def first_lines(place: str) -> Lines:
     return lines
 
 
-def durations(lines: Lines) -> dict[str, float]:
-    """Seconds of each phase, until the reference, in all, and of the longest silence."""
+def durations(lines: Lines, place: str) -> dict[str, float]:
+    """Seconds of each phase, until the reference, in all, and of the longest silence.
+
+    Ends the benchmark if a phase of the place has no line: its time would count as another's.
+    """
     seconds: dict[str, float] = {}
     before_s = until_reference_s = 0.0
     for name, pattern in PHASES.items():
+        if name in ABSENT[place]:
+            continue
         end_s = next((at_s for at_s, line in lines if re.search(pattern, line)), None)
         if end_s is None:
-            continue
+            raise SystemExit(
+                f"{place}: no line ends the phase {name!r}; `autotune tune` has changed its lines, "
+                f"so adapt PHASES:\n" + "\n".join(line for _, line in lines)
+            )
         seconds[name] = round(end_s - before_s, 2)
         before_s = end_s
         if name == "reference":
@@ -136,7 +146,7 @@ def durations(lines: Lines) -> dict[str, float]:
 
 
 def _all(runs: list[dict[str, float]], name: str) -> list[float]:
-    return [run.get(name, 0.0) for run in runs]
+    return [run[name] for run in runs]
 
 
 def _middle(runs: list[dict[str, float]], name: str) -> float:

@@ -16,6 +16,9 @@ names. The accuracy is the share of the device time of layers on which the pairs
 
 `parameters_agree`: where our recorder named the parameters, the share of the parameters' bytes
 whose gradients are accumulated in an instance that has all parameters of one module, and only them.
+
+`refused`: ranks without a base, with the reasons; the exit status is 1 unless all of them have
+fewer than two complete, consecutive steps.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ from autotune.whatif.recording.gradients import gradients_of
 from autotune.whatif.recording.recorded import recorded_base
 from benchmarks.layer_coverage.framed_models import MODELS, recorded
 from benchmarks.repository import machine, option_parser
-from benchmarks.whatif_baseline import recordings
+from benchmarks.whatif_baseline import Refused, recordings, status_of
 
 
 @dataclass(frozen=True)
@@ -59,13 +62,13 @@ class Row:
     parameters_agree: float | None
 
 
-def rows_of(job: TraceJob, name: str) -> Iterator[Row]:
+def rows_of(job: TraceJob, name: str) -> Iterator[Row | Refused]:
     for place, rank in enumerate(job.rank_numbers):
         shown = name + (f" rank {rank}" if len(job.ranks) > 1 else "")
         try:
             base = recorded_base(job, place)
         except InvalidInput as error:
-            print(f"{shown}: {error}", file=sys.stderr)
+            yield Refused.of(shown, job.ranks[place], error)
             continue
         framed = bool(np.any(job.ranks[place].category == Category.MODULE))
         yield Row(
@@ -193,21 +196,24 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main() -> int:
     parser = option_parser(__doc__)
     parser.add_argument("traces", nargs="*", type=Path, help="by default all recordings")
     parser.add_argument(
         "--models", nargs="*", help="models to record with frames; by default all, none for none"
     )
     options = parser.parse_args()
-    rows = [
-        row
+    judged = [
+        one
         for path in options.traces or recordings()
-        for row in rows_of(read_job([path]), f"{path.parent.name}/{path.name}")
+        for one in rows_of(read_job([path]), f"{path.parent.name}/{path.name}")
     ]
+    rows = [one for one in judged if isinstance(one, Row)]
     if not rows:
         sys.exit("no recording has two complete steps")
-    framed = [row for name in _models(options.models) for row in rows_of(recorded(name), name)]
+    judged += [one for name in _models(options.models) for one in rows_of(recorded(name), name)]
+    framed = [one for one in judged if isinstance(one, Row)][len(rows) :]
+    refused = [one for one in judged if isinstance(one, Refused)]
     print(table([*rows, *framed]))
     kinds: dict[str, list[float]] = {
         "layer_accuracy": [row.accuracy for row in (*rows, *framed) if row.accuracy is not None],
@@ -225,9 +231,11 @@ def main() -> None:
         **{key: fmean(values) if values else None for key, values in kinds.items()},
         "recordings": len(rows),
         "framed": len(kinds["layer_accuracy"]),
+        "refused": {one.name: one.reason for one in refused},
         **machine(),
     }
     print(json.dumps(line))
+    return status_of(refused)
 
 
 def _models(given: Sequence[str] | None) -> Sequence[str]:
@@ -235,4 +243,4 @@ def _models(given: Sequence[str] | None) -> Sequence[str]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

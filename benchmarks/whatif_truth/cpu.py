@@ -9,8 +9,9 @@
   them on stored trials of a quieter day (`cpu_stored`).
 
 The error is |predicted / measured step time - 1|. Nothing is left out: a script that cannot be
-changed so has its reason in the table. Each row is kept in the folder when it is measured, so a run
-that was cut off goes on where it was. The last line is one JSON object.
+changed so has its reason in the table, and so has the part on a cluster where none can be emulated.
+Each row is kept in the folder when it is measured, so a run that was cut off goes on where it was.
+The last line is one JSON object.
 
     python -m benchmarks.whatif_truth.cpu --folder truth
     python -m benchmarks.whatif_truth.cpu --examples gpt_text --parts local --pairs 10
@@ -39,18 +40,12 @@ from autotune.jobs.fused_times import fused_times, write_fused_times
 from autotune.jobs.half_times import SUFFIX as HALF_SUFFIX
 from autotune.jobs.half_times import cast_times, half_times, write_half_times
 from autotune.profiling.traces.job import TraceJob, read_job
+from autotune.testbed.capabilities import capabilities
 from autotune.whatif.answers.answers import Answer, Asked, answer, read_asked
 from autotune.whatif.base import Base
 from autotune.whatif.question import Question
 from autotune.whatif.recording.recorded import recorded_base
-from benchmarks.repository import (
-    ROOT,
-    can_emulate,
-    machine,
-    option_parser,
-    run_autotune,
-    run_benchmark,
-)
+from benchmarks.repository import ROOT, machine, option_parser, run_autotune, run_benchmark
 from benchmarks.whatif_truth.cpu_cluster import CHANGES, cluster_rows
 from benchmarks.whatif_truth.cpu_rows import CpuRow, KeptRows, keys, table
 from benchmarks.whatif_truth.cpu_stored import STORED_CHANGES, stored_domain, stored_rows
@@ -70,24 +65,30 @@ OF_PART = {"distributed": CHANGES, "stored": STORED_CHANGES}
 Progress = Callable[[str], None]
 
 
+def no_cluster_reason() -> str:
+    """Return why this machine cannot emulate a cluster, or nothing."""
+    emulation = capabilities()
+    return "" if emulation.possible else " ".join(emulation.message.split())
+
+
 @dataclass(frozen=True)
 class Run:
-    """What is judged, in which folder; `plan`: of the measurements in turns."""
+    """The examples and parts to judge, and the folder of their rows.
+
+    `plan`: of the measurements in turns. `no_cluster`: returns why no cluster can be emulated.
+    """
 
     folder: Path
     examples: Sequence[str] = EXAMPLES
     parts: Sequence[str] = PARTS
     plan: CheckPlan = PLAN
-
-    @property
-    def distributed(self) -> bool:
-        return "distributed" in self.parts and can_emulate()
+    no_cluster: Callable[[], str] = no_cluster_reason
 
     @property
     def items(self) -> list[tuple[str, str]]:
         """(example, change); "distributed" and "stored" stand for all changes of their part."""
         local = LOCAL if "local" in self.parts else ()
-        changes = (*local, *(("distributed",) if self.distributed else ()))
+        changes = (*local, *(("distributed",) if "distributed" in self.parts else ()))
         items = [(example, change) for example in self.examples for change in changes]
         if "stored" in self.parts:
             items += [(one, "stored") for one in self.examples if stored_domain(one).exists()]
@@ -95,7 +96,10 @@ class Run:
 
 
 def rows(run: Run, progress: Progress = lambda item: None) -> list[CpuRow]:
-    """Record and measure what the folder lacks; a row for each example and change."""
+    """Record and measure what the folder lacks; a row for each example and change.
+
+    Rows that need a cluster where none can be emulated have that reason, and are not kept.
+    """
     os.environ["OMP_NUM_THREADS"] = "1"  # a rank has a core, alone and on the emulated cluster
     run.folder.mkdir(parents=True, exist_ok=True)
     kept = KeptRows(run.folder / "rows.jsonl")
@@ -103,11 +107,16 @@ def rows(run: Run, progress: Progress = lambda item: None) -> list[CpuRow]:
     for example, change in run.items:
         progress(f"{example} {change}")
         wanted = OF_PART.get(change, (change,))
-        if any(kept.of(example, one) is None for one in wanted):
+        lacking = [one for one in wanted if kept.of(example, one) is None]
+        reason = run.no_cluster() if lacking and change == "distributed" else ""
+        if lacking and not reason:
             for row in _measured(run, example, change):
                 kept.add(row)
-        known = [kept.of(example, one) for one in wanted]
-        measured += [one for one in known if one is not None]
+        for one in wanted:
+            if (known := kept.of(example, one)) is not None:
+                measured.append(known)
+            elif reason:
+                measured.append(CpuRow(example, one, reason=reason))
     return measured
 
 

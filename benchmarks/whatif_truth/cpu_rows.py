@@ -54,16 +54,16 @@ class KeptRows:
 
 
 def keys(found: Sequence[CpuRow]) -> dict[str, Any]:
-    """The benchmark's keys of this part."""
+    """The benchmark's keys of this part; `refused_cpu`: rows that have a reason instead."""
     measured = [row for row in found if not row.reason]
+    counts = {"changes_cpu": len(measured), "refused_cpu": len(found) - len(measured)}
     if not measured:
-        return {}
+        return counts
     return {
         "error_mean_cpu": fmean(row.error for row in measured),
         "error_max_cpu": max(row.error for row in measured),
         "error_no_change_cpu": fmean(row.error_of_no_change for row in measured),
-        "changes_cpu": len(measured),
-        "refused_cpu": len(found) - len(measured),
+        **counts,
         "load_max_cpu": max(row.load for row in measured),
     }
 

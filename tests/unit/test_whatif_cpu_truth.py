@@ -9,7 +9,8 @@ from periodic_training import training
 
 from autotune.whatif.base import steady
 from autotune.whatif.recording.recorded import recorded_base
-from benchmarks.whatif_truth.cpu_cluster import Turns, at_step
+from benchmarks.whatif_truth.cpu import Run, rows
+from benchmarks.whatif_truth.cpu_cluster import CHANGES, Turns, at_step
 from benchmarks.whatif_truth.cpu_rows import CpuRow, KeptRows, keys
 
 
@@ -35,3 +36,18 @@ def test_a_load_in_some_of_the_rounds_does_not_count() -> None:
     base = recorded_base(training(host_us=100, kernel_us=1), 0)
     step_s = steady(base).step_s
     assert steady(at_step(base, 2 * step_s)).step_s == pytest.approx(2 * step_s)
+
+
+def test_without_a_cluster_its_rows_have_the_reason_and_are_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the run sets it
+    run = Run(tmp_path, ["gpt_text"], ["distributed"], no_cluster=lambda: "a testbed needs root")
+    found = rows(run)
+    assert [row.change for row in found] == list(CHANGES)
+    assert {row.reason for row in found} == {"a testbed needs root"}
+    assert keys(found) == {"changes_cpu": 0, "refused_cpu": len(CHANGES)}
+    assert KeptRows(tmp_path / "rows.jsonl").rows == []
+    measured = CpuRow("gpt_text", CHANGES[0], 2.0, 1.0, 1.25)
+    KeptRows(tmp_path / "rows.jsonl").add(measured)
+    assert rows(run)[0] == measured and len(rows(run)) == len(CHANGES)
