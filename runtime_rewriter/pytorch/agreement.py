@@ -41,21 +41,28 @@ def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def assumed_workload(module: nn.Module) -> Workload:
     """The module's variables in reverse definition order, without measurements."""
-    parameters = trainable_parameters(module)
+    return workload_of(type(module).__name__, trainable_parameters(module))
+
+
+def workload_of(name: str, parameters: Mapping[str, nn.Parameter]) -> Workload:
+    """The workload of these variables, which are in definition order."""
     variables = tuple(
-        Variable(name, tuple(p.shape), dtype_name(p)) for name, p in reversed(parameters.items())
+        Variable(name, tuple(p.shape), dtype_name(p))
+        for name, p in reversed(tuple(parameters.items()))
     )
-    device = next(iter(parameters.values())).device.type
-    return Workload(type(module).__name__, variables, device=device)
+    return Workload(name, variables, device=next(iter(parameters.values())).device.type)
 
 
 def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def check_fit(plan: Plan, module: nn.Module, world_size: int) -> None:
+def check_fit(plan: Plan, parameters: Mapping[str, nn.Parameter], world_size: int) -> None:
     """Raise `InvalidStrategy` if the runtime cannot enact the plan, `ModelMismatch` if it is for
-    another model or world size."""
+    another model or world size.
+
+    `parameters`: those that are synchronized, by name.
+    """
     reason = refusal_reason(plan)
     if reason is not None:
         raise InvalidStrategy(f"plan {plan.id} cannot be enacted: {reason}")
@@ -65,7 +72,6 @@ def check_fit(plan: Plan, module: nn.Module, world_size: int) -> None:
             "this world size",
             anchor="wrong-world-size",
         )
-    parameters = trainable_parameters(module)
     devices = sorted({str(parameter.device) for parameter in parameters.values()})
     if len(devices) > 1:
         raise InvalidStrategy(
@@ -85,7 +91,7 @@ def check_fit(plan: Plan, module: nn.Module, world_size: int) -> None:
     _check_names(plan, slices, parameters)
     for name, parts in slices.items():
         _check_cover(plan, name, parts, parameters[name])
-    workload_id = assumed_workload(module).id
+    workload_id = workload_of("", parameters).id
     if plan.workload_id != workload_id:
         raise ModelMismatch(
             f"plan {plan.id} is for {plan.workload_id}, but the model is {workload_id} (shapes "

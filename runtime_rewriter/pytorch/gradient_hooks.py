@@ -4,13 +4,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 from torch.utils.hooks import RemovableHandle
+
+
+@contextmanager
+def requiring_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let parameters that the script has frozen require gradients inside: torch accepts hooks on
+    no others, and keeps those that it has."""
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad = True
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad = False
 
 
 class GradientHooks:
@@ -27,10 +42,11 @@ class GradientHooks:
         return bool(self._handles)
 
     def register(self) -> None:
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, position))
-            for position, parameter in enumerate(self._parameters)
-        ]
+        with requiring_gradients(self._parameters):
+            self._handles = [
+                parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, position))
+                for position, parameter in enumerate(self._parameters)
+            ]
 
     def remove(self) -> None:
         for handle in self._handles:

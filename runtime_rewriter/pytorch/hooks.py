@@ -29,14 +29,9 @@ from torch import Tensor, nn
 from autotune.errors import AutotuneError, InvalidStrategy, SynchronizationError
 from autotune.strategy_space.enactable import scaled_refusal_reason
 from autotune.strategy_space.plan import Plan
-from autotune.workload import Library
+from autotune.workload import Library, Workload
 from runtime_rewriter.emulation import Timetable
-from runtime_rewriter.pytorch.agreement import (
-    agree,
-    assumed_workload,
-    check_fit,
-    trainable_parameters,
-)
+from runtime_rewriter.pytorch.agreement import agree, check_fit, trainable_parameters, workload_of
 from runtime_rewriter.pytorch.autograd import by_identity, reachable_variables, tensors_with_graph
 from runtime_rewriter.pytorch.cross_step import CrossStepUpdates
 from runtime_rewriter.pytorch.exchange.device import Device
@@ -48,7 +43,7 @@ from runtime_rewriter.pytorch.exchange.residuals import Residuals
 from runtime_rewriter.pytorch.exchange.row_transfer import RowTransfer
 from runtime_rewriter.pytorch.exchange.transfer import Transfer
 from runtime_rewriter.pytorch.garbage import freeze_garbage, thaw_garbage
-from runtime_rewriter.pytorch.gradient_hooks import GradientHooks
+from runtime_rewriter.pytorch.gradient_hooks import GradientHooks, requiring_gradients
 from runtime_rewriter.pytorch.loss_scales import LossScales
 from runtime_rewriter.pytorch.native_buckets import Backend, BucketReducer, Buckets
 from runtime_rewriter.pytorch.native_observation import ObservedPass
@@ -165,7 +160,19 @@ class GradientSynchronizer:
     @property
     def model_id(self) -> str:
         """`Workload.id` of the module, which plans that fit it carry, too."""
-        return assumed_workload(self.module).id
+        return self.workload.id
+
+    @property
+    def workload(self) -> Workload:
+        """The synchronized variables in reverse definition order, without measurements.
+
+        They stay the same if the script freezes some, or adds others, as in DDP.
+        """
+        return workload_of(type(self.module).__name__, self._named)
+
+    @property
+    def _named(self) -> dict[str, nn.Parameter]:
+        return dict(zip(self.names, self.parameters, strict=True))
 
     @property
     def plan(self) -> Plan | None:
@@ -207,7 +214,7 @@ class GradientSynchronizer:
         """
         self._check_usable()
         self.cross_step.flush()
-        named = dict(zip(self.names, self.parameters, strict=True))
+        named = self._named
         buckets, error = self._checked(plan, deferred)
         agree(self.ranks, plan, error, self.byte_scale, self.residuals.in_use)
         transfers: list[Transfer | RowTransfer] = []
@@ -275,7 +282,7 @@ class GradientSynchronizer:
                 f"plan {plan.id} cannot be enacted: synchronization cannot cross the step, since "
                 f"{reason}"
             )
-        check_fit(plan, self.module, self.ranks.size)
+        check_fit(plan, self._named, self.ranks.size)
 
     def _write(self, gradients: Mapping[int, Tensor | None]) -> None:
         """Write averages that arrived after the step."""
@@ -285,7 +292,8 @@ class GradientSynchronizer:
     def _install(self, buckets: Buckets, named: Mapping[str, nn.Parameter]) -> BucketReducer:
         assert self._backend is not None
         try:
-            return self._backend.install(buckets, named, self.ranks.first, self.byte_scale)
+            with requiring_gradients(self.parameters):
+                return self._backend.install(buckets, named, self.ranks.first, self.byte_scale)
         except RuntimeError as error:
             self._broken = str(error)
             raise SynchronizationError(

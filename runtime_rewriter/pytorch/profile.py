@@ -26,7 +26,7 @@ from autotune.errors import SynchronizationError
 from autotune.strategy_space.plan import Message, Plan, TensorSlice
 from autotune.strategy_space.strategy import Compressor, Synchronizer
 from autotune.workload import Variable, Workload
-from runtime_rewriter.pytorch.agreement import assumed_workload, dtype_name
+from runtime_rewriter.pytorch.agreement import dtype_name
 from runtime_rewriter.pytorch.autograd import by_identity, variable_edges
 from runtime_rewriter.pytorch.emulation import accelerator_of
 from runtime_rewriter.pytorch.exchange.device import Mark
@@ -123,9 +123,7 @@ class WorkloadProfiler(BackwardObserver):
         self._steps: list[tuple[_Step, bool]] = []
         self._edges: set[tuple[int, int]] = set()
         self._rows: dict[int, dict[int, Tensor]] = {}  # of the last gradient of each step
-        plan = plan or profiling_plan(
-            assumed_workload(synchronizer.module), synchronizer.ranks.size
-        )
+        plan = plan or profiling_plan(synchronizer.workload, synchronizer.ranks.size)
         synchronizer.load(plan, deferred=True)
         cross_step = synchronizer.cross_step
         self._script_reads = ScriptReads(

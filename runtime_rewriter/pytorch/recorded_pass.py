@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autotune.errors import InvalidInput
+from runtime_rewriter.pytorch.gradient_hooks import requiring_gradients
 
 _VALUES = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
 """Types whose value may decide what the module computes. Floats (a temperature) do not: they change
@@ -137,10 +138,11 @@ class GradientRecorder:
         self._names = names
         self._gradients: list[Tensor | None] = [None] * len(parameters)
         self._problem: str | None = None
-        self._handles = [
-            parameter.register_hook(partial(self._take, i))
-            for i, parameter in enumerate(parameters)
-        ]
+        with requiring_gradients(parameters):
+            self._handles = [
+                parameter.register_hook(partial(self._take, i))
+                for i, parameter in enumerate(parameters)
+            ]
 
     @property
     def begun(self) -> bool:

@@ -28,7 +28,6 @@ from autotune.strategy_space.plan import Message, Plan, TensorSlice
 from autotune.strategy_space.strategy import Compressor, Synchronizer
 from autotune.workload import Workload
 from runtime_rewriter.horovod.recording import HorovodLog
-from runtime_rewriter.pytorch.agreement import assumed_workload
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.profile import WorkloadProfiler
 from runtime_rewriter.recording.collectives import CollectiveLog
@@ -471,7 +470,7 @@ def _plan_of(
 
     So sums are equal to the last bit. None where the buckets do not cover the variables.
     """
-    workload = assumed_workload(synchronizer.module)
+    workload = synchronizer.workload
     variables = {variable.name: variable for variable in workload.variables}
     if sorted(name for bucket in buckets for name in bucket) != sorted(variables):
         return None

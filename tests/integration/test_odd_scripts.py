@@ -191,6 +191,8 @@ def test_no_script_sees_or_trains_anything_else() -> None:
         assert results[0][name]["crossing"] == "SAME+", "otherwise nothing was tested"
     for name in ("penalty_with_a_pass_of_its_own", "one_optimizer_of_two_models"):
         assert results[0][name]["crossing"] == "SAME+", name
+    for name in ("frozen_before_the_plan", "frozen_in_another_forward", "parameter_added_midway"):
+        assert results[0][name]["crossing in a trial"] == "SAME+", name
     for name in ("clipped_by_norm", "scaled"):
         assert results[0][name]["half crossing"] == "SAME+", name
     for name in ("own_communication_hook", "builtin_communication_hook"):

@@ -142,6 +142,26 @@ def test_unused_parameters_are_treated_as_in_ddp_and_known_to_the_gate(
 
 
 @on_ranks(2)
+def test_a_plan_may_be_loaded_while_parameters_are_frozen(rank: int) -> None:
+    torch.manual_seed(0)
+    theirs, mine = pair(Tied(), find_unused_parameters=True)
+    plans = {0: mixed(mine.module, 2), 4: random_buckets(mine.module, 1)}
+    for model in (theirs, mine):
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3)
+        for step in range(8):
+            model.module.mix.requires_grad_(step % 4 > 1)
+            if model is mine and step % 4 == 0:
+                mine.synchronizer.load(plans[step])
+            optimizer.zero_grad()
+            torch.manual_seed(10 * step + rank)
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        model.module.mix.requires_grad_(True)
+    assert mine.synchronizer.native is not None
+    assert_same_state(mine, theirs)
+
+
+@on_ranks(2)
 def test_a_static_graph_is_learned_by_every_reducer_and_observed_from_its_first_pass(
     rank: int,
 ) -> None:

@@ -14,7 +14,7 @@ from autotune.strategy_space.enactable import refusal_reason, scaled_refusal_rea
 from autotune.strategy_space.plan import Message, Plan, TensorSlice
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Compressor, SparseHandling, Synchronizer
-from runtime_rewriter.pytorch.agreement import check_fit
+from runtime_rewriter.pytorch.agreement import check_fit, trainable_parameters
 from runtime_rewriter.tensorflow.refusals import plan_refusal
 
 WHOLE = Message((TensorSlice("w", 12),), Synchronizer.ALL_REDUCE, Compressor.NONE, "float32")
@@ -143,7 +143,7 @@ def test_a_replica_on_several_devices_is_refused_with_their_names():
     replica = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 1, bias=False, device="meta"))
     rule = "must be on one device for plans, but the model's parameters are on cpu, meta"
     with pytest.raises(InvalidStrategy, match=rule):
-        check_fit(Plan("model", 2, (WHOLE,)), replica, 2)
+        check_fit(Plan("model", 2, (WHOLE,)), trainable_parameters(replica), 2)
 
 
 def test_tensorflow_refuses_direct_exchanges():

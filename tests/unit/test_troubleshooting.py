@@ -23,7 +23,7 @@ from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import Compressor
 from autotune.tuning import statistics
 from runtime_rewriter.private_network import refusal
-from runtime_rewriter.pytorch.agreement import assumed_workload, check_fit
+from runtime_rewriter.pytorch.agreement import assumed_workload, check_fit, trainable_parameters
 from runtime_rewriter.world.answers import ScriptEnded
 from runtime_rewriter.world.views import Protected, held_view
 from runtime_rewriter.world.world import World
@@ -58,7 +58,8 @@ def refused_strategy() -> None:
     workload = assumed_workload(module)
     message = plan(ddp_default(workload), workload, 2).messages[0]
     refused = replace(message, compressor=Compressor.FP16, dtype="complex64")
-    check_fit(replace(plan(ddp_default(workload), workload, 2), messages=(refused,)), module, 2)
+    unfit = replace(plan(ddp_default(workload), workload, 2), messages=(refused,))
+    check_fit(unfit, trainable_parameters(module), 2)
 
 
 def export():

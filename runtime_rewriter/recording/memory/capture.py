@@ -23,7 +23,6 @@ from autotune.errors import InvalidInput
 from autotune.recordings.memory_file import NOT_RECORDED, RecordedMemory
 from autotune.recordings.memory_profile import FixedShare
 from autotune.strategy_space.plan import Plan
-from runtime_rewriter.pytorch.agreement import assumed_workload
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.module_hooks import ModuleHook
 from runtime_rewriter.pytorch.observers import BackwardObserver
@@ -60,8 +59,7 @@ class MemoryCapture(BackwardObserver):
         self._call_hooks: tuple[RemovableHandle, ...] = ()
         self._collectives_before = 0
         if plan is None:
-            workload = assumed_workload(synchronizer.module)
-            plan = profiling_plan(workload, synchronizer.ranks.size)
+            plan = profiling_plan(synchronizer.workload, synchronizer.ranks.size)
         synchronizer.load(plan, deferred=True)
         synchronizer.observers.append(self)
         # before the listener that reads `done` at the same boundary

@@ -136,6 +136,35 @@ def frozen_midway(run: Run) -> None:
     train(run, model, sgd(model), freeze)
 
 
+def frozen_before_the_plan(run: Run) -> None:
+    """The plan of a trial is loaded while a part is frozen, which trains again later."""
+    net = Net()
+    model = run.wrap(net, find_unused_parameters=True)
+    net.a.requires_grad_(False)
+    train(run, model, sgd(model), lambda step: net.a.requires_grad_(step > 3))
+
+
+def frozen_in_another_forward(run: Run) -> None:
+    """As a generator is while a discriminator trains: a trial's plan is loaded then."""
+    net = Net()
+    model = run.wrap(net)
+
+    def generate(step: int) -> None:
+        net.requires_grad_(False)
+        run.see(model(data(run, 100 + step)))
+        net.requires_grad_(True)
+
+    train(run, model, adam(model), generate)
+
+
+def parameter_added_midway(run: Run) -> None:
+    """DDP averages only those that it wrapped."""
+    net = Net()
+    model = run.wrap(net)
+    net.added = nn.Parameter(torch.ones(2))
+    train(run, model, sgd(model))
+
+
 def rewound(run: Run) -> None:
     model = run.wrap(Net())
     optimizer = adam(model)
