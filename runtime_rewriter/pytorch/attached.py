@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.utils import _sync_module_states, _verify_param_shape_across_processes
 from torch.utils.hooks import RemovableHandle
 
+from autotune.errors import SynchronizationError
 from autotune.strategy_space.plan import Plan
 from runtime_rewriter.pytorch.byte_scale import parts_of
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
@@ -85,6 +87,26 @@ class AttachedSynchronizer(HookedSynchronizer):
         self._broadcast_buffers = broadcast_buffers
         self._sync_next = True
         self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self._forward_seen = False  # since the plan was loaded
+        self.cross_step.check_step = self._check_step
+
+    def load(self, plan: Plan | None, *, deferred: bool = False) -> None:
+        super().load(plan, deferred=deferred)
+        self._forward_seen = False
+
+    def _check_step(self, numbers: Mapping[int, int]) -> None:
+        """Refuse a step on gradients of a backward pass that cannot have been synchronized."""
+        if self._forward_seen or self.plan is None or not self._synchronizing:
+            return
+        stepped = (p for p in self.parameters if id(p) in numbers and p.grad is not None)
+        # Zeros, by which tools for checkpoints make optimizers create their state, are the same
+        # on all ranks.
+        if any(torch.count_nonzero(_dense_values(p.grad)) for p in stepped):
+            raise SynchronizationError(
+                "each backward pass must follow a call of the model itself, model(x), but an "
+                "optimizer steps with gradients and the model has not been called since its plan "
+                "was loaded; call it: its methods and .forward bypass synchronization"
+            )
 
     def _before(self, module: nn.Module, inputs: object) -> None:
         training = torch.is_grad_enabled()
@@ -101,6 +123,7 @@ class AttachedSynchronizer(HookedSynchronizer):
         self._sync_next = training and self._synchronizing
         if training:
             self._driven.before_forward(self._synchronizing)
+            self._forward_seen = True
             self.forward_starts()
 
     def _sent_buffers(self) -> list[torch.Tensor]:
@@ -112,6 +135,10 @@ class AttachedSynchronizer(HookedSynchronizer):
         if torch.is_grad_enabled():
             self._driven.after_forward(self._synchronizing)
             self.after_forward(output)
+
+
+def _dense_values(gradient: Any) -> Any:
+    return gradient._values() if gradient.is_sparse else gradient
 
 
 def attach(

@@ -127,6 +127,8 @@ class CrossStepUpdates:
         """An optimizer whose step() synchronizes and then calls step() of its base class, which
         alone updates."""
         self._inside_outer = False
+        self.check_step: Callable[[Mapping[int, int]], None] | None = None
+        """Called before a step of an optimizer with the identities of its parameters; may raise."""
         ours = self._position_of.keys()
         self._modules = UnseenModules(ours, lambda _: self.flush())
         self._functions = UnseenFunctions(self.flush)
@@ -411,6 +413,8 @@ class CrossStepUpdates:
         numbers = group_numbers(optimizer)
         if self._position_of.keys().isdisjoint(numbers):
             return
+        if self.check_step is not None:
+            self.check_step(numbers)
         self._end_interrupted_step()
         given = (*args[1:], kwargs.get("closure"))  # step(None) is a plain step
         closure = any(value is not None for value in given)
