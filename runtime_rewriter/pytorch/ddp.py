@@ -145,7 +145,7 @@ class PlannedDataParallel(DistributedDataParallel):
         else:
             output = self._planned_forward(*inputs, **kwargs)
             self._leave_reducer_idle(backend)
-        synchronizer.after_forward(output)
+        synchronizer.after_forward(output, self.require_backward_grad_sync and answered)
         return output
 
     def _place_own_reducer(self, backend: DdpBackend) -> None:

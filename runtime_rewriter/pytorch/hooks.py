@@ -52,6 +52,8 @@ from runtime_rewriter.pytorch.packing import Packing, build_transfers
 from runtime_rewriter.pytorch.planned_pass import PlannedPass, interrupted
 from runtime_rewriter.pytorch.step_boundaries import StepBoundaries
 
+BACKWARD_INSIDE = "backward() runs inside the forward pass (Lightning's manual optimization)"
+
 
 class GradientSynchronizer:
     """Synchronizes the gradients of `module` over `process_group` by the loaded plan.
@@ -129,6 +131,7 @@ class GradientSynchronizer:
         self._synchronizing = True
         self._reachable: set[int] = set()
         self._versions: list[int | None] = []
+        self._backward_inside = False
         self._requested = False  # whether the last forward pass was to be synchronized
         self._armed = self._begun = False
         self._packing: Packing | None = None
@@ -270,6 +273,7 @@ class GradientSynchronizer:
     def _check_plan(self, plan: Plan) -> None:
         reason = (
             self.refusal_reason()
+            or (BACKWARD_INSIDE if self._backward_inside else "")
             or (self.direct_refused if plan.direct else "")
             or scaled_refusal_reason(plan, self.byte_scale)
         )
@@ -413,9 +417,15 @@ class GradientSynchronizer:
             observer.on_forward_start()
 
     @torch.compiler.disable
-    def after_forward(self, output: object) -> None:
-        """Call last in every forward pass with gradients: find where its backward pass starts."""
+    def after_forward(self, output: object, still_requested: bool = True) -> None:
+        """Call last in every forward pass with gradients: find where its backward pass starts.
+
+        `still_requested`: the script has not decided during the pass against synchronizing it.
+        """
         self.cross_step.forward_ended()
+        if self._requested and not still_requested:
+            self._end_backward_inside()
+            return
         # As in DDP, a forward pass under no_sync() leaves an earlier one to be synchronized.
         self._armed |= self._requested
         if not self._armed or (self._plan is None and not self._ends_matter):
@@ -431,6 +441,14 @@ class GradientSynchronizer:
             self._reachable |= reachable_variables(tensors, self._index_of)
         for observer in tuple(self.observers):
             observer.on_forward_output(tensors)
+
+    def _end_backward_inside(self) -> None:
+        """End a step whose backward pass the script ran in the forward pass, by DDP's reducer."""
+        self._backward_inside = True
+        if self._plan is not None:
+            raise InvalidStrategy(f"plan {self._plan.id} cannot be enacted: {BACKWARD_INSIDE}")
+        self.boundaries.due = True
+        self.boundaries.backward_ended()
 
     @torch.compiler.disable
     def before_evaluation(self) -> None:

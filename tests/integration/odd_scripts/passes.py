@@ -118,6 +118,40 @@ def heads_that_ddp_refuses(run: Run) -> None:
         run.see("second time" in str(error))
 
 
+class Manual(nn.Module):
+    """Lightning's module with manual optimization: the forward pass of DDP makes whole steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.step: Callable[[Tensor], None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = self.net(x).square().mean()
+        self.step(loss)
+        return loss.detach()
+
+
+def backward_inside_the_forward_pass(run: Run) -> None:
+    """As `lightning.pytorch.overrides.distributed.prepare_for_backward` and its callers do."""
+    net = Manual()
+    model = run.wrap(net)
+    optimizer = sgd(model)
+
+    def make_step(loss: Tensor) -> None:
+        optimizer.zero_grad()
+        model.reducer._rebuild_buckets()
+        model.reducer.prepare_for_backward([])
+        loss.backward()
+        optimizer.step()
+        model.require_backward_grad_sync = False
+
+    net.step = make_step
+    for step in range(STEPS):
+        run.see(model(data(run, step)))
+        model.require_backward_grad_sync = True
+
+
 class Keeping(nn.Module):
     """Keeps what it returns."""
 
