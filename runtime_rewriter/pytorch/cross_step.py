@@ -415,6 +415,11 @@ class CrossStepUpdates:
             return
         if self.check_step is not None:
             self.check_step(numbers)
+        if self._device.capturing:
+            self.forbidden = (
+                "the script captures a step of its optimizer in a CUDA graph, whose replays update "
+                "unseen"
+            )
         self._end_interrupted_step()
         given = (*args[1:], kwargs.get("closure"))  # step(None) is a plain step
         closure = any(value is not None for value in given)

@@ -68,6 +68,8 @@ _FUNCTIONS: tuple[tuple[Any, str], ...] = (
     (torch._C, "DisableTorchFunction"),
     (torch._C, "DisableTorchFunctionSubclass"),
     (torch.autograd, "_engine_run_backward"),
+    (torch.cuda.CUDAGraph, "capture_begin"),
+    (torch.cuda.CUDAGraph, "replay"),
 )
 """What runs before tensors are passed on unseen."""
 _COPYING: tuple[tuple[Any, str], ...] = (

@@ -31,6 +31,11 @@ class Device:
             torch.cuda.current_stream(self.device).synchronize()
         return time.perf_counter()
 
+    @property
+    def capturing(self) -> bool:
+        """Whether the current stream's work is captured in a CUDA graph and does not run."""
+        return self._cuda and torch.cuda.is_current_stream_capturing()
+
     def mark(self) -> Mark:
         """A point in time on the device's own queue, without waiting for it."""
         if not self._cuda:

@@ -1,0 +1,24 @@
+"""Functions that read tensors unseen are announced while variables are watched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from runtime_rewriter.pytorch.unseen_calls import UnseenFunctions
+
+
+@pytest.mark.parametrize("name", ["capture_begin", "replay"])
+def test_a_cuda_graph_is_announced_before_it_is_captured_or_replayed(name: str) -> None:
+    """The call itself fails without a graph; it comes after the announcement."""
+    announced: list[str] = []
+    unseen = UnseenFunctions(lambda: announced.append(name))
+    original = getattr(torch.cuda.CUDAGraph, name)
+    unseen.watch()
+    try:
+        with pytest.raises((TypeError, RuntimeError, AttributeError)):
+            getattr(torch.cuda.CUDAGraph, name)(None)
+    finally:
+        unseen.stop()
+    assert announced == [name]
+    assert getattr(torch.cuda.CUDAGraph, name) is original
