@@ -3,12 +3,13 @@
 TorchScript, function transforms (`torch.func`) and the C++ fast path of an evaluating
 `nn.TransformerEncoder` read parameters without any Python function that could be watched, or
 compute in another way if they are watched; a trace records how they are read. So everything is
-flushed before a scripted function or a transform runs and, outside the model's own forward pass,
-before a scripted module or one with parameters of ours that evaluates or is being traced. The same
-holds where the script switches `__torch_function__` off, and before another backward pass: autograd
-adds to a gradient in C++. Inside the forward pass that learns the reads, the parameters of such a
-module count as unseen. Functions that copy the values of any argument (`torch.tensor`) look for
-watched ones among them.
+flushed before a scripted function, a method of a scripted module or a transform runs, and before a
+scripted module is saved or copied. Outside the model's own forward pass, so it is before a scripted
+module or one with parameters of ours that evaluates or is being traced. The same holds before a
+CUDA graph is captured or replayed, where the script switches `__torch_function__` off, and before
+another backward pass: autograd adds to a gradient in C++. Inside the forward pass that learns the
+reads, the parameters of such a module count as unseen. Functions that copy the values of any
+argument (`torch.tensor`) look for watched ones among them.
 """
 
 # mypy: allow-untyped-calls
@@ -61,6 +62,13 @@ class UnseenModules:
 
 _FUNCTIONS: tuple[tuple[Any, str], ...] = (
     (torch._C.ScriptFunction, "__call__"),
+    (torch._C.ScriptMethod, "__call__"),
+    (torch.jit.RecursiveScriptModule, "save"),
+    (torch.jit.RecursiveScriptModule, "save_to_buffer"),
+    (torch.jit.RecursiveScriptModule, "_save_for_lite_interpreter"),
+    (torch.jit.RecursiveScriptModule, "_save_to_buffer_for_lite_interpreter"),
+    (torch.jit.RecursiveScriptModule, "__deepcopy__"),
+    (torch._C, "_freeze_module"),
     (eager_transforms, "grad_increment_nesting"),
     (eager_transforms, "jvp_increment_nesting"),
     (eager_transforms, "_func_increment_nesting"),
@@ -82,8 +90,9 @@ _COPYING: tuple[tuple[Any, str], ...] = (
 )
 """Functions that copy the values of their arguments without asking them."""
 _REPLACED = _FUNCTIONS + _COPYING
-_READS_NONE = "torch.autograd.profiler"
-"""The module that calls one of them around every step of an optimizer, and reads no tensor."""
+_ANNOUNCE_NONE = ("torch.autograd.profiler", "torch.nn.modules.module")
+"""Modules whose calls need no flush: the first calls one of them around every step of an optimizer,
+and reads no tensor; the second calls scripted modules, which `UnseenModules` notices."""
 
 
 class UnseenFunctions:
@@ -119,7 +128,7 @@ class UnseenFunctions:
 
 def _announced(own: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
-        if sys._getframe(1).f_globals.get("__name__") != _READS_NONE:
+        if sys._getframe(1).f_globals.get("__name__") not in _ANNOUNCE_NONE:
             for watching in tuple(UnseenFunctions._watching):
                 watching._on_call()
         return own(*args, **kwargs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import warnings
 from typing import Any
 
@@ -22,6 +24,51 @@ def script(what: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # still in use
         return torch.jit.script(what)
+
+
+class Encoding(Net):
+    """A method of the scripted module reads weights, and no call of the module."""
+
+    @torch.jit.export
+    def encode(self, x: Tensor) -> Tensor:
+        return self.c(x)
+
+
+def method_of_a_scripted_module(run: Run) -> None:
+    net = Encoding()
+    model = run.wrap(net)
+    scripted = script(net)
+    train(run, model, sgd(model), lambda step: run.see(scripted.encode(torch.ones(2, 8))))
+
+
+def forward_of_a_scripted_module(run: Run) -> None:
+    net = Net()
+    model = run.wrap(net)
+    scripted = script(net.b)
+    train(run, model, sgd(model), lambda step: run.see(scripted.forward(torch.ones(2, 8))))
+
+
+def scripted_module_saved(run: Run) -> None:
+    net = Net()
+    model = run.wrap(net)
+    scripted = script(net.b)
+
+    def save(step: int) -> None:
+        saved = io.BytesIO()
+        torch.jit.save(scripted, saved)
+        saved.seek(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            run.see(torch.jit.load(saved)(torch.ones(2, 8)))
+
+    train(run, model, sgd(model), save)
+
+
+def scripted_module_copied(run: Run) -> None:
+    net = Net()
+    model = run.wrap(net)
+    scripted = script(net.b)
+    train(run, model, adam(model), lambda step: run.see(copy.deepcopy(scripted)(torch.ones(2, 8))))
 
 
 def total(x: Tensor) -> Tensor:
