@@ -235,11 +235,11 @@ class CrossStepUpdates:
             self._pending = {
                 position: _Pending(parameters[position].grad) for position in positions
             }
-            own_unwatchable, unwatchable = self._unwatchable()
+            watchable, unwatchable = self._watchable()
             # Before anything is flushed: averages that have arrived here, and are still under way
             # on another rank, must answer with the same norms.
             if self._answering.loaded:
-                self._answer(p for p in self._pending if p not in own_unwatchable)
+                self._answer(watchable)
             self.flush_variables(unwatchable)
             for position, pending in self._pending.items():
                 assert pending.gradient is not None
@@ -259,16 +259,15 @@ class CrossStepUpdates:
                     position, pending.gradient, flush, self._lock
                 )
 
-    def _unwatchable(self) -> tuple[set[int], set[int]]:
-        """Pending variables without a gradient whose reads can be detected, and those that must not
-        stay pending: these, and variables whose own reads cannot be detected."""
-        gradients = {
-            position: pending.gradient
-            for position, pending in self._pending.items()
-            # Without a gradient, step() would take the variable for unused.
-            if pending.gradient is not None and can_watch(pending.gradient)
-        }
-        watchable = without_alias(gradients)
+    def without_answer(self, positions: Iterable[int]) -> set[int]:
+        """Those of `positions` whose gradients, as they are now, cannot answer with norms."""
+        gradients = {position: self._parameters[position].grad for position in positions}
+        return gradients.keys() - _watchable_of(gradients)
+
+    def _watchable(self) -> tuple[set[int], set[int]]:
+        """Pending variables with a gradient whose reads can be detected, and those that must not
+        stay pending: all others, and variables whose own reads cannot be detected."""
+        watchable = _watchable_of({p: pending.gradient for p, pending in self._pending.items()})
         unseen = self.unseen
         parameters = {
             position: self._parameters[position]
@@ -277,7 +276,7 @@ class CrossStepUpdates:
             and position not in unseen
             and can_watch(self._parameters[position])
         }
-        return self._pending.keys() - watchable, self._pending.keys() - without_alias(parameters)
+        return watchable, self._pending.keys() - without_alias(parameters)
 
     def _on_read(self, position: int, _: Tensor) -> None:
         self.flush_variables((position,))
@@ -515,3 +514,11 @@ class CrossStepUpdates:
     def _stop_watching_calls(self) -> None:
         self._modules.stop()
         self._functions.stop()
+
+
+def _watchable_of(gradients: Mapping[int, Tensor | None]) -> set[int]:
+    """The keys of the gradients whose reads can be detected.
+
+    Without a gradient, step() would take the variable for unused.
+    """
+    return without_alias({p: g for p, g in gradients.items() if g is not None and can_watch(g)})

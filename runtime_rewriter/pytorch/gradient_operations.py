@@ -20,7 +20,12 @@ from runtime_rewriter.pytorch.clipping_norms import norms_of
 
 
 class GradientOperations(Protocol):
-    """The operations of one gradient, with the results of torch's own on its final values."""
+    """The operations of one gradient, with the results of torch's own on its final values.
+
+    `ended`: torch's own are called from now on.
+    """
+
+    ended: bool
 
     def norm(self) -> Tensor:
         """Return its 2-norm, 0-dimensional and of its dtype."""
@@ -119,6 +124,8 @@ WITHOUT_READING: dict[Any, Callable[..., Any]] = {
 
 class PlainOperations:
     """The operations on values that are there."""
+
+    ended = False
 
     def __init__(self, gradient: Tensor) -> None:
         self._gradient = gradient

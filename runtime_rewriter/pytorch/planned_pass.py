@@ -207,7 +207,9 @@ class PlannedPass:
         self._drain()
         assert self._next == len(self._transfers)
         if self._norms is not None:
-            self._norms.issue()
+            everything = range(len(self._names))
+            from_values = self._cross_step.without_answer(everything) if crossing else everything
+            self._norms.issue(from_values)
             for number in self._results:
                 self._transfers[number].issue_results(self._norms.lane)
         unused = self._agree_on_unused() if self._find_unused else frozenset()

@@ -4,8 +4,9 @@ A watched tensor is the same object with another class until it is read. torch p
 and method called with it to `__torch_function__` first: in forward passes, optimizers,
 `clip_grad_norm_`, `state_dict` and the script's own lines. There the callback runs and the object
 gets its class back. So every use of a value still under way waits for it, and an unwatched tensor
-costs nothing. Queries that do not depend on the values (shape, dtype, whether there is a gradient)
-are not reads.
+costs nothing. A gradient whose value is there may stay watched for its operations alone: every
+other function gets it with its own class. Queries that do not depend on the values (shape, dtype,
+whether there is a gradient) are not reads.
 
 A few functions take tensors without asking their classes, the methods of process groups among them.
 They look for watched tensors among their arguments from `notice_arguments` on. Other reads outside
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from threading import Lock, RLock
@@ -38,7 +39,7 @@ from runtime_rewriter.pytorch.gradient_operations import WITHOUT_READING, Gradie
 
 OnRead = Callable[[Tensor], None]
 
-_Watch = tuple[OnRead, GradientOperations | None]
+_Watch = tuple[OnRead | None, GradientOperations | None]
 _WATCH = "_autotune_watch"
 """Attribute of a watched tensor: its `_Watch`, a new one every time that it is watched."""
 _NOTICES = "_autotune_notices"
@@ -67,6 +68,13 @@ _METHODS = (
     "element_size",
     "register_hook",
 )
+_DATA: Any = Tensor.data
+_UNCOUNTED = frozenset(
+    [getattr(Tensor, name) for name in ("numpy", "__array__", "__dlpack__", "data_ptr", "set_")]
+    + [getattr(Tensor, name) for name in ("storage", "untyped_storage", "_typed_storage")]
+    + [_DATA.__get__, _DATA.__set__]
+)
+"""Functions that let a script change values without torch counting it in their version."""
 _GRAD: Any = Tensor.grad
 _SET_GRAD = _GRAD.__set__
 _REQUIRES_GRAD: Any = Tensor.requires_grad
@@ -92,8 +100,12 @@ class _Watched(Tensor):
             if result is not NotImplemented:
                 return result
         if func not in _NO_READS and not (func == _SET_GRAD and args[1] is None):
-            for tensor in list(_watched_in((args, tuple(kwargs.values())))):
+            tensors = list(_watched_in((args, tuple(kwargs.values()))))
+            for tensor in tensors:
                 _read(tensor)
+            if any(map(_is_there, tensors)):
+                with _plain_class(tensors, counted=func not in _UNCOUNTED):
+                    return func(*args, **kwargs)
         # The same as a call under DisableTorchFunctionSubclass at half the cost, which matters:
         # optimizers ask every variable for its gradient.
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs)  # type: ignore[arg-type]
@@ -101,11 +113,13 @@ class _Watched(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # torch's own reads the class before the values.
         _read(self)
-        return self.__deepcopy__(memo)
+        with _plain_class([self]):
+            return self.__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _read(self)
-        return self.__reduce_ex__(protocol)
+        with _plain_class([self]):
+            return self.__reduce_ex__(protocol)
 
 
 class _WatchedParameter(_Watched, Parameter):
@@ -119,7 +133,8 @@ _PLAIN: dict[type, Any] = {watched: plain for plain, watched in _WATCHED_AS.item
 def _shared(tensor: Tensor) -> Any:
     """What multiprocessing sends of a tensor."""
     _read(tensor)
-    return reduce_tensor(tensor)
+    with _plain_class([tensor], counted=False):
+        return reduce_tensor(tensor)
 
 
 for _plain, _watched in _WATCHED_AS.items():
@@ -140,11 +155,14 @@ def script_compiles() -> bool:
     return utils is not None and bool(utils.counters["frames"])
 
 
-def watch(tensor: Tensor, on_read: OnRead, operations: GradientOperations | None = None) -> None:
+def watch(
+    tensor: Tensor, on_read: OnRead | None, operations: GradientOperations | None = None
+) -> None:
     """Call `on_read(tensor)` once, before the next operation on its values. `can_watch` must
     hold.
 
-    `operations`: carry out norms and scaling without a read.
+    `operations`: carry out norms and scaling without a read. None for `on_read`: the value is
+    there, and the operations go on until `unwatch`.
     """
     with _CHANGING:
         setattr(tensor, _WATCH, (on_read, operations))
@@ -178,10 +196,35 @@ def _read(tensor: Tensor) -> None:
         watched: _Watch | None = getattr(tensor, _WATCH, None)
         if watched is None:
             return  # the value is there: another thread's read or flush came first
+        if watched[0] is None:
+            return
         watched[0](tensor)
         # Not after an exception, in a signal handler, say: the value is still to come. With `only`,
         # as another thread may watch it again by now.
         unwatch(tensor, only=watched)
+
+
+def _is_there(tensor: Tensor) -> bool:
+    """Whether the tensor is watched for its operations alone."""
+    watched: _Watch | None = getattr(tensor, _WATCH, None)
+    return watched is not None and watched[0] is None
+
+
+@contextmanager
+def _plain_class(tensors: Iterable[Tensor], counted: bool = True) -> Iterator[None]:
+    """Give the tensors whose value is there their own class inside.
+
+    Unless changes of their values are `counted`, they have no operations of ours afterwards.
+    """
+    answering = [(tensor, getattr(tensor, _WATCH)) for tensor in tensors if _is_there(tensor)]
+    for tensor, watched in answering:
+        unwatch(tensor, only=watched)
+    try:
+        yield
+    finally:
+        for tensor, (_, operations) in answering if counted else ():
+            if not (is_watched(tensor) or operations is None or operations.ended):
+                watch(tensor, None, operations)
 
 
 def _operations_of(tensor: Tensor) -> GradientOperations | None:
@@ -240,9 +283,11 @@ def noticing(own: Callable[..., Any]) -> Callable[..., Any]:
     """Return `own` behind a read of all watched tensors among its arguments."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        for tensor in list(_watched_in((args, tuple(kwargs.values())))):
+        tensors = list(_watched_in((args, tuple(kwargs.values()))))
+        for tensor in tensors:
             _read(tensor)
-        return own(*args, **kwargs)
+        with _plain_class(tensors, counted=False):
+            return own(*args, **kwargs)
 
     setattr(call, _NOTICES, True)
     return call

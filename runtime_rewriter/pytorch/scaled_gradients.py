@@ -4,9 +4,9 @@ All ranks know the norms before the averages (`exchange.norms`). So a script tha
 global norm, or whose `GradScaler` looks for infinities, need not wait for the averages: it gets the
 norms, and its factors are applied when an average arrives, by the functions that it called.
 
-A gradient that has arrived keeps answering with the same norm until it is read or the optimizer
-steps. Otherwise ranks on which other averages have arrived would scale by other factors, in the
-last bit, wherever a norm is a sum over parts.
+A gradient that has arrived keeps answering with the same norm until the optimizer steps, or until
+it may be changed uncounted. Otherwise ranks on which other averages have arrived, or that read
+gradients, would scale by other factors, in the last bit, wherever a norm is a sum over parts.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -50,6 +50,7 @@ class ScaledGradient:
         self._deferred: list[Callable[[PlainOperations], None]] = []
         self._factors: list[Tensor] = []
         self._version: int | None = None  # of the values, from the arrival on
+        self.ended = False
 
     def norm(self) -> Tensor:
         norms = self._norms()
@@ -62,10 +63,13 @@ class ScaledGradient:
             return self._plain.norm()
 
     def _known_norm(self, norms: GradientNorms) -> Tensor | None:
-        """The norm by the norms of the pass; None unless torch's own would have the same bits.
+        """The norm by the norms of the pass; None unless torch's own would have the same bits, or
+        if all ranks compute it.
 
         Multiplying by a power of two changes only exponents, so it commutes with the norm.
         """
+        if self._position in norms.from_values:
+            return None
         if self._version not in (None, self._plain.version):
             return None  # the script has changed the values in another way
         norm = norms.norms[self._position]
@@ -150,10 +154,10 @@ class AnsweringGradients:
         return self._known
 
     def arrived(self, position: int) -> None:
-        """Let a gradient answer until it is read, if no optimizer has stepped."""
+        """Let a gradient that is there still answer, if no optimizer has stepped."""
         scaled = self._scaled.get(position)
         if scaled is not None:
-            watch(scaled.gradient, _no_wait, scaled)
+            watch(scaled.gradient, None, scaled)
 
     def end(self, positions: Iterable[int] | None = None) -> None:
         """Let the gradients at `positions` answer no more: what follows their update is a read.
@@ -164,13 +168,10 @@ class AnsweringGradients:
             scaled = self._scaled.pop(position, None)
             if scaled is None:
                 continue
+            scaled.ended = True
             if scaled.arrived:
                 unwatch(scaled.gradient)
             else:
                 stop_operations(scaled.gradient)
         if positions is None:
             self._known = None
-
-
-def _no_wait(_: Tensor) -> None:
-    """The value is there."""

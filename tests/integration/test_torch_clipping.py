@@ -5,6 +5,7 @@ Every script runs under torch's DDP, too. It must see the same norms and get the
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import time
@@ -22,7 +23,7 @@ from ddp_pair import gradients, pair
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch_plans import Tied, loss_of, mixed, uniform
-from torch_world import DEVICE, on_ranks
+from torch_world import DEVICE, on_ranks, seeded
 
 from autotune.errors import InvalidStrategy
 from autotune.strategy_space.plan import Plan
@@ -319,11 +320,15 @@ def test_norms_are_the_same_on_a_rank_on_which_the_averages_have_arrived(
         run = Run(model, rank)
         with early_messages() if rank == 0 else late_messages():
             script(run)
-        for tensor in (*run.seen, *(parameter.detach() for parameter in model.parameters())):
-            of_first = tensor.clone()
-            dist.broadcast(of_first, src=0)
-            assert torch.equal(tensor, of_first)
+        assert_same_on_all_ranks(run.seen, model)
         model.synchronizer.close()
+
+
+def assert_same_on_all_ranks(norms: list[Tensor], model: nn.Module) -> None:
+    for tensor in (*norms, *(parameter.detach() for parameter in model.parameters())):
+        of_first = tensor.clone()
+        dist.broadcast(of_first, src=0)
+        assert torch.equal(tensor, of_first)
 
 
 def hierarchical(module: nn.Module, world_size: int) -> Plan:
@@ -412,6 +417,80 @@ def clips_now_and_then(run: Run) -> None:
 def test_ranks_need_not_read_the_same(rank: int, script: Script) -> None:
     """Norms are sent in every step, so no rank waits for a call of another."""
     assert check_script(rank, 2, script, whole, bitwise=True)
+
+
+def read_twice_on_one_rank(run: Run) -> None:
+    """Rank 0 alone reads all gradients, copies and prints them before all ranks clip."""
+    clips_after(run, lambda step: run.rank == 0 and step > 3)
+
+
+def read_first_on_one_rank(run: Run) -> None:
+    """So no update of rank 0 crosses the step, and those of rank 1 do."""
+    clips_after(run, lambda step: run.rank == 0 and step < 4)
+
+
+def clips_after(run: Run, reads: Callable[[int], bool]) -> None:
+    optimizer = run.sgd()
+    for step in range(8):
+        optimizer.zero_grad()
+        run.loss(step).backward()
+        if reads(step):
+            for gradient in gradients(run.model):
+                assert torch.equal(copy.deepcopy(gradient), gradient.detach())
+                assert repr(gradient).startswith("tensor(")
+        run.see(clip_grad_norm_(run.model.parameters(), CLIP))
+        optimizer.step()
+        run.stepped()
+
+
+class UsedOnRankZero(nn.Module):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.shared, self.extra = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.shared(x)
+        return self.extra(hidden) if self.rank == 0 else hidden
+
+
+def clips_an_unused_variable(run: Run) -> None:
+    optimizer = run.sgd()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x = torch.randn(4, 64, generator=seeded(10 * step + run.rank))
+        run.model(x).square().mean().backward()
+        run.see(clip_grad_norm_(run.model.parameters(), CLIP))
+        optimizer.step()
+        run.stepped()
+
+
+@on_ranks(2, each=(scattered, direct, cut_all_reduces))
+def test_ranks_scale_by_the_same_norms_whatever_they_read_or_use(
+    rank: int, build: Callable[[nn.Module, int], Plan]
+) -> None:
+    """Of variables in parts, whose norms differ from torch's in the last bits."""
+    crossed = {}
+    for script in (read_on_one_rank, read_twice_on_one_rank, read_first_on_one_rank):
+        torch.manual_seed(0)
+        run = Run(PlannedDataParallel(Tied()), rank)
+        run.model.synchronizer.load(build(run.model.module, 2))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            script(run)
+        norms = run.seen if script is not read_on_one_rank else []
+        assert_same_on_all_ranks(norms, run.model)
+        crossed[script] = run.crossed
+        run.model.synchronizer.close()
+    assert crossed[read_twice_on_one_rank]
+    assert crossed[read_first_on_one_rank] == (rank == 1)
+    torch.manual_seed(0)
+    run = Run(PlannedDataParallel(UsedOnRankZero(rank), find_unused_parameters=True), rank)
+    run.model.synchronizer.load(build(run.model.module, 2))
+    clips_an_unused_variable(run)
+    assert_same_on_all_ranks(run.seen, run.model)
+    assert run.crossed
+    run.model.synchronizer.close()
 
 
 @on_ranks(2, each=("int8", "fp16", "top_k"))

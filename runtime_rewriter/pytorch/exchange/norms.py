@@ -9,14 +9,15 @@ are the sums sent.
 | V | variables, in the order of the model |
 
 A variable that one rank owns whole has the bits of torch's norm of its gradient. One in parts has
-the root of the sum of their squares, so it differs in the order of the reduction.
+the root of the sum of their squares, so it differs in the order of the reduction. All ranks must
+scale by the same bits. So where one rank must compute a norm from the values, all ranks do.
 """
 
 # mypy: untyped-calls-exclude=torch
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,15 +29,19 @@ from runtime_rewriter.pytorch.clipping_norms import aligned, all_finite, norms_o
 from runtime_rewriter.pytorch.exchange.lanes import Flight, Lanes
 from runtime_rewriter.pytorch.exchange.transfer import Transfer
 
-_WHOLE, _SQUARES, _NON_FINITE = range(3)
+_WHOLE, _SQUARES, _NON_FINITE, _FROM_VALUES = range(4)
 
 
 @dataclass(frozen=True)
 class GradientNorms:
-    """`norms` (V,): float64. `non_finite` (V,): whether the gradient has an infinity or NaN."""
+    """`norms` (V,): float64. `non_finite` (V,): whether the gradient has an infinity or NaN.
+
+    `from_values`: positions of the variables whose norm every rank computes from the average.
+    """
 
     norms: Tensor
     non_finite: Tensor
+    from_values: frozenset[int]
 
 
 class NormExchange:
@@ -54,24 +59,31 @@ class NormExchange:
         self.lane = 1 + max(transfer.last_lane for transfer in transfers)
         """The lane of the norms. No sum is sent on an earlier one."""
         self._group = lanes.norms()
-        # By position: norms of whole variables, squares of parts, numbers of non-finite parts.
+        # By position: norms of whole variables, squares of parts, numbers of non-finite parts, and
+        # of ranks that compute the norm from the values.
         self._sent = torch.zeros(
-            3, len(parameters), dtype=torch.float64, device=lanes.device.device
+            4, len(parameters), dtype=torch.float64, device=lanes.device.device
         )
         self._flight: Flight | None = None
+        self._from_values: list[int] = []
         # By the owned parts of a transfer: positions, and whether they are whole variables.
         self._places: dict[tuple[tuple[int, bool], ...], tuple[Tensor, Tensor]] = {}
 
-    def issue(self) -> None:
-        """Start behind all messages of the pass. Every rank calls it, whatever it reads."""
+    def issue(self, from_values: Collection[int]) -> None:
+        """Start behind all messages of the pass. Every rank calls it, whatever it reads.
+
+        `from_values`: positions of the variables whose norm this rank computes from the average.
+        """
+        self._from_values = sorted(from_values)
         self._flight = self._lanes.run([(self.lane, self._exchange)], number=None)
 
     def wait(self) -> GradientNorms:
         """Wait for the norms of the last pass. Raises `SynchronizationError` if a rank is gone."""
         assert self._flight is not None, "norms are issued with every pass"
         self.end_last()
-        whole, squares, non_finite = self._sent.clone()
-        return GradientNorms(whole + squares.sqrt(), non_finite > 0)
+        whole, squares, non_finite, ranks = self._sent.clone()
+        from_values = frozenset(ranks.nonzero().flatten().tolist())
+        return GradientNorms(whole + squares.sqrt(), non_finite > 0, from_values)
 
     def end_last(self) -> None:
         """Wait until the norms of the last pass, if any, need its sums no more.
@@ -92,6 +104,8 @@ class NormExchange:
     def _exchange(self) -> dist.Work | None:
         """Runs on the lane's thread; later messages on the lane wait until it has ended."""
         self._sent.zero_()
+        if self._from_values:
+            self._sent[_FROM_VALUES, self._from_values] = 1
         for transfer in self._transfers:
             transfer.wait_for_sum()
             self._take(transfer)
