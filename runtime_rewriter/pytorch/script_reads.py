@@ -127,3 +127,5 @@ class ScriptReads:
     def _all_read(self) -> None:
         for position in tuple(self._unread):
             self._read(position)
+        self._modules.stop()
+        self._functions.stop()

@@ -6,10 +6,10 @@ compute in another way if they are watched; a trace records how they are read. S
 flushed before a scripted function, a method of a scripted module or a transform runs, and before a
 scripted module is saved or copied. Outside the model's own forward pass, so it is before a scripted
 module or one with parameters of ours that evaluates or is being traced. The same holds before a
-CUDA graph is captured or replayed, where the script switches `__torch_function__` off, and before
-another backward pass: autograd adds to a gradient in C++. Inside the forward pass that learns the
-reads, the parameters of such a module count as unseen. Functions that copy the values of any
-argument (`torch.tensor`) look for watched ones among them.
+CUDA graph is captured or replayed, where the script switches `__torch_function__` off, before
+another backward pass, where autograd adds to a gradient in C++, and before torch.compile traces.
+Inside the forward pass that learns the reads, the parameters of such a module count as unseen.
+Functions that copy the values of any argument (`torch.tensor`) look for watched ones among them.
 """
 
 # mypy: allow-untyped-calls
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo import trace_rules
 from torch._functorch import eager_transforms
 from torch._functorch import vmap as vmap_transform
 from torch.jit._builtins import _get_builtin_table
@@ -78,8 +79,13 @@ _FUNCTIONS: tuple[tuple[Any, str], ...] = (
     (torch.autograd, "_engine_run_backward"),
     (torch.cuda.CUDAGraph, "capture_begin"),
     (torch.cuda.CUDAGraph, "replay"),
+    (trace_rules, "lookup_inner"),
 )
-"""What runs before tensors are passed on unseen."""
+"""What runs before tensors are passed on unseen.
+
+The last one is called before torch.compile traces a frame. With everything flushed, the functions
+are torch's own again when it lists those that it knows, once for the process.
+"""
 _COPYING: tuple[tuple[Any, str], ...] = (
     (torch, "tensor"),
     (torch, "as_tensor"),

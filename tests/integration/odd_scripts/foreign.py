@@ -168,7 +168,12 @@ def sent_by_multiprocessing(run: Run) -> None:
     train(run, model, sgd(model), send)
 
 
+def add_two(x: Tensor) -> Tensor:
+    return x + torch.tensor(2.0)
+
+
 def compiled_function_midway(run: Run) -> None:
+    torch._dynamo.trace_rules.clear_lru_cache()  # as in a process that has not compiled
     net = Net()
     model = run.wrap(net)
 
@@ -179,5 +184,6 @@ def compiled_function_midway(run: Run) -> None:
                 run.see(torch.compile(torch.sum, backend="eager")(net.a.weight))
 
     train(run, model, sgd(model), read)
+    run.see(torch.compile(add_two, backend="eager", fullgraph=True)(torch.ones(2)))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
