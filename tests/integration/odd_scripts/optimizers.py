@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -41,19 +40,6 @@ def closure_midway(run: Run) -> None:
     train(run, model, optimizer)
     for step in range(3):
         run.see(optimizer.step(partial(closure_of, run, model, optimizer, step)))
-
-
-def optimizer_in_the_backward_pass(run: Run) -> None:
-    """DDP moves its updates behind its own messages in its first forward pass."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torch.distributed.optim import _apply_optimizer_in_backward
-    model = run.wrap(Net())
-    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
-    for step in range(STEPS):
-        loss = loss_of(run, model, step)
-        loss.backward()
-        run.see(loss)
 
 
 def step_none(run: Run) -> None:

@@ -55,10 +55,10 @@ def scripted_module_saved(run: Run) -> None:
 
     def save(step: int) -> None:
         saved = io.BytesIO()
-        torch.jit.save(scripted, saved)
-        saved.seek(0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
+            torch.jit.save(scripted, saved)
+            saved.seek(0)
             run.see(torch.jit.load(saved)(torch.ones(2, 8)))
 
     train(run, model, sgd(model), save)
