@@ -105,13 +105,14 @@ def negotiated(
     `negotiate_s`: agreement of all ranks within a cycle. `phase`: place of the first enqueuing
     between two idle cycles, in [0, 1].
     """
-    period_s = max(settings.cycle_s, negotiate_s)
+    period_s = max(settings.cycle_s, negotiate_s)  # 0: a cycle is always about to begin
     left = deque(sorted(range(len(tensors)), key=lambda tensor: tensors[tensor].at_s))
     cycles: list[NegotiationCycle] = []
     start_s = tensors[left[0]].at_s + phase * period_s if left else 0.0
     while left:
         if (idle_s := tensors[left[0]].at_s - start_s) > 0:
-            start_s += -(-idle_s // period_s) * period_s  # idle cycles
+            idle_cycles = -(-idle_s // period_s) if period_s > 0 else 0.0
+            start_s = max(start_s + idle_cycles * period_s, tensors[left[0]].at_s)
         taken = []
         while left and tensors[left[0]].at_s <= start_s:
             taken.append(left.popleft())

@@ -116,6 +116,14 @@ def test_tensors_enqueued_during_a_transfer_wait_for_its_end() -> None:
     assert last_end_s(cycles) == pytest.approx(cycles[2].start_s + 5.1e-3)
 
 
+def test_without_a_cycle_time_tensors_wait_only_for_transfers() -> None:
+    enqueued = [*tensors(100.0), *tensors(100.0, at_s=2e-3), *tensors(100.0, at_s=2.5e-3)]
+    cycles = negotiated(
+        enqueued, HorovodSettings(cycle_s=0.0), negotiate_s=0.0, batch_s=lambda count, size: 1e-3
+    )
+    assert [cycle.start_s for cycle in cycles] == pytest.approx([0.0, 2e-3, 3e-3])
+
+
 def test_the_replayed_graph_takes_the_time_of_the_simulated_cycles() -> None:
     for settings in (HorovodSettings(), HorovodSettings(10_000, 5e-3), HorovodSettings(0, 0.0)):
         lowering = HorovodLowering(WORKLOAD, cluster(), costs())
