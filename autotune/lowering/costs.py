@@ -72,10 +72,10 @@ class RuntimeCosts:
     | `buffer_s` | a buffer of the module that is broadcast before a forward pass | s |
     | `write_s` | write back one average with all others, except its bytes | s |
     | `unpack_s_per_byte` | the same per byte of the gradient | s/B |
-    | `int8_encode_s`, `int8_encode_s_per_element` | int8: round a message | s |
-    | `int8_decode_s`, `int8_decode_s_per_element` | int8: read a message | s |
+    | `int8_encode_s`, `int8_encode_s_per_element` | int8: round a message of up to four rows | s |
+    | `int8_decode_s`, `int8_decode_s_per_element` | int8: read a message of up to four rows | s |
     | `top_k_find_s`, `top_k_find_s_per_element` | top-k: find the largest elements | s |
-    | `top_k_add_s`, `top_k_add_s_per_element` | top-k: add one rank's elements, per element | s |
+    | `top_k_add_s`, `top_k_add_s_per_element` | top-k: add a payload, per element sent | s |
     | `rows_take_s`, `rows_take_s_per_byte` | sort, scale and pack a rank's sparse rows | s |
     | `rows_add_s`, `rows_add_s_per_byte` | add the rows of all ranks; per byte of all | s |
     | `rows_write_s`, `rows_write_s_per_byte` | write a sum of rows as the gradient | s |

@@ -26,7 +26,6 @@ from autotune.arrays import FloatArray
 from autotune.costs.row_traffic import RowTraffic
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.traffic import DIRECT, Collective
-from autotune.strategy_space.compressors import CodecCosts
 from autotune.strategy_space.plan import Message
 from autotune.strategy_space.shares import Shares, piece_count
 from autotune.strategy_space.strategy import CASTS, ROOTED, Compressor, SparseHandling, Synchronizer
@@ -34,6 +33,9 @@ from autotune.workload import DTYPE_BYTES
 
 COUNT_BYTES = 16.0
 """Two 64-bit numbers per rank: the count of the rows that follow."""
+INT8_ROWS = 4
+"""Rows of the call whose time is `int8_encode_s`, and `int8_decode_s`: `int8` in
+`autotune.jobs.campaign.message_costs`."""
 _ROOTED = (Collective.GATHER, Collective.SCATTER, Collective.REDUCE, Collective.BROADCAST)
 
 
@@ -197,12 +199,12 @@ class _MessageKind:
         n = self.members
         wire_bytes = self.wire_bytes
         if self.first.synchronizer is Synchronizer.DIRECT_EXCHANGE:
-            most = self.most_owned
-            summed_s = self._add_s(n * most) + self._compress_s(most)
+            most, owners = self.most_owned, self._owners
+            summed_s = self._add_s(n * most, n) + self._compress_s(most)
             return (
-                self.step(Collective.PUSH, wire_bytes, self._compress_s(1.0)),
+                self.step(Collective.PUSH, wire_bytes, self._compress_s(1.0, owners)),
                 self.step(Collective.PULL, wire_bytes, summed_s),
-                self.compute(self._add_s(1.0)),
+                self.compute(self._add_s(1.0, owners)),
             )
         if self.first.synchronizer in ROOTED:
             pushed = self.first.synchronizer is Synchronizer.PARAMETER_SERVER
@@ -210,39 +212,57 @@ class _MessageKind:
             return (
                 self.step(Collective.GATHER, wire_bytes, self._compress_s(1.0)),
                 self.step(
-                    back, wire_bytes, prepare_root_s=self._add_s(float(n)) + self._compress_s(1.0)
+                    back, wire_bytes, prepare_root_s=self._add_s(n, n) + self._compress_s(1.0)
                 ),
                 self.compute(self._add_s(1.0)),
             )
         if self.first.compressor.is_quantiser:
             return (
-                self.step(Collective.ALL_TO_ALL, wire_bytes, self._compress_s(1.0)),
+                self.step(Collective.ALL_TO_ALL, wire_bytes, self._compress_s(1.0, n)),
                 self.step(
-                    Collective.ALL_GATHER, wire_bytes, self._add_s(1.0) + self._compress_s(1 / n)
+                    Collective.ALL_GATHER, wire_bytes, self._add_s(1.0, n) + self._compress_s(1 / n)
                 ),
-                self.compute(self._add_s(1.0)),
+                self.compute(self._add_s(1.0, n)),
             )
         return (
             self.step(Collective.ALL_GATHER, n * wire_bytes, self._compress_s(1.0)),
-            self.compute(self._add_s(float(n))),
+            self.compute(self._add_s(n, n)),
         )
 
-    def _compress_s(self, share: float) -> FloatArray:
-        """Compress this share of the elements."""
-        if self.first.compressor.is_quantiser:
-            codec = _codec_costs(self.first.compressor, self.costs)
-            return codec.encode_s + codec.encode_s_per_element * share * self.elements
-        per_element_s = self.costs["top_k_find_s_per_element"]
-        return self.costs["top_k_find_s"] + per_element_s * share * self.elements
+    @property
+    def _owners(self) -> int:
+        """The ranks that own some of a direct exchange: every rank sends a payload to each."""
+        if self.shares is None:
+            return self.members
+        return sum(share > 0 for share in self.shares)
 
-    def _add_s(self, payloads: float) -> FloatArray:
-        """Read payloads of this many ranks and add them."""
-        if self.first.compressor.is_quantiser:
-            codec = _codec_costs(self.first.compressor, self.costs)
-            return codec.decode_s + codec.decode_s_per_element * payloads * self.elements
-        per_element_s = self.costs["top_k_add_s_per_element"]
-        sent_elements = self.wire_bytes / (self.element_bytes + 4)
-        return self.costs["top_k_add_s"] + per_element_s * payloads * sent_elements
+    def _compress_s(self, share: float, payloads: int = 1) -> FloatArray:
+        """Compress this share of the elements into this many payloads."""
+        compressor, costs = self.first.compressor, self.costs
+        elements = share * self.elements
+        codec = compressor.description.costs
+        if codec is not None:
+            # Each payload is read again: what it lost is sent later.
+            each_s = codec.encode_s + codec.decode_s
+            per_element_s = codec.encode_s_per_element + codec.decode_s_per_element
+            return payloads * each_s + per_element_s * elements
+        if compressor.is_quantiser:
+            fixed_s = _calls_of_int8(payloads) * costs["int8_encode_s"]
+            return fixed_s + costs["int8_encode_s_per_element"] * elements
+        return payloads * costs["top_k_find_s"] + costs["top_k_find_s_per_element"] * elements
+
+    def _add_s(self, share: float, payloads: int = 1) -> FloatArray:
+        """Read and add this many payloads, which together have `share` times the elements."""
+        compressor, costs = self.first.compressor, self.costs
+        elements = share * self.elements
+        codec = compressor.description.costs
+        if codec is not None:
+            return payloads * codec.decode_s + codec.decode_s_per_element * elements
+        if compressor.is_quantiser:
+            fixed_s = _calls_of_int8(payloads) * costs["int8_decode_s"]
+            return fixed_s + costs["int8_decode_s_per_element"] * elements
+        sent_elements = share * self.wire_bytes / (self.element_bytes + 4)
+        return payloads * costs["top_k_add_s"] + costs["top_k_add_s_per_element"] * sent_elements
 
     def low_rank(self) -> tuple[Step, ...]:
         """PowerSGD: two sums of factors, with a matrix product before, between and behind them."""
@@ -298,17 +318,12 @@ def pieces_of(message: Message) -> int:
     return piece_count(message.elements, message.pieces)
 
 
-def _codec_costs(compressor: Compressor, costs: RuntimeCosts) -> CodecCosts:
-    """The costs of a quantiser: those of its plugin, or int8's constants."""
-    if compressor.description.costs is not None:
-        return compressor.description.costs
-    return CodecCosts(
-        encode_s=costs["int8_encode_s"],
-        encode_s_per_element=costs["int8_encode_s_per_element"],
-        decode_s=costs["int8_decode_s"],
-        decode_s_per_element=costs["int8_decode_s_per_element"],
-        source=costs.int8_encode_s.source,
-    )
+def _calls_of_int8(payloads: int) -> float:
+    """The cost of these payloads of int8, in one call or several, by that of the measured call.
+
+    That has `INT8_ROWS`. Fewer cost no more, and each row has its own round of a loop.
+    """
+    return max(payloads / INT8_ROWS, 1.0)
 
 
 def _factors(message: Message) -> tuple[int, int, int]:

@@ -35,7 +35,8 @@ ASSUMED = "assumed"
 class CodecCosts:
     """Seconds of one CPU thread per payload and per element; `source`: where they were measured.
 
-    The default source, "assumed", marks values that nobody measured.
+    A payload that is encoded is decoded, too, since ranks keep what it loses. The default source,
+    "assumed", marks values that nobody measured.
     """
 
     encode_s: float

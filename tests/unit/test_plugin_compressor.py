@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from synthetic_cluster import FREE
 
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput, InvalidStrategy
@@ -94,6 +95,16 @@ def test_plan_replay_and_memory_use_its_description(four_bit: Compressor) -> Non
         assert sent.bytes // 8 * 8 == sent.bytes >= payload.bytes.numel() - 8
         assert any(one.what == "residual" for one in buffers)
         assert bytes_always(buffers) > 300_300 * 4
+
+
+def test_each_payload_costs_its_encoding_and_every_decoding(four_bit: Compressor) -> None:
+    """An all-reduce has a row for each of four ranks; what is encoded is decoded for its loss."""
+    (batch,) = Lowering(WORKLOAD, CLUSTER, FREE).messages.batches(planned(four_bit).messages)
+    encoded_s, summed_s, read_s = (float(timed.step.prepare_s[0]) for timed in batch.steps)
+    row_s, element_s = 1e-3 + 5e-4, 3e-9 + 2e-9
+    assert encoded_s == pytest.approx(4 * row_s + element_s * VARIABLE.elements)
+    assert read_s == pytest.approx(4 * 5e-4 + 2e-9 * VARIABLE.elements)
+    assert summed_s == pytest.approx(read_s + row_s + element_s * VARIABLE.elements / 4)
 
 
 def test_the_search_space_has_it_if_installed(four_bit: Compressor) -> None:
