@@ -259,6 +259,7 @@ class Rates:
         self._numbers: dict[MessageKind, int] = {}
         self._rates: list[_Rate] = []
         self._bandwidths: dict[tuple[int, ...], float] = {}
+        self._leaders_of: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._known_fits: dict[tuple[tuple[str, ...], int, bool], _Fits] = {}
 
     def costs(self, kinds: Sequence[MessageKind], wire_bytes: FloatArray) -> MessageCosts:
@@ -287,6 +288,8 @@ class Rates:
         )
 
     def _number(self, kind: MessageKind) -> int:
+        if kind.owner is not None and kind.synchronizer is not Synchronizer.PARAMETER_SERVER:
+            kind = kind._replace(owner=None)  # a collective costs the same from any root
         number = self._numbers.get(kind)
         if number is None:
             self._numbers[kind] = number = len(self._rates)
@@ -319,7 +322,7 @@ class Rates:
             return _Rate(others / link, others, others * self.phi_s, 1.0, link, kind.owner, fits)
         server = cluster.host_of_rank[kind.owner]
         replicas = self._replicas(ranks)
-        copies = np.minimum(replicas, 1) if kind.hierarchical else replicas
+        copies = np.minimum(replicas, 1) if self._hierarchical(kind) else replicas
         elsewhere = np.arange(len(cluster.hosts)) != server
         s_per_byte = float((copies / host_bandwidths(cluster, server))[elsewhere].sum())
         count = float(copies[elsewhere].sum())
@@ -395,7 +398,7 @@ class Rates:
         inner_latency_s = max(host.inner_latency_s for host, _ in crowded)
         inner_size = max(count for _, count in crowded)
         hosts = int((replicas > 0).sum())
-        link = self._ring(self._leaders(ranks, replicas))
+        link = self._ring(self._leaders(ranks))
         s_per_byte = 2 / inner_link + sum(collective_factor(part, hosts) for part in parts) / link
         inner_count, outer_count = float(2 * inner_size), float(hosts * len(parts))
         overhead_s = inner_count * inner_latency_s + outer_count * self.phi_s
@@ -404,15 +407,15 @@ class Rates:
             s_per_byte, inner_count + outer_count, overhead_s, 2.0 + len(parts), link, -1, fits
         )
 
-    def _leaders(self, ranks: tuple[int, ...], replicas: IntArray) -> tuple[int, ...]:
-        """One rank of each host that takes part, in the order of the ring."""
-        host_of = self.cluster.host_of_rank
-        if not ranks:
-            return tuple(int(np.searchsorted(host_of, host)) for host in np.flatnonzero(replicas))
-        lowest: dict[int, int] = {}
-        for rank in ranks:
-            lowest[host_of[rank]] = min(rank, lowest.get(host_of[rank], rank))
-        return tuple(rank for rank in ranks if lowest[host_of[rank]] == rank)
+    def _leaders(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """The lowest rank of each host that takes part, in the order of the ring."""
+        if ranks not in self._leaders_of:
+            order = np.array(ranks or range(self.cluster.world_size), dtype=np.int64)
+            ascending = np.sort(order)
+            hosts = np.asarray(self.cluster.host_of_rank)[ascending]
+            lowest = ascending[np.unique(hosts, return_index=True)[1]]
+            self._leaders_of[ranks] = tuple(order[np.isin(order, lowest)].tolist())
+        return self._leaders_of[ranks]
 
     def _two_level_fits(self, parts: Sequence[str], inner_size: int, hosts: int) -> _Fits:
         """Fits of the three steps: inside hosts of this size, and among one rank per host."""
@@ -424,9 +427,14 @@ class Rates:
         return _all_or_none([*inside, *among])
 
     def _hierarchical(self, kind: MessageKind) -> bool:
-        """Whether hierarchy matters: between hosts, one of which has several of the ranks."""
+        """Whether hierarchy matters: between hosts, one of which has several of the ranks.
+
+        Rows of sparse gradients go between all ranks.
+        """
+        if not kind.hierarchical or kind.sparse is not SparseHandling.DENSE:
+            return False
         replicas = self._replicas(kind.ranks)
-        return kind.hierarchical and int((replicas > 0).sum()) > 1 and int(replicas.max()) > 1
+        return int((replicas > 0).sum()) > 1 and int(replicas.max()) > 1
 
     def _replicas(self, ranks: tuple[int, ...]) -> IntArray:
         """r_k: ranks that take part on each host, shape (hosts,)."""

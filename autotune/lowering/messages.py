@@ -215,14 +215,15 @@ class MessageTimer:
 
     def _groups_of(self, message: Message, ring_order: tuple[int, ...] | None) -> _Groups:
         world = message.ranks or ring_order or self._world
-        key = (world, message.owner if message.hierarchical else None, message.hierarchical)
+        by_host = _sums_by_host(message)
+        key = (world, message.owner if by_host else None, by_host)
         if key not in self._groups:
             self._groups[key] = self._new_groups(message, world)
         return self._groups[key]
 
     def _new_groups(self, message: Message, world: tuple[int, ...]) -> _Groups:
         hosts: tuple[tuple[int, ...], ...] = ()
-        if message.hierarchical:
+        if _sums_by_host(message):
             ranks = set(world)
             on_hosts = (tuple(rank for rank in host if rank in ranks) for host in self._hosts)
             hosts = tuple(members for members in on_hosts if members)
@@ -232,6 +233,17 @@ class MessageTimer:
         leaders = {message.owner if message.owner in host else min(host) for host in hosts}
         by_scope[Scope.LEADERS] = (tuple(rank for rank in world if rank in leaders),)
         return _Groups(by_scope, True, len(by_scope[Scope.LEADERS][0]))
+
+
+def has_owners(message: Message) -> bool:
+    """Whether the first steps leave a complete sum with its owners; else it takes all steps."""
+    rows = message.sparse is not SparseHandling.DENSE
+    return not (rows or message.compressor.error_feedback or message.dtype.startswith("complex"))
+
+
+def _sums_by_host(message: Message) -> bool:
+    """Whether hosts sum first, if there are several. Rows are timed between all ranks."""
+    return message.hierarchical and message.sparse is SparseHandling.DENSE
 
 
 def _server_shares(messages: Sequence[Message]) -> Shares | None:

@@ -416,6 +416,8 @@ class _PeerCosts:
     def _new_factors(self, members: tuple[int, ...]) -> FloatArray:
         ports, payload = self._ports, self._costs["payload"]
         factors = np.ones(ports.count)
+        if not self._cluster.peer_fits:
+            return factors
         hosts = np.unique(ports.host_of_rank[list(members)]).tolist()
         rates = 1 / ports.s_per_byte[: ports.hosts]
         for host in hosts:

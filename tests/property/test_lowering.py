@@ -250,6 +250,18 @@ def test_each_message_of_sparse_rows_costs_its_calls(handling, takes) -> None:
         assert close(step_s - free_s, 1e-3 * count)
 
 
+@ROWS
+@pytest.mark.parametrize("cross_step", [False, True])
+def test_rows_take_as_long_with_hierarchy_as_without(handling, cross_step) -> None:
+    """All ranks send them, so no step has the sizes of one rank per host."""
+    workload, flat = table_plan(handling, 4000.0, cross_step)
+    (message,) = flat.messages
+    two_level = replace(flat, messages=(replace(message, hierarchical=True),))
+    for name in ("devices", "pair"):
+        lowering = Lowering(workload, CLUSTERS[name])
+        assert lowering.step_s(two_level) == lowering.step_s(flat)
+
+
 def messages(
     names: str, elements: int, synchronizer: Synchronizer, owner: int | None, cross_step: bool
 ) -> tuple[Workload, Plan]:

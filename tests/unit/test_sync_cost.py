@@ -167,6 +167,19 @@ def test_rows_of_sparse_gradients_cost_the_rows_that_the_ranks_touch() -> None:
     assert costs.wire_bytes[1] == pytest.approx((own_bytes + summed_bytes) / 2)
 
 
+def test_rows_cost_the_same_with_hierarchy_as_without() -> None:
+    on = cluster("ab", 4)
+    rows = (GATHERED_ROWS, SERVED_ROWS)
+    flat = costs_of(on, *rows)
+    two_level = costs_of(on, *(replace(each, hierarchical=True) for each in rows))
+    assert two_level.features.tolist() == flat.features.tolist()
+
+
+def test_a_collective_costs_the_same_from_any_root() -> None:
+    rooted = [replace(ROOTED, owner=owner) for owner in range(7)]
+    assert len(set(costs_of(UNEVEN, *rooted).sync_s.tolist())) == 1
+
+
 def test_all_rows_count_where_nobody_counted_them() -> None:
     traffic = RowTraffic(model(Variable("rows", (1000, 1000), sparse=True)))
     assert traffic.sent_bytes(SERVED_ROWS) == traffic.summed_bytes(SERVED_ROWS, 3) == WIRE + 4000
