@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from autotune.arrays import IntArray
-from autotune.lowering.messages import Batch, TimedStep
+from autotune.lowering.messages import Batch, TimedStep, has_owners
 from autotune.lowering.steps import Scope
 from autotune.strategy_space.plan import Message, Plan
-from autotune.strategy_space.strategy import SparseHandling
 
 NORM_BYTES = 24.0
 """Per variable: a norm, a sum of squares and a number of non-finite parts, in float64."""
@@ -56,7 +55,6 @@ class Halves:
 
 def _first_steps(message: Message, steps: Sequence[TimedStep]) -> int:
     """The number of steps after which a sum is complete on its owners."""
-    rows = message.sparse is not SparseHandling.DENSE  # refused: their norms are not known
-    if rows or message.compressor.error_feedback or message.dtype.startswith("complex"):
+    if not has_owners(message):  # rows are refused: their norms are not known
         return len(steps)
     return 2 if steps[0].step.scope is Scope.HOSTS else 1

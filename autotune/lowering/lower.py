@@ -19,7 +19,7 @@ from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.device_costs import costs_of
 from autotune.lowering.halves import NORM_BYTES, Halves
 from autotune.lowering.joined import ShapeCache
-from autotune.lowering.messages import MessageTimer, SliceTable
+from autotune.lowering.messages import Batch, MessageTimer, SliceTable
 from autotune.lowering.network import MessageOps, Network
 from autotune.lowering.pass_times import PassTimes
 from autotune.lowering.scenes import Surroundings
@@ -66,7 +66,7 @@ class Lowering:
             self.messages, self.shapes = like.messages, like.shapes
         self.times = PassTimes.of(workload)
         self.broadcast = _broadcast(workload, timing)
-        self.norms_s = _norms_s(workload, timing, self.costs)
+        self.norm_exchange_s = _norm_exchange_s(workload, timing)
         # Ranks per core of the shared machine; while each rank has a core, none waits for one.
         crowd = cluster.world_size / cluster.machine_cores if cluster.machine_cores > 0 else 0.0
         self.crowd = crowd if crowd >= 1 else 0.0
@@ -114,6 +114,12 @@ class Lowering:
 
     def _contended(self, graph: _PlanGraph) -> Dfg:
         return contended(graph.build(), graph.message_ops, self.costs["contention"])
+
+    def norms_s(self, batches: Sequence[Batch], plan: Plan) -> float:
+        """From complete sums to known norms: a pass over what a rank owns, and an exchange."""
+        passed_bytes = self.messages.most_owned_bytes(batches, plan)
+        costs = self.costs
+        return costs["lane_s"] + costs["pack_s_per_byte"] * passed_bytes + self.norm_exchange_s
 
     def step_s(self, plan: Plan) -> float:
         """Predicted seconds per step in the steady state."""
@@ -186,14 +192,13 @@ def _broadcast(workload: Workload, timing: Timing) -> BufferBroadcast:
     return BufferBroadcast(alone_s, times.rounds, min(link_s, alone_s) / times.rounds)
 
 
-def _norms_s(workload: Workload, timing: Timing, costs: RuntimeCosts) -> float:
-    """From complete sums to known norms: a pass over the sums that a rank owns, and an exchange."""
+def _norm_exchange_s(workload: Workload, timing: Timing) -> float:
+    """The exchange of all norms."""
     ranks = timing.cluster.world_size
     size_bytes = np.array([NORM_BYTES * len(workload.variables)])
     nothing = np.zeros(1)
     step = Step(Collective.ALL_REDUCE, size_bytes, prepare_s=nothing, prepare_root_s=nothing)
-    exchange_s = float(timing.of(step, (tuple(range(ranks)),)).alone_s[0])
-    return costs["lane_s"] + costs["pack_s_per_byte"] * workload.grad_bytes / ranks + exchange_s
+    return float(timing.of(step, (tuple(range(ranks)),)).alone_s[0])
 
 
 class _PlanGraph:
@@ -213,8 +218,11 @@ class _PlanGraph:
         self.workload = lowering.workload
         self.slices = SliceTable.of(plan, lowering.workload)
         batches = lowering.messages.batches(plan.messages, plan.ring_order)
-        self.norms_s = lowering.norms_s
-        self.halves = None if plan.results is None else Halves.of(batches, plan)
+        self.norms_s = 0.0
+        self.halves: Halves | None = None
+        if plan.results is not None:
+            self.halves = Halves.of(batches, plan)
+            self.norms_s = lowering.norms_s(batches, plan)
         workers = [0] if symmetric else list(range(cluster.world_size))
         prepare_s = np.zeros(len(plan.messages))
         if not plan.cross_step:

@@ -25,7 +25,7 @@ from autotune.lowering.step_times import StepTimes, Timing
 from autotune.lowering.steps import Scope, Step, pieces_of, steps_of
 from autotune.strategy_space.plan import Message, Plan
 from autotune.strategy_space.shares import Shares, shares_of_hosts
-from autotune.strategy_space.strategy import Compressor, SparseHandling, Synchronizer
+from autotune.strategy_space.strategy import ROOTED, Compressor, SparseHandling, Synchronizer
 from autotune.workload import Workload
 
 KEPT_BATCHES, KEPT_MESSAGES = 512, 2**14
@@ -163,6 +163,36 @@ class MessageTimer:
             pieces = pieces_of(message)
             seconds.append(pieces * fit.cpu_s(size_bytes / pieces) if fit else 0.0)
         return np.array(seconds)
+
+    def most_owned_bytes(self, batches: Sequence[Batch], plan: Plan) -> float:
+        """The most bytes of gradients whose sums one rank owns between the halves of exchanges."""
+        owned_bytes = np.zeros(self.cluster.world_size)
+        for batch in batches:
+            of_kind = [plan.messages[number] for number in batch.numbers.tolist()]
+            ranks, shares = self._owned(of_kind[0], plan.ring_order)
+            owned_bytes[ranks] += shares * sum(message.grad_bytes for message in of_kind)
+        return float(owned_bytes.max())
+
+    def _owned(
+        self, message: Message, ring_order: tuple[int, ...] | None
+    ) -> tuple[list[int], FloatArray]:
+        """The ranks that own parts of a sum after its first steps, and the share of each.
+
+        Without owners, rank 0 counts as one. With an all-reduce, the first rank of the ring does.
+        """
+        if not has_owners(message):
+            return [0], np.ones(1)
+        groups = self._groups_of(message, ring_order)
+        (members,) = groups.by_scope[Scope.LEADERS if groups.two_level else Scope.WORLD]
+        if message.synchronizer is Synchronizer.ALL_REDUCE:
+            return [members[0]], np.ones(1)
+        if message.synchronizer in ROOTED:
+            assert message.owner is not None
+            return [message.owner], np.ones(1)
+        shares = _shares(message, groups)
+        if shares is None:
+            return list(members), np.full(len(members), 1 / len(members))
+        return list(members), np.array(shares)[list(members)]
 
     def _batch(
         self,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from synthetic_cluster import FREE, cluster, costs
 
+from autotune.cluster import Cluster
 from autotune.costs.issue_order import half_crossing_period_s
 from autotune.dfg.graph import Kind
 from autotune.dfg.replay import replay
@@ -96,6 +97,31 @@ def test_results_wait_for_the_norms_and_the_norms_for_all_sums(kind: Synchronize
     assert (timeline.end_s[ops.ends[two]] > timeline.end_s[norms]).all()
     updates = np.flatnonzero(dfg.kind == Kind.UPDATE)
     assert (timeline.start_s[updates] >= timeline.end_s[norms]).all()
+
+
+OWNED = (
+    # one rank owns all of an all-reduce, and of a compressed sum; servers 0 to 3 own five variables
+    (EVEN, by(Synchronizer.ALL_REDUCE), 1.0),
+    (EVEN, by(RS, compressor=Compressor.INT8), 1.0),
+    (EVEN, by(RS), 1 / 4),
+    (cluster(*[(2, 100)] * 2), by(RS, hierarchical=True), 1 / 2),
+    (EVEN, by(Synchronizer.PARAMETER_SERVER), 2 / 5),
+    (EVEN, by(Synchronizer.REDUCE_BROADCAST), 2 / 5),
+    (EVEN, by(Synchronizer.DIRECT_EXCHANGE, shares=(0.0, 0.6, 0.2, 0.2)), 0.6),
+)
+
+
+@pytest.mark.parametrize(("on", "strategy", "share"), OWNED)
+def test_norms_take_a_pass_over_the_gradients_of_the_rank_that_owns_most(
+    on: Cluster, strategy: Strategy, share: float
+) -> None:
+    def norms_s(s_per_byte: float) -> float:
+        lowering = Lowering(model(), on, costs(FREE, pack_s_per_byte=s_per_byte))
+        dfg = lowering.period(plan(strategy, model(), 4))
+        return float(dfg.duration_s[dfg.names.ops.index("norms")])
+
+    passed_s = norms_s(1e-9) - norms_s(0.0)
+    assert passed_s == pytest.approx(share * 1e-9 * model().grad_bytes)
 
 
 def test_each_op_belongs_to_its_message_in_both_halves() -> None:
