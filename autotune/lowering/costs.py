@@ -87,6 +87,7 @@ class RuntimeCosts:
     | `star_threads` | the same of gathers and scatters, in which one rank sums | - |
     | `star_turns` | 1: transfers of stars in both directions between two hosts take turns | - |
     | `star_order` | 1: each connection of stars carries one tensor after the other | - |
+    | `queued` | 1: the device queues the steps (NCCL); lanes have neither threads nor limits | - |
     | `payload` | share of a link's bytes that belong to messages | - |
     | `contention` | share by which a message is longer that computation accompanies | - |
 
@@ -150,6 +151,7 @@ class RuntimeCosts:
     star_order: Constant = Constant(
         0, "gloo: every thread has connections of its own, which share a link evenly"
     )
+    queued: Constant = Constant(0, "gloo: threads start the steps of messages")
     payload: Constant = Constant(
         1448 / 1538,
         "Ethernet of MTU 1500: of 1538 bytes with preamble and gap, "

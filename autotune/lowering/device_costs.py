@@ -88,11 +88,16 @@ _ON_GPU = {
 }
 """Passes: int8 reads twice and writes once; a radix select reads 8 times; an element that is added
 alone moves two sectors of 32 bytes; PowerSGD at rank 4 reads an element for 4 multiplications."""
+_ONE_AT_A_TIME = Constant(
+    1, "NCCL: the collectives of a communicator follow each other on its stream"
+)
 _H100 = replace(
     RuntimeCosts(),
     **_ON_GPU,
     contention=CONTENTION,
-    threads=Constant(1, "NCCL: the collectives of a communicator follow each other on its stream"),
+    threads=_ONE_AT_A_TIME,
+    star_threads=_ONE_AT_A_TIME,
+    queued=Constant(1, "NCCL: `runtime_rewriter.pytorch.exchange.lanes` has no threads there"),
 )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from autotune.arrays import IntArray
+from autotune.arrays import FloatArray, IntArray
 from autotune.cluster import Cluster
 from autotune.dfg.build import DfgBuilder
 from autotune.dfg.graph import NONE, Dfg, Kind
@@ -138,22 +138,6 @@ class Lowering:
         """
         batches = self.messages.batches(messages, ring_order)
         to, count = DfgBuilder(), len(messages)
-        issue_s = np.full(count, self.costs["issue_s"])
-        if limit is None:
-            for batch in batches:
-                if not batch.direct:  # its first lane prepares
-                    issue_s[batch.numbers] += batch.steps[0].step.prepare_s
-        host = to.queue("r0 host")
-        first = to.block(
-            count,
-            lambda number: f"issue {number}",
-            duration_s=issue_s,
-            queue=host,
-            kind=Kind.PACK,
-            worker=0,
-        )
-        issued = first + np.arange(count)
-        to.edges(issued[:-1], issued[1:])
         around = Surroundings.of(
             batches,
             self.costs,
@@ -166,9 +150,33 @@ class Lowering:
             coarse=True,
             crowd=self.crowd,
         )
+        issue_s = self.costs["issue_s"] + _prepared_s(batches, count, around)
+        host = to.queue("r0 host")
+        first = to.block(
+            count,
+            lambda number: f"issue {number}",
+            duration_s=issue_s,
+            queue=host,
+            kind=Kind.PACK,
+            worker=0,
+        )
+        issued = first + np.arange(count)
+        to.edges(issued[:-1], issued[1:])
         network = Network(batches, self.shapes, around, np.zeros(count, dtype=np.int64))
         network.emit(to, issued[None, :])
         return to.build(("message",))
+
+
+def _prepared_s(batches: Sequence[Batch], messages: int, around: Surroundings) -> FloatArray:
+    """Seconds of the issuing thread before the first step of each message, (M,).
+
+    0 if lane 0 has a thread, which prepares them.
+    """
+    prepared_s = np.zeros(messages)
+    if not around.threaded:
+        for batch in batches:
+            prepared_s[batch.numbers] = batch.pieces * batch.steps[0].step.prepare_s
+    return prepared_s
 
 
 def _message_sizes_key(workload: Workload) -> list[tuple[object, ...]]:
@@ -224,25 +232,6 @@ class _PlanGraph:
             self.halves = Halves.of(batches, plan)
             self.norms_s = lowering.norms_s(batches, plan)
         workers = [0] if symmetric else list(range(cluster.world_size))
-        prepare_s = np.zeros(len(plan.messages))
-        if not plan.cross_step:
-            for batch in batches:
-                if not batch.direct:  # its first lane prepares
-                    prepare_s[batch.numbers] = batch.steps[0].step.prepare_s
-        taken_s = np.zeros(len(plan.messages))
-        if lowering.taken_share > 0:
-            taken_s = lowering.taken_share * lowering.messages.cpu_s(plan)
-        host_costs = HostCosts.of(
-            lowering.times,
-            self.slices,
-            cast=np.array([message.compressor in CASTS for message in plan.messages]),
-            prepare_s=prepare_s,
-            taken_s=taken_s,
-            costs=lowering.costs,
-            buckets=sent_by_torch(plan, lowering.workload.variables, lowering.workload.library),
-            results=0 if self.halves is None else len(self.halves.sent),
-        )
-
         around = Surroundings.of(
             batches,
             lowering.costs,
@@ -255,6 +244,20 @@ class _PlanGraph:
             coarse=coarse,
             crowd=lowering.crowd,
         )
+        taken_s = np.zeros(len(plan.messages))
+        if lowering.taken_share > 0:
+            taken_s = lowering.taken_share * lowering.messages.cpu_s(plan)
+        host_costs = HostCosts.of(
+            lowering.times,
+            self.slices,
+            cast=np.array([message.compressor in CASTS for message in plan.messages]),
+            prepare_s=_prepared_s(batches, len(plan.messages), around),
+            taken_s=taken_s,
+            costs=lowering.costs,
+            buckets=sent_by_torch(plan, lowering.workload.variables, lowering.workload.library),
+            results=0 if self.halves is None else len(self.halves.sent),
+        )
+
         layer, shapes = self.slices.last, lowering.shapes
         self.results: Network | None = None
         if self.halves is None:
@@ -263,7 +266,8 @@ class _PlanGraph:
             self.network = Network(self.halves.sums, shapes, around, layer)
             if len(self.halves.sent):
                 sent = layer[self.halves.sent]
-                self.results = Network(self.halves.results, shapes, around, sent)
+                behind = replace(around, threaded=True)  # no lane of results is the first one
+                self.results = Network(self.halves.results, shapes, behind, sent)
         broadcast = lowering.broadcast
         if broadcast.alone_s > 0:
             broadcast = replace(broadcast, ports=self.network.ports(self.to))

@@ -162,11 +162,11 @@ class Network:
         """Each lane's thread takes the pieces of all messages in plan order.
 
         It takes one when that `limit` places before it has ended on the lane. Direct exchanges have
-        a limit of their own. Behind a message of rows, one of another kind waits until the rows
-        have arrived: the first lane carries only their counts.
+        a limit of their own, and a queue of the device has none. Behind a message of rows, one of
+        another kind waits until the rows have arrived: the first lane carries only their counts.
         """
         around = self._around
-        limits = [around.in_flight if batch.direct else around.limit for batch in self._batches]
+        limits = [around.limit_of(batch.direct) for batch in self._batches]
         limit = np.array([each or UNLIMITED for each in limits], dtype=np.int64)
         for lane in self._joined.lanes:
             row, message = lane.parts.rows(self._kind)

@@ -21,8 +21,9 @@ class Surroundings:
 
     `symmetric`: only the ports that decide are in the graph. `limit`: messages in flight on a lane
     (`Plan.limit`). `in_flight`: pieces of direct exchanges in flight in each of their rounds.
-    `coarse`: a message without competitors is one round. `shared`: whether transfers to different
-    hosts share a port evenly (`shares_ports`).
+    `threaded`: lane 0 has a thread, on which all messages start. `queued`: the device queues the
+    steps, and no lane has a limit. `coarse`: a message without competitors is one round. `shared`:
+    whether transfers to different hosts share a port evenly (`shares_ports`).
     `crowd`: ranks per core of the machine that they share; 0 if every rank has cores enough. With
     shared cores, other work delays a message round by round. `columns`: threads of a lane that keep
     an order of their own: those of all ranks if some exchange has one owner, otherwise of the
@@ -33,6 +34,8 @@ class Surroundings:
     workers: tuple[int, ...]
     limit: int | None
     in_flight: int
+    threaded: bool
+    queued: bool
     coarse: bool
     shared: bool
     crowd: float
@@ -54,16 +57,29 @@ class Surroundings:
     ) -> Surroundings:
         """Those of a graph of these messages on this many `ranks` and `hosts`."""
         owned = any(batch.owned for batch in batches)
+        queued = bool(costs["queued"])
+        limited = limit is not None or any(batch.direct for batch in batches)
         return Surroundings(
             symmetric=symmetric,
             workers=workers,
             limit=limit,
             in_flight=in_flight,
+            threaded=limited and not queued,
+            queued=queued,
             coarse=coarse,
             shared=shares_ports(batches, costs, hosts, limit),
             crowd=crowd,
             columns=ranks if owned else len(workers),
         )
+
+    def limit_of(self, direct: bool) -> int | None:
+        """Messages, or pieces of direct exchanges, in flight on a lane.
+
+        None: as many as the library starts, or as a device queues.
+        """
+        if self.queued:
+            return None
+        return self.in_flight if direct else self.limit
 
     @property
     def folded(self) -> bool:
@@ -95,6 +111,7 @@ class Scene:
         # The busiest device of a host may differ between stages, which then exceed their whole.
         loads = [loads for step in times for loads in (*step.stages, step.ports)]
         alone = around.limit == 1 and all(len(batch.steps) == 1 for batch in batches)
+        alone &= not around.queued or len({timed.group for timed in timed_steps}) == 1
         slow_hosts = {
             port % ports.hosts
             for timed in timed_steps

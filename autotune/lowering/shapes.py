@@ -212,12 +212,12 @@ class _ShapeBuilder:
     def _step_ops(self, timed: TimedStep, lane: int) -> StepOps:
         """The ops of a step of each piece.
 
-        The thread that issues messages prepares them for lane 0, unless there is a limit.
+        The thread that issues messages prepares them for lane 0, unless lane 0 has its own.
         """
         template, batch, around = self._template, self._batch, self._around
         threads: list[tuple[str, Op]] = []
         later: list[tuple[str, Op]] = []
-        if lane > 0 or around.limit is not None or batch.direct:
+        if lane > 0 or around.threaded:
             share = around.crowd / len(around.workers) if around.crowd > 0 else 1.0
             slot = behind = template.duration(base(lane, Base.PREPARE), share)
             if batch.pieces > 1 and around.in_flight > 1:  # which keep the thread awake
@@ -328,7 +328,7 @@ class _ShapeBuilder:
         if ordered and not times.cores.any():
             rounds = 1
         lock = NONE
-        if self._around.limit != 1 and not direct:
+        if self._around.queued or (self._around.limit != 1 and not direct):
             threads = int(self._costs["star_threads" if collective in STARS else "threads"])
             lock = self._lock(threads, (lane, timed.group, threads))
         in_each = max(rounds // len(stages), 1)

@@ -254,9 +254,12 @@ class Timing:
         )
 
     def _flows(self, step: Step, members: tuple[int, ...], scale: float) -> tuple[Flow, ...]:
-        """The transfers of an exchange with one owner; none with several, or many members."""
+        """The transfers of an exchange with one owner; none with several, or many members.
+
+        A queue of a device runs the rounds of all owners one after the other, so none there.
+        """
         owned = _owned(step, members)
-        if len(members) > MOST_MEMBERS or (owned > 0).sum() != 1:
+        if self.costs["queued"] or len(members) > MOST_MEMBERS or (owned > 0).sum() != 1:
             return ()
         owner = members[int(owned.argmax())]
         s_per_byte = self.ports.s_per_byte * self._peers.factors(members) / scale

@@ -126,12 +126,16 @@ class Rounds:
         Each port goes through the stages one after another, whatever the others do. In a pull, each
         stage follows the op of `parts` with which its owners have their parts.
         """
+        entries: list[int] = []
         ends: list[int] = []
         before: dict[str, int] = {}
         for number, stage in enumerate(self.stages):
             lock = self.lock if number == 0 else NONE
             after = [*behind, *parts[number : number + 1]]
+            if self.lock != NONE:
+                after += entries[:1]  # no stage begins before the lock is held
             entry = template.add(f"{self.collective} in", Op(acquires=lock), after)
+            entries.append(entry)
             sends = [
                 template.send(
                     f"{self.collective} {name}",
@@ -158,9 +162,10 @@ class Rounds:
                     for place, name in enumerate(stage.names)
                     if name in before
                 ]
-                template.edges += [(end, last) for end in ends[-1:]]
                 first = last - len(stage.names)
                 before |= {name: first + place for place, name in enumerate(stage.names)}
+            if not parts or self.lock != NONE:
+                template.edges += [(end, last) for end in ends[-1:]]
             ends.append(last)
         template.ops[-1] = Op(slot=self.stages[-1].rest, releases=self.lock)
         for op in self.beyond:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import permutations
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from synthetic_cluster import FREE, cluster
+from synthetic_cluster import FREE, cluster, costs
 
 from autotune.cluster import Cluster, CollectiveFit, PairLink, PeerFit
 from autotune.costs.direct_cost import direct_s_per_byte
@@ -56,85 +58,136 @@ def exchanged(
     return workload, Plan(workload.id, 4, messages, in_flight=in_flight)
 
 
-def transfer_times(
-    on: Cluster, shares: list[float], piece_bytes: float, pull: bool
-) -> dict[object, float]:
-    """Seconds that each port is busy for one piece: send by send, between every two ranks.
+Transfers = list[tuple[int, int, float]]
+"""(source, target, bytes) of sends between two ranks."""
+
+
+def sends_of(shares: list[float], piece_bytes: float, pull: bool) -> Transfers:
+    """The sends of a piece in one round, between every two ranks."""
+    return [
+        (source, target, piece_bytes * shares[source if pull else target])
+        for source, target in permutations(range(4), 2)
+    ]
+
+
+def ring_of(message_bytes: float) -> Transfers:
+    """The sends of an all-reduce in each of its rounds."""
+    return [(rank, (rank + 1) % 4, message_bytes / 4) for rank in range(4)]
+
+
+def transfer_times(on: Cluster, transfers: Transfers) -> dict[object, float]:
+    """Seconds that each port is busy: send by send.
 
     Inside a host the busiest device counts.
     """
     links = {frozenset(link.between): link.link_bytes_per_s for link in on.pair_links}
     busy_s: dict[object, float] = defaultdict(float)
     inside_s: dict[tuple[str, int, str], float] = defaultdict(float)
-    for source in range(4):
-        for target in range(4):
-            if source == target:
-                continue
-            size = piece_bytes * shares[source if pull else target]
-            a, b = (on.hosts[on.host_of_rank[rank]] for rank in (source, target))
-            if a is b:
-                for rank, what in ((source, "sends"), (target, "receives")):
-                    inside_s[a.name, rank, what] += size / a.inner_bytes_per_s
-            elif frozenset((a.name, b.name)) in links:
-                busy_s[a.name, b.name] += size / links[frozenset((a.name, b.name))]
-            else:
-                busy_s[a.name, "out"] += size / a.link_bytes_per_s
-                busy_s[b.name, "in"] += size / b.link_bytes_per_s
+    for source, target, size in transfers:
+        a, b = (on.hosts[on.host_of_rank[rank]] for rank in (source, target))
+        if a is b:
+            for rank, what in ((source, "sends"), (target, "receives")):
+                inside_s[a.name, rank, what] += size / a.inner_bytes_per_s
+        elif frozenset((a.name, b.name)) in links:
+            busy_s[a.name, b.name] += size / links[frozenset((a.name, b.name))]
+        else:
+            busy_s[a.name, "out"] += size / a.link_bytes_per_s
+            busy_s[b.name, "in"] += size / b.link_bytes_per_s
     for (host, _, _), seconds in inside_s.items():
         busy_s[host, "inside"] = max(busy_s[host, "inside"], seconds)
     return {port: seconds / PAYLOAD for port, seconds in busy_s.items()}
 
 
-def twin_s(
-    on: Cluster, sizes: list[int], shares: list[list[float]], pieces: int, in_flight: int
-) -> float:
-    """The time of direct exchanges with the `shares` of each, some shared, in small steps.
+RING_ROUNDS = 6
+"""Of an all-reduce between four ranks."""
+Shared = Sequence[list[float] | None]
+"""The shares of each direct exchange; None for an all-reduce."""
 
-    A port serves pieces in the order of arrival. Each round has its own connections. Those of an
-    owner carry one piece after the other. A piece is pulled when all ranks have pushed it, and
-    waits in each round for the piece `in_flight` places before.
+
+class Twin:
+    """Direct exchanges, most of them with several owners, and all-reduces, in small steps.
+
+    There are at most two all-reduces, so that none waits for a thread of gloo. All messages start
+    in order. A port serves pieces in the order of arrival; an all-reduce takes its thread first, so
+    it enters behind pieces that start at the same time. Each round has its own connections. Those
+    of an owner carry one piece after the other. A piece is pulled when all ranks have pushed it,
+    and waits in each round for the piece `in_flight` places before.
     """
-    messages = [number for number in range(len(sizes)) for _ in range(pieces)]
-    owners = [{rank for rank in range(4) if shares[number][rank] > 0} for number in messages]
-    left_s = {
-        (pull, at): transfer_times(on, shares[number], 4 * sizes[number] / pieces, pull)
-        for pull in (False, True)
-        for at, number in enumerate(messages)
-    }
-    under_way: list[tuple[bool, int]] = []
-    lines: dict[object, list[tuple[bool, int]]] = defaultdict(list)
-    ended: set[tuple[bool, int]] = set()
-    now_s = 0.0
-    while len(ended) < len(left_s):
-        for pull in (False, True):
-            for at in range(len(messages)):
-                known = {*under_way, *ended}
-                behind = [(False, at)] * pull + [(pull, at - in_flight)] * (at >= in_flight)
-                in_order = at == 0 or (pull, at - 1) in known
-                if (pull, at) not in known and in_order and ended.issuperset(behind):
-                    under_way.append((pull, at))
-        sending: dict[object, list[tuple[bool, int]]] = defaultdict(list)
+
+    def __init__(
+        self, on: Cluster, sizes: list[int], shares: Shared, pieces: int, in_flight: int
+    ) -> None:
+        self.in_flight = in_flight
+        self.owners: list[set[int]] = []  # by piece; an all-reduce is one without owners
+        self.direct: list[int] = []
+        self.left_s: dict[tuple[bool, int], list[dict[object, float]]] = {}  # of rounds to come
+        for size, owned in zip(sizes, shares, strict=True):
+            if owned is None:
+                ring_s = transfer_times(on, ring_of(4 * size))
+                self.left_s[False, len(self.owners)] = [dict(ring_s) for _ in range(RING_ROUNDS)]
+                self.owners.append(set())
+                continue
+            for _ in range(pieces):
+                self.direct.append(len(self.owners))
+                for pull in (False, True):
+                    sent = sends_of(owned, 4 * size / pieces, pull)
+                    self.left_s[pull, len(self.owners)] = [transfer_times(on, sent)]
+                self.owners.append({rank for rank in range(4) if owned[rank] > 0})
+        self.under_way: list[tuple[bool, int]] = []
+        self.ended: set[tuple[bool, int]] = set()
+        self.lines: dict[object, list[tuple[bool, int, int]]] = defaultdict(list)
+
+    def start(self) -> None:
+        """Both lanes take their pieces in order, once those before have room."""
+        for pull, pieces in ((False, range(len(self.owners))), (True, self.direct)):
+            for at in pieces:
+                if (pull, at) in self.ended or (pull, at) in self.under_way:
+                    continue
+                behind = [(False, at)] * pull
+                if at in self.direct and (number := self.direct.index(at)) >= self.in_flight:
+                    behind.append((pull, self.direct[number - self.in_flight]))
+                if not self.ended.issuperset(behind):
+                    break
+                self.under_way.append((pull, at))
+
+    def arrive(self) -> dict[object, dict[object, float]]:
+        """The first round in the line of each port."""
+        sending: dict[object, list[tuple[bool, int, int]]] = defaultdict(list)
         for pull in (False, True):
             busy: dict[object, set[int]] = defaultdict(set)  # owners that earlier pieces have
-            for one in sorted(one for one in under_way if one[0] == pull):
-                for port in (port for port, seconds in left_s[one].items() if seconds > 0):
-                    if not busy[port] & owners[one[1]]:
-                        sending[port].append(one)
-                    busy[port] |= owners[one[1]]
+            for one in sorted(one for one in self.under_way if one[0] == pull):
+                for port in (port for port, left in self.left_s[one][0].items() if left > 0):
+                    if not busy[port] & self.owners[one[1]]:
+                        sending[port].append((*one, len(self.left_s[one])))
+                    busy[port] |= self.owners[one[1]]
         for port, sent in sending.items():
-            new = [one for one in sent if one not in lines[port]]
-            lines[port] = [one for one in lines[port] if one in sent]
-            lines[port] += sorted(new, key=lambda one: (one[1], one[0]))
-        passed_s = min(left_s[lines[port][0]][port] for port in sending)
-        now_s += passed_s
-        for port in sending:
-            first = left_s[lines[port][0]]
-            first[port] -= passed_s
-            if first[port] < 1e-15:
-                first[port] = 0.0
-        ended.update(one for one in under_way if not any(left_s[one].values()))
-        under_way = [one for one in under_way if one not in ended]
-    return now_s
+            line = [one for one in self.lines[port] if one in sent]
+            new = [one for one in sent if one not in line]
+            new.sort(key=lambda one: (one[2] == RING_ROUNDS, one[1], one[0]))
+            self.lines[port] = line + new
+        return {port: self.left_s[self.lines[port][0][:2]][0] for port in sending}
+
+    def seconds(self) -> float:
+        now_s = 0.0
+        while len(self.ended) < len(self.left_s):
+            self.start()
+            first = self.arrive()
+            passed_s = min(left_s[port] for port, left_s in first.items())
+            now_s += passed_s
+            for port, left_s in first.items():
+                left_s[port] -= passed_s
+                if left_s[port] < 1e-15:
+                    left_s[port] = 0.0
+            for one in self.under_way:
+                if not any(self.left_s[one][0].values()):
+                    self.left_s[one].pop(0)
+            self.ended.update(one for one in self.under_way if not self.left_s[one])
+            self.under_way = [one for one in self.under_way if one not in self.ended]
+        return now_s
+
+
+def twin_s(on: Cluster, sizes: list[int], shares: Shared, pieces: int, in_flight: int) -> float:
+    return Twin(on, sizes, shares, pieces, in_flight).seconds()
 
 
 def apart(owned: list[int]) -> list[float]:
@@ -149,6 +202,7 @@ def apart(owned: list[int]) -> list[float]:
 
 parts = st.lists(st.integers(0, 4), min_size=4, max_size=4).filter(any)
 shared = parts.filter(lambda owned: sum(map(bool, owned)) > 1)
+IN_FLIGHT = st.integers(1, 8)
 
 
 @settings(max_examples=60, deadline=None)
@@ -172,6 +226,36 @@ def test_pieces_take_as_long_as_in_a_simulation_of_every_send(
     )
     expected_s = twin_s(CLUSTERS[name], sizes, shares, pieces, in_flight)
     assert replay(graph).makespan_s == pytest.approx(expected_s, rel=1e-9)
+
+
+mixed = st.lists(st.tuples(st.none() | shared, st.integers(10_000, 90_000)), min_size=2, max_size=4)
+
+
+def is_mixed(messages: list[tuple[list[int] | None, int]]) -> bool:
+    """Whether there are direct exchanges, and one or two all-reduces."""
+    all_reduces = sum(owned is None for owned, _ in messages)
+    return 0 < all_reduces < 3 and all_reduces < len(messages)
+
+
+@settings(max_examples=40, deadline=None)
+@example("even", [([1, 2, 3, 4], 90_000), (None, 10_000)], 7, 2)
+@example("mixed", [(None, 40_000), ([1, 2, 3, 0], 70_000), (None, 20_000)], 5, 1)
+@given(st.sampled_from(sorted(CLUSTERS)), mixed.filter(is_mixed), st.integers(4, 7), IN_FLIGHT)
+def test_all_reduces_start_in_order_with_pieces_as_in_a_simulation_of_every_send(
+    name, messages, pieces, in_flight
+) -> None:
+    shares = [None if owned is None else apart(owned) for owned, _ in messages]
+    sizes = [size // pieces * pieces for _, size in messages]
+    owned_by = [None if owned is None else tuple(owned) for owned in shares]
+    workload, plan = exchanged(sizes, owned_by, pieces)
+    sent = list(plan.messages)
+    for number, message in enumerate(plan.messages):
+        if shares[number] is None:
+            sent[number] = replace(message, synchronizer=Synchronizer.ALL_REDUCE, pieces=1)
+    lowering = Lowering(workload, CLUSTERS[name], costs(FREE, collective_s=0.0))
+    taken_s = replay(lowering.message_graph(sent, in_flight=in_flight)).makespan_s
+    expected_s = twin_s(CLUSTERS[name], sizes, shares, pieces, in_flight)
+    assert taken_s == pytest.approx(expected_s, rel=1e-9)
 
 
 KINDS = st.sampled_from(
