@@ -45,7 +45,7 @@ class Setting:
 
 def ring_and_direct(cluster: Cluster) -> dict[str, Setting]:
     """Settings of one stream: rings and direct exchanges, each with its sizes and limits."""
-    settings = {}
+    settings: dict[str, Setting] = {}
     for size in RING_MESSAGES_BYTES:
         settings |= _rival("ring", [Shard(Synchronizer.ALL_REDUCE)], size, cluster, STREAM_BYTES)
     for size in PIECES_BYTES:
