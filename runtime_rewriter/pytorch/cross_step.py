@@ -282,14 +282,12 @@ class CrossStepUpdates:
         self.flush_variables((position,))
 
     def _wait_for_norms(self, norms: NormExchange) -> GradientNorms:
-        with self._device.on(self._stream):
+        with outside_modes(), self._device.on(self._stream):
             if self.before_wait is not None:
                 self.before_wait(())
             began_s = time.perf_counter()
             try:
-                norms.end_last()  # in the modes of the script, as in `_block`
-                with outside_modes():
-                    return norms.wait()
+                return norms.wait()
             except SynchronizationError as error:
                 self._under_way.broken = str(error)
                 raise
@@ -331,34 +329,20 @@ class CrossStepUpdates:
             waited_for = under_way.all_numbers() if rest else under_way.numbers_of(pending)
             if not (waited_for or under_way.complete or under_way.next_arrived()):
                 return 0.0  # most reads; leaving torch's modes costs more than all else here
-            waited_s = self._block(waited_for, pending)
             # On a GPU everything runs on the backward pass's stream: others may read on others.
             with outside_modes(), self._device.on(self._stream):
+                if waited_for and self.before_wait is not None:
+                    self.before_wait(pending)
                 began_s = time.perf_counter()
                 for number in waited_for:
                     under_way.receive(number)
-                waited_s += time.perf_counter() - began_s
+                waited_s = time.perf_counter() - began_s
                 self.waited_s += waited_s
                 under_way.receive_arrived()
                 complete = [n for n in under_way.take_complete() if n in self._pending]
                 if complete:
                     self._finish(complete)
             return waited_s
-
-    def _block(self, waited_for: Sequence[int], pending: Sequence[int]) -> float:
-        """Block until these messages have arrived; return the seconds.
-
-        Still in the modes of the script: a signal handler that reads now is noticed.
-        """
-        if not waited_for:
-            return 0.0
-        with self._device.on(self._stream):
-            if self.before_wait is not None:
-                self.before_wait(pending)
-            began_s = time.perf_counter()
-            for number in waited_for:
-                self._under_way.block(number)
-            return time.perf_counter() - began_s
 
     def _finish(self, positions: list[int]) -> None:
         """Average and update `positions`, all of whose messages have arrived."""

@@ -17,9 +17,6 @@ class Arriving(Protocol):
     @property
     def arrived(self) -> bool: ...
 
-    def block(self) -> None:
-        """Block until `wait` does not, and do nothing else; never raises for a lost message."""
-
     def wait(self) -> None: ...
 
 
@@ -74,12 +71,6 @@ class MessagesUnderWay:
         """The outstanding messages of these variables, in issue order of the plan."""
         needed = {m.number for position in positions for m in self._messages_of[position]}
         return sorted(needed & self._outstanding.keys())
-
-    def block(self, number: int) -> None:
-        """Block until a message has arrived. A signal handler may meanwhile receive it."""
-        message = self._outstanding.get(number)
-        if message is not None:
-            message.block()
 
     def receive(self, number: int) -> None:
         """Wait for a message; raises `SynchronizationError`, also noted in `broken`.

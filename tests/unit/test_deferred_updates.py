@@ -35,9 +35,6 @@ class Message:
     def __init__(self, number: int) -> None:
         self.number = number
 
-    def block(self) -> None:
-        """It is there."""
-
     def wait(self) -> None:
         """It is there."""
 

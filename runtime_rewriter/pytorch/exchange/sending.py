@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
@@ -86,13 +85,6 @@ class Sending(ABC):
     def arrived(self) -> bool:
         """Whether `wait` on the issued message would return, or raise, at once."""
         return all(flight.arrived for flight in self._flights)
-
-    def block(self) -> None:
-        """Block until `wait` does not, and leave the message as it is; errors are left to `wait`,
-        too."""
-        with contextlib.suppress(RuntimeError):
-            for flight in self._flights:
-                flight.wait()
 
     def wait(self) -> None:
         """Block until the sum has arrived. Raises `SynchronizationError` if a rank is gone."""
