@@ -60,8 +60,7 @@ class MessagesUnderWay:
 
     def next_arrived(self) -> bool:
         """Whether the first outstanding message has arrived. They mostly arrive in issue order."""
-        first = next(iter(self._outstanding.values()), None)
-        return first is not None and first.arrived
+        return bool(self._outstanding) and next(iter(self._outstanding.values())).arrived
 
     def all_numbers(self) -> list[int]:
         """The outstanding messages, in issue order of the plan."""
@@ -73,20 +72,13 @@ class MessagesUnderWay:
         return sorted(needed & self._outstanding.keys())
 
     def receive(self, number: int) -> None:
-        """Wait for a message; raises `SynchronizationError`, also noted in `broken`.
-
-        Nothing remains to be done if a signal handler has received it, even during the wait.
-        """
-        message = self._outstanding.get(number)
-        if message is None:
-            return
+        """Wait for a message; raises `SynchronizationError`, also noted in `broken`."""
         try:
-            message.wait()
+            self._outstanding[number].wait()
         except SynchronizationError as error:
             self.broken = str(error)
             raise
-        if self._outstanding.pop(number, None) is None:
-            return
+        del self._outstanding[number]
         for position in self._variables_of[number]:
             self._missing[position] -= 1
             if self._missing[position] == 0:
@@ -95,9 +87,7 @@ class MessagesUnderWay:
     def receive_arrived(self) -> None:
         """Receive messages as long as the first outstanding one has arrived."""
         while self.next_arrived():
-            number = next(iter(self._outstanding), None)
-            if number is not None:
-                self.receive(number)
+            self.receive(next(iter(self._outstanding)))
 
     def take_complete(self) -> list[int]:
         """The variables all of whose messages were received since the last call."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
-import os
-import signal
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -232,36 +230,6 @@ class Heads(nn.Module):
 
     def forward(self, x: Tensor, head: int) -> Tensor:
         return self.heads[head](torch.relu(self.body(x)))
-
-
-@on_ranks(2)
-def test_a_signal_handler_may_save_the_model_during_a_wait(rank: int) -> None:
-    models = both(lambda: Ballasted(Mlp()))
-    synchronizer = models[1].synchronizer
-    synchronizer.load(crossing(mixed(models[1].module, 2)))
-    saved: list[dict[str, Tensor]] = []
-
-    def save(number: int, frame: object) -> None:
-        synchronizer.cross_step.before_wait = None
-        saved.append(copy.deepcopy(models[1].module.state_dict()))
-
-    def interrupt(positions: Sequence[int]) -> None:
-        os.kill(os.getpid(), signal.SIGUSR1)
-
-    before = signal.signal(signal.SIGUSR1, save)
-    try:
-        for step in range(6):
-            for model in models:
-                train(model, torch.optim.SGD(model.parameters(), 0.1), rank, 1)
-            if step > 3:
-                synchronizer.cross_step.before_wait = interrupt
-                models[1].module.inner.a.weight.sum()
-                expected = models[0].module.state_dict()
-                torch.testing.assert_close(saved[-1], expected, rtol=0, atol=0)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert len(saved) == 2
-    synchronizer.close()
 
 
 @on_ranks(2, each=[False, True])

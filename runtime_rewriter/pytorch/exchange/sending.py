@@ -95,8 +95,6 @@ class Sending(ABC):
                 flight.wait()
         except RuntimeError as error:
             raise self._failed(error) from error
-        if not self._flights:  # a signal handler has waited, too
-            return
         self._flights = []
         self._release_residuals()
         if self._unused:
