@@ -162,8 +162,6 @@ class PlannedDataParallel(DistributedDataParallel):
     @torch.compiler.disable(recursive=False)
     def _planned_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run DDP's `_pre_forward`, the module and `_post_forward` without the reducer."""
-        if not self._lazy_init_ran:
-            self._lazy_init()  # refuses an optimizer that the script moved into the backward pass
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self.device_ids:

@@ -3,7 +3,6 @@
 import copy
 import inspect
 import io
-import warnings
 from contextlib import suppress
 from typing import Any
 
@@ -135,23 +134,6 @@ def test_outputs_in_containers_and_a_compiled_model_are_synchronized(rank: int) 
     compiled = torch.compile(mine, backend="eager")
     compiled(torch.full((1, 3), float(rank)), scale=2.0)["logits"][0].sum().backward()
     assert torch.equal(mine.module.layer.weight.grad, torch.full((3, 3), 2.0))
-
-
-@on_ranks(2)
-def test_an_optimizer_moved_into_the_backward_pass_after_wrapping_does_not_train_alone(
-    rank: int,
-) -> None:
-    """DDP takes it over in its first forward pass; without an accelerator, it fails to."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torch.distributed.optim import _apply_optimizer_in_backward
-    for wrap in (DistributedDataParallel, PlannedDataParallel):
-        model = wrap(Tied())
-        if isinstance(model, PlannedDataParallel):
-            model.synchronizer.load(mixed(model.module, 2))
-        _apply_optimizer_in_backward(torch.optim.SGD, model.module.parameters(), {"lr": 0.1})
-        with pytest.raises((InvalidStrategy, RuntimeError), match=r"hook|accelerator"):
-            loss_of(model, rank, 0)
 
 
 @on_ranks(2)
