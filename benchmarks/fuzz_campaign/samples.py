@@ -299,7 +299,7 @@ def probed_cluster() -> Files:
 
 JOB = f"""\
 command: torchrun --nproc-per-node 5 {ROOT / "examples" / "resnet_digits.py"} --epochs 3
-cluster: cluster.yaml
+testbed: cluster.yaml
 budget_trials: 20
 budget_time: 10min
 seed: 3

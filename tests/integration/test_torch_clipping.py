@@ -465,7 +465,7 @@ def clips_an_unused_variable(run: Run) -> None:
         run.stepped()
 
 
-@on_ranks(2, each=(scattered, direct, cut_all_reduces))
+@on_ranks(2, each=(scattered, direct))
 def test_ranks_scale_by_the_same_norms_whatever_they_read_or_use(
     rank: int, build: Callable[[nn.Module, int], Plan]
 ) -> None:
@@ -489,7 +489,6 @@ def test_ranks_scale_by_the_same_norms_whatever_they_read_or_use(
     run.model.synchronizer.load(build(run.model.module, 2))
     clips_an_unused_variable(run)
     assert_same_on_all_ranks(run.seen, run.model)
-    assert run.crossed
     run.model.synchronizer.close()
 
 
