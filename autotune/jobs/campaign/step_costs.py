@@ -58,9 +58,6 @@ class _OnlyWhenAsked:
     def number(self) -> int:
         return self.message.number
 
-    def block(self) -> None:
-        self.message.block()
-
     def wait(self) -> None:
         self.message.wait()
 
