@@ -90,7 +90,10 @@ class ErrorFeedback:
 def _compressed(
     path: CriticalPath, numbers: Iterable[int], setting: CompressorSetting
 ) -> dict[int, Shard]:
-    """The messages that can be compressed this way and are not yet, each with its new shard."""
+    """The messages that can be compressed this way and are not yet, each with its new shard.
+
+    Only the compressor differs, and a direct exchange that it needs whole has one piece.
+    """
     shards = {}
     for number in numbers:
         message = path.plan.messages[number]
@@ -100,13 +103,22 @@ def _compressed(
             and message.sparse is SparseHandling.DENSE
             and setting != (message.compressor, message.ratio, message.rank)
         ):
-            placement = message.owner
             shard = Shard(
-                message.synchronizer, placement=placement, hierarchical=message.hierarchical
+                message.synchronizer,
+                placement=message.owner,
+                hierarchical=message.hierarchical,
+                shares=message.shares,
+                pieces=1 if setting.compressor.error_feedback else message.pieces,
             )
             shards[number] = replace(shard, **setting._asdict())
     return shards
 
 
 def _as(message: Message, shard: Shard) -> Message:
-    return replace(message, compressor=shard.compressor, ratio=shard.ratio, rank=shard.rank)
+    return replace(
+        message,
+        compressor=shard.compressor,
+        ratio=shard.ratio,
+        rank=shard.rank,
+        pieces=shard.pieces,
+    )

@@ -1,0 +1,61 @@
+"""Proposals of single passes, and the partial replay by which they judge."""
+
+from __future__ import annotations
+
+import pytest
+from synthetic_cluster import cluster
+
+from autotune.optimizer.passes.compression import ErrorFeedback, MixedPrecision
+from autotune.optimizer.replays import Replays
+from autotune.optimizer.state import Pass, Problem, State
+from autotune.strategy_space.space import SearchSpace
+from autotune.strategy_space.strategy import (
+    CASTS,
+    Compressor,
+    Shard,
+    Strategy,
+    Synchronizer,
+    VariableStrategy,
+)
+from autotune.workload import Variable, Workload
+
+MIXED = cluster((1, 2000), (1, 1000), (1, 1000), (1, 500))
+OWNERS = (0.4, 0.3, 0.3, 0.0)
+PIECES = 8
+WORKLOAD = Workload(
+    "m",
+    tuple(Variable(f"v{n}", (1024, 1024)) for n in range(1, 5)),
+    forward_s=0.02,
+    backward_s=0.05,
+    update_s=0.001,
+)
+
+
+def proposals(one: Pass, strategy: Strategy, problem: Problem) -> list[Strategy]:
+    state = State(strategy)
+    return [each.strategy for each in one.propose(state, Replays(problem).path(state))]
+
+
+def direct() -> Strategy:
+    """Each variable in a message of uneven owners and several pieces."""
+    shard = Shard(Synchronizer.DIRECT_EXCHANGE, shares=OWNERS, pieces=PIECES)
+    return Strategy(
+        tuple(VariableStrategy(one.name, (shard,)) for one in WORKLOAD.variables), in_flight=4
+    )
+
+
+@pytest.mark.parametrize(
+    ("one", "pieces"), [(MixedPrecision(), PIECES), (ErrorFeedback(), 1)], ids=["casts", "feedback"]
+)
+def test_compression_leaves_the_owners_of_direct_exchanges_and_pieces_that_it_can_send(
+    one: Pass, pieces: int
+) -> None:
+    proposed = proposals(one, direct(), Problem(WORKLOAD, MIXED, SearchSpace.default(lossy=True)))
+    shards = {shard for each in proposed for choice in each.variables for shard in choice.shards}
+    compressed = {shard for shard in shards if shard.compressor is not Compressor.NONE}
+    assert compressed and all(
+        (shard.compressor in CASTS) is isinstance(one, MixedPrecision) for shard in compressed
+    )
+    assert {shard.shares for shard in shards} == {direct().variables[0].shards[0].shares}
+    assert {shard.pieces for shard in compressed} == {pieces}
+    assert {shard.pieces for shard in shards - compressed} <= {PIECES}
