@@ -6,6 +6,7 @@ import pytest
 from synthetic_cluster import cluster
 
 from autotune.optimizer.passes.compression import ErrorFeedback, MixedPrecision
+from autotune.optimizer.passes.issue_order import CrossStep
 from autotune.optimizer.replays import Replays
 from autotune.optimizer.state import Pass, Problem, State
 from autotune.strategy_space.space import SearchSpace
@@ -59,3 +60,9 @@ def test_compression_leaves_the_owners_of_direct_exchanges_and_pieces_that_it_ca
     assert {shard.shares for shard in shards} == {direct().variables[0].shards[0].shares}
     assert {shard.pieces for shard in compressed} == {pieces}
     assert {shard.pieces for shard in shards - compressed} <= {PIECES}
+
+
+def test_a_plan_that_goes_across_the_step_may_keep_its_pieces_in_flight() -> None:
+    proposed = proposals(CrossStep(), direct(), Problem(WORKLOAD, MIXED, SearchSpace.default()))
+    assert all(each.cross_step for each in proposed)
+    assert sorted(each.in_flight for each in proposed) == [1, 2, 4]

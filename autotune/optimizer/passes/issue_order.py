@@ -31,8 +31,9 @@ class CrossStep:
         if not path.problem.space.cross_step:
             return
         draft = draft_of(state, path.problem)
+        counts = range(1, path.problem.space.most_in_flight + 1)
         if draft.cross_step:
-            for count in range(1, path.problem.space.most_in_flight + 1):
+            for count in counts:
                 if count != state.strategy.in_flight:
                     yield state.with_strategy(replace(state.strategy, in_flight=count))
             draft.cross_step, draft.in_ready_order = False, True
@@ -40,7 +41,8 @@ class CrossStep:
             return
         draft.cross_step = True
         draft.order_by_need()
-        for draft.in_flight in range(1, path.problem.space.most_in_flight + 1):
+        # the present number suits direct exchanges, which may have more in flight
+        for draft.in_flight in sorted({*counts, state.strategy.in_flight}):
             yield state.with_strategy(draft.written())
 
 
