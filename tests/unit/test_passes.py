@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from small_worlds import sent
 from synthetic_cluster import cluster
 
+from autotune.costs.timing import ready_times_s
 from autotune.optimizer.passes.compression import ErrorFeedback, MixedPrecision
 from autotune.optimizer.passes.issue_order import CrossStep
+from autotune.optimizer.passes.tensor_fusion import TensorSplit
 from autotune.optimizer.replays import Replays
 from autotune.optimizer.state import Pass, Problem, State
+from autotune.strategy_space.builders.collectives import single_bucket
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import (
     CASTS,
@@ -66,3 +72,22 @@ def test_a_plan_that_goes_across_the_step_may_keep_its_pieces_in_flight() -> Non
     proposed = proposals(CrossStep(), direct(), Problem(WORKLOAD, MIXED, SearchSpace.default()))
     assert all(each.cross_step for each in proposed)
     assert sorted(each.in_flight for each in proposed) == [1, 2, 4]
+
+
+def test_a_message_is_cut_by_the_positions_of_gradients_whose_times_are_unmeasured() -> None:
+    unmeasured = replace(WORKLOAD, backward_s=0.5)
+    pairs = zip(WORKLOAD.variables, ready_times_s(unmeasured).tolist(), strict=True)
+    measured = replace(unmeasured, variables=tuple(replace(v, ready_s=s) for v, s in pairs))
+    fast = cluster(*[(1, 10_000)] * 4)
+    cuts = [
+        [
+            sent(each, workload)
+            for each in proposals(
+                TensorSplit(),
+                single_bucket(workload),
+                Problem(workload, fast, SearchSpace.default()),
+            )
+        ]
+        for workload in (unmeasured, measured)
+    ]
+    assert cuts[0] == cuts[1] == ["v1 v2 v3|v4", "v1 v2|v3 v4"]

@@ -7,6 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from autotune.arrays import FloatArray
+from autotune.costs.timing import ready_times_s
 from autotune.optimizer.edits import can_merge, joined, merged, replanned, signature, split
 from autotune.optimizer.state import CriticalPath, State
 from autotune.optimizer.theorems import end_tensor_fused_s, tensor_fusion_pays
@@ -105,9 +107,10 @@ class TensorSplit:
         signatures = (
             [signature(message) for message in messages] if path.problem.speedups.symmetry else []
         )
+        ready_of_variable_s = ready_times_s(path.workload)
         for number in [*first, *largest]:
             repeats = [n for n, each in enumerate(signatures) if each == signatures[number]]
-            for cut in self._cuts(number, path):
+            for cut in self._cuts(number, path, ready_of_variable_s):
                 cuts = {n: [cut] for n in repeats or [number]}
                 parts = state.with_strategy(split(state, path.problem, cuts))
                 yield parts
@@ -115,8 +118,11 @@ class TensorSplit:
                     yield parts.with_strategy(replanned(parts, path.problem))
 
     @staticmethod
-    def _cuts(number: int, path: CriticalPath) -> list[int]:
-        """The best cut by the chain, and the middle of the bytes; groups are never cut."""
+    def _cuts(number: int, path: CriticalPath, ready_of_variable_s: FloatArray) -> list[int]:
+        """The best cut by the chain, and the middle of the bytes; groups are never cut.
+
+        `ready_of_variable_s`: when the gradient of each variable is ready, shape (V,).
+        """
         message = path.plan.messages[number]
         index = path.workload.index
         parts = sorted(message.slices, key=lambda part: (index[part.variable], part.start))
@@ -131,9 +137,11 @@ class TensorSplit:
         if not allowed:
             return []
         total = np.cumsum([part.elements for part in parts]) / message.elements
-        ready_s = [path.workload.variables[index[part.variable]].ready_s or 0.0 for part in parts]
+        ready_s = ready_of_variable_s[[index[part.variable] for part in parts]]
         whole_s = path.sync_s([message])
-        free_s = float(path.start_s[number]) if path.ready_s[number] < path.start_s[number] else 0.0
+        # a message starts later than it is ready on a free channel, too: it is packed and issued
+        before_s = path.end_s[:number].max(initial=0.0)
+        free_s = min(float(path.start_s[number]), float(before_s))
         ends = []
         for cut in allowed:
             share = float(total[cut - 1])
