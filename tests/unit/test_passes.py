@@ -11,10 +11,12 @@ from synthetic_cluster import cluster
 from autotune.costs.timing import ready_times_s
 from autotune.optimizer.passes.compression import ErrorFeedback, MixedPrecision
 from autotune.optimizer.passes.issue_order import CrossStep
+from autotune.optimizer.passes.partition import Partition
 from autotune.optimizer.passes.tensor_fusion import TensorSplit
 from autotune.optimizer.replays import Replays
 from autotune.optimizer.state import Pass, Problem, State
 from autotune.strategy_space.builders.collectives import single_bucket
+from autotune.strategy_space.builders.servers import parameter_server
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import (
     CASTS,
@@ -91,3 +93,21 @@ def test_a_message_is_cut_by_the_positions_of_gradients_whose_times_are_unmeasur
         for workload in (unmeasured, measured)
     ]
     assert cuts[0] == cuts[1] == ["v1 v2 v3|v4", "v1 v2|v3 v4"]
+
+
+@pytest.mark.parametrize(
+    "uncuttable",
+    [
+        Variable("blocks.1.w", (30_000,), "float16"),  # fewer bytes than a part may have
+        Variable("blocks.1.w", (2, 15_000), sparse=True),  # fewer rows than parts
+    ],
+    ids=["float16", "two rows"],
+)
+def test_a_cut_is_not_repeated_where_the_space_forbids_it(uncuttable: Variable) -> None:
+    workload = replace(WORKLOAD, variables=(uncuttable, Variable("blocks.0.w", (30_000,))))
+    network = cluster(*[(1, 100)] * 4)
+    problem = Problem(workload, network, SearchSpace.default())
+    proposed = proposals(Partition(), parameter_server(workload, network), problem)
+    assert any(len(each.by_name["blocks.0.w"].shards) > 2 for each in proposed)
+    for each in proposed:
+        assert problem.space.violation(each, workload, network) is None

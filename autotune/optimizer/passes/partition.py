@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from autotune.optimizer.edits import cut_variables, replanned, shards_alone, signature
+from autotune.optimizer.edits import cut_variables, partition_of, replanned, shards_alone, signature
 from autotune.optimizer.state import CriticalPath, State
 from autotune.strategy_space.plan import Message
 from autotune.strategy_space.strategy import ROOTED, Shard, SparseHandling
@@ -97,7 +97,7 @@ class Partition:
 
     @staticmethod
     def _with_repeats(wanted: dict[int, int], state: State, path: CriticalPath) -> dict[int, int]:
-        """By symmetry, the same for variables at the same place of other blocks."""
+        """By symmetry, the same for variables at the same place of other blocks that allow it."""
         if not path.problem.speedups.symmetry:
             return wanted
         index = path.problem.workload.index
@@ -113,7 +113,9 @@ class Partition:
         counts = dict(wanted)
         for position, count in wanted.items():
             for other in alone.get(of_position.get(position, ()), ()):
-                counts.setdefault(other, count)
+                # equal messages may hold variables of another dtype or shape
+                if count == 1 or partition_of(path.problem, other, count) is not None:
+                    counts.setdefault(other, count)
         return counts
 
 
