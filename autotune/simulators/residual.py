@@ -247,7 +247,7 @@ class ResidualSimulator:
         return collate(features, scaling, architecture.with_edges, architecture.with_shards)
 
     def _forward(self, features: Sequence[StrategyFeatures]) -> tuple[FloatArray, FloatArray]:
-        """Return (slope > 0, intercept) of the least-squares line; both inputs of shape (n,)."""
+        """Return the scores, shape (n,), and the hidden states, shape (n, H)."""
         fitted = self._require_fitted()
         scores, hidden = [np.zeros(0)], []
         with torch.inference_mode():

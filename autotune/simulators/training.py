@@ -239,7 +239,7 @@ def sharpness(
 def _scores_by_domain(
     predict: Predict, examples: Sequence[Example], indices: Sequence[int] | None = None
 ) -> Tensor:
-    """Return the factor, 1 to 64, with which the scores best explain the order of all pairs."""
+    """Return scores predicted domain by domain, shape (n,) for n examples; 0 outside `indices`."""
     scores = torch.zeros(len(examples), dtype=torch.float64)
     with torch.no_grad():
         for members in _members(range(len(examples)) if indices is None else indices, examples):
