@@ -120,7 +120,7 @@ def _several(spec: JobSpec, cluster: Cluster | None) -> Cluster | None:
 
 
 def _use(export: Path, spec: JobSpec, several: Cluster | None) -> tuple[str, str]:
-    """Where to use the export, in words ("" on one host), and the command; `several`: the hosts."""
+    """The place to use the export ("" on one host), and the command; `several`: the hosts."""
     if several is None:
         run = ["autotune", "run", "--strategy", str(export), "--", *spec.command]
         return "", shlex.join(run)

@@ -108,7 +108,7 @@ def ranks_fix(export: Export) -> str:
 
 
 def _launch(words: Sequence[str], hosts: Sequence[Host]) -> tuple[str, list[str]]:
-    """Where to start the ranks, in words, and the words of the command there."""
+    """The place to start the ranks, and the words of the command there."""
     script = read_command(words)
     own_launcher = script.mpirun_words or script.horovodrun_words
     if own_launcher:

@@ -25,7 +25,7 @@ RING_MESSAGES_BYTES = (16 * MIB, 4 * MIB, MIB, 512 * KIB, 256 * KIB)
 PIECES_BYTES = (MIB, 512 * KIB, 256 * KIB, 128 * KIB)
 IN_FLIGHT = (1, 2, 4, 8)
 LIMITS = (None, *IN_FLIGHT)
-"""Of rings and stars. None: the library decides, as within the step."""
+"""Limits of rings and stars. None: the library decides, as within the step."""
 SERVED_BYTES = (MIB, 256 * KIB)
 SMALL_BYTES = 16 * KIB
 DIRECT = "direct"

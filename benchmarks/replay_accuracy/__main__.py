@@ -66,7 +66,7 @@ from benchmarks.repository import (
 TORCH, TENSORFLOW = "torch", "tensorflow"
 FRAMEWORKS = (*horovod.FRAMEWORKS, TENSORFLOW, TORCH)
 DEFAULTS = {"models": list(MODELS), "clusters": list(CLUSTERS), "strategies": 12, "seed": 0}
-"""Of the options that apply to torch alone."""
+"""Defaults of the options that apply to torch alone."""
 
 console = Console(stderr=True, highlight=False, markup=False)
 
