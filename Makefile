@@ -1,5 +1,6 @@
-# `make tune` runs the main job and `make test` all checks. Both run `make setup` first.
-# `make horovod` adds TensorFlow and Horovod, which only their own scripts and tests need.
+# `make tune` runs the main job, and `make test` what every change must pass; `make test-all` adds the
+# slow tests. All run `make setup` first. `make horovod` adds TensorFlow and Horovod, which only their
+# own scripts and tests need.
 PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -12,7 +13,7 @@ ACCELERATORS ?= emulated
 # If the environment sets it, every process compiles our packages again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup tensorflow horovod tune test kernels lint docs wheel-test clean
+.PHONY: setup tensorflow horovod tune test test-all tested kernels lint docs wheel-test clean
 
 setup: $(VENV)/.compiled
 
@@ -100,9 +101,16 @@ lint: $(VENV)/.installed
 
 # Three test files at a time, in the order of tests/conftest.py: most tests wait for processes.
 # The wheel is tested while pip installs the environment, which leaves most of a core.
-test:
+PYTEST := $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+test: tested
+	$(PYTEST) -m 'not slow'
+
+# About twice as long: before a release, and after changes of what only slow tests cover.
+test-all: tested
+	$(PYTEST)
+
+tested:
 	$(MAKE) --jobs 4 --output-sync horovod lint setup kernels docs wheel-test PYTHONS=$(PYTHON)
-	$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # The compiled replay, which numba keeps next to its source: processes that first use it at the same
 # time, as tests do, would each compile it.

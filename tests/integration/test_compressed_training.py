@@ -236,7 +236,10 @@ def deviations(
     return by_strategy
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize(
+    "example",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "resnet")) for name in EXAMPLES],
+)
 def test_compressed_strategies_end_within_their_band_of_the_uncompressed_loss(example: str) -> None:
     by_strategy, same = run_world(deviations, RANKS, example, 0, tuple(BANDS))
     assert by_strategy == same, "the ranks saw the same losses"

@@ -28,8 +28,7 @@ EXPECTED = {
 """Kinds that must occur among the strategies."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_strategy_trains_as_ddp(size: int) -> None:
     by_rank = run_world(check_cases, size, timeout_s=240.0)
     enacted = enacted_alike(by_rank)

@@ -48,6 +48,7 @@ if find_spec("horovod") is not None:
         "mpirun -np 2 --oversubscribe python {scripts}/train_horovod.py",
         "",
     )
+SLOW = ("Trainer", "Lightning", "mpirun")
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -64,7 +65,9 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.job
-@pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAUNCHES]
+)
 def test_a_script_is_tuned_as_it_is(name: str, tmp_path: Path, tracking_store: Path) -> None:
     command, refused = LAUNCHES[name]
     words = command.format(scripts=ROOT / "tests" / "scripts", out=tmp_path / "out").split()
@@ -84,6 +87,7 @@ def test_a_script_is_tuned_as_it_is(name: str, tmp_path: Path, tracking_store: P
 SPAWNING = ("--workers", "2", *FEW_TRIALS, *SHORT_PROBE, "--simulators", "linear", "--json")
 
 
+@pytest.mark.slow
 @pytest.mark.job
 def test_ranks_that_a_script_spawns_itself_are_controlled(tmp_path, tracking_store) -> None:
     jobs = with_tracking_store(tmp_path / "jobs", tracking_store)
@@ -118,6 +122,7 @@ def test_what_cannot_be_tuned_is_named_at_once(case: str, make_world) -> None:
     assert str(refusal.value).count(ALONE[case]) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.job
 def test_the_command_names_it_once_and_where_the_output_is(tmp_path, tracking_store) -> None:
     jobs = with_tracking_store(tmp_path / "jobs", tracking_store)

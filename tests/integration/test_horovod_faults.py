@@ -21,7 +21,11 @@ STALL_S = 10  # ranks that start beside other tests may be some seconds late
 REQUEST = TrialRequest(0, "strategy-under-test", Role.CANDIDATE, warmup_steps=2, timed_steps=4)
 
 
-@pytest.mark.parametrize("planned", [False, True], ids=["its own operations", "a plan"])
+@pytest.mark.parametrize(
+    "planned",
+    [pytest.param(False, id="its own operations", marks=pytest.mark.slow), True],
+    ids=["its own operations", "a plan"],
+)
 def test_a_rank_that_dies_or_stalls_in_a_step_fails_the_trial_and_the_next_one_runs(
     planned: bool, make_world, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

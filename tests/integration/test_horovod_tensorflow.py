@@ -323,6 +323,7 @@ def found(world: tuple[list[dict[str, Any]], Path]) -> list[dict[str, Any]]:
     return world[0]
 
 
+@pytest.mark.slow
 def test_every_script_sees_and_trains_what_its_own_horovod_gives(found) -> None:
     for rank, of_rank in enumerate(found):
         assert not of_rank["scripts"], f"rank {rank}: " + "\n".join(of_rank["scripts"])

@@ -76,6 +76,7 @@ def assert_same_checkpoints(folder: Path, expected: Path) -> None:
         assert all(torch.equal(state[key], ours[name][key]) for key in state), name
 
 
+@pytest.mark.slow
 @pytest.mark.job
 def test_a_kept_and_resumed_training_ends_as_plain_ddp_does_with_all_checkpoints(
     project, tmp_path, tracking_store

@@ -115,6 +115,7 @@ def test_an_earlier_recording_stays_until_there_is_a_new_one(tmp_path, capsys) -
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"new"]
 
 
+@pytest.mark.slow
 def test_a_script_that_goes_on_ends_by_itself_with_its_own_status(tmp_path) -> None:
     done = run(tmp_path, "--go-on", "--no-workload", "--", "--steps", "8", command=ALONE)
     assert done.returncode == 0, done.stderr

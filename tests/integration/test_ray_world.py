@@ -74,7 +74,10 @@ def clusters() -> Iterator[Clusters]:
 
 @pytest.mark.parametrize(
     ("server", "outcome"),
-    [("gcs_server", "Ray no longer answers; start the command again"), ("raylet", "measured")],
+    [
+        ("gcs_server", "Ray no longer answers; start the command again"),
+        pytest.param("raylet", "measured", marks=pytest.mark.slow),
+    ],
 )
 def test_a_frozen_server_of_ray_leaves_nothing_behind_and_lets_the_process_end(
     server, outcome, tmp_path
@@ -129,6 +132,7 @@ def fault_words(kind: str, tmp_path: Path) -> list[str]:
     return ["--fault", kind, "--fault-step", "9", "--fault-file", str(planted)]
 
 
+@pytest.mark.slow
 def test_ranks_keep_their_conditions_and_environment_after_a_crash(
     make_world, tmp_path, monkeypatch
 ) -> None:
@@ -221,6 +225,7 @@ def permitted() -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
+@pytest.mark.slow
 def test_the_room_of_lost_workers_is_used_again(make_world, tmp_path) -> None:
     reason = r"all 2 workers must come up within 0\.001 s, but did not"
     with pytest.raises(LaunchError, match=reason):

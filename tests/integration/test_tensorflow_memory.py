@@ -9,6 +9,7 @@ pytest.importorskip("tensorflow", reason="the extra tensorflow is not installed"
 MOST_ERROR = 0.06
 
 
+@pytest.mark.slow
 def test_the_replay_predicts_the_allocated_memory_of_other_plans() -> None:
     from benchmarks.replay_accuracy.tensorflow_memory import cases, summary
 

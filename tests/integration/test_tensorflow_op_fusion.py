@@ -367,6 +367,7 @@ def disjoint(training: TrainingGraph, sets: Sequence[FusibleSet]) -> list[Fusibl
     return chosen
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_proposed_sets_are_kernels_on_servers_and_train_the_same() -> None:
     isolated().submit(fused_and_unfused_training).result(4 * WAIT_S)

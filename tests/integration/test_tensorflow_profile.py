@@ -76,6 +76,7 @@ def test_a_program_that_no_launcher_starts_is_recorded_and_replayed(
     assert abs(replayed["replay_error"]) < 0.01
 
 
+@pytest.mark.slow
 def test_the_servers_of_all_ranks_are_recorded_by_rank_0(tmp_path: Path) -> None:
     done = profile(tmp_path / "traces", command=TORCHRUN)
     assert done.returncode == 0, done.stderr
@@ -92,6 +93,7 @@ def test_the_servers_of_all_ranks_are_recorded_by_rank_0(tmp_path: Path) -> None
     assert main(["replay", str(tmp_path / "traces")]) == 0
 
 
+@pytest.mark.slow
 def test_one_replica_of_mirrored_workers_is_recorded_and_all_go_on_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,11 +24,7 @@ from autotune.testbed.capabilities import capabilities
 from autotune.workload import Library
 
 ABLE = capabilities()
-pytestmark = [
-    pytest.mark.skipif(not ABLE.possible, reason=ABLE.message),
-    pytest.mark.slow,
-    pytest.mark.job,
-]
+pytestmark = [pytest.mark.skipif(not ABLE.possible, reason=ABLE.message), pytest.mark.job]
 
 ROOT = Path(__file__).parents[2]
 SMALL = ROOT / "tests" / "scripts" / "train_small.py"
@@ -71,6 +67,7 @@ def trials_in(folder: Path) -> int:
         return len(store.history("bed").trials) if store.jobs() else 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("horovod") is None, reason="`make horovod` builds it")
 def test_a_tensorflow_script_of_horovod_is_tuned_on_emulated_accelerators_and_runs_its_export(
     tmp_path, tracking_store
@@ -122,6 +119,7 @@ def test_a_tensorflow_script_of_horovod_is_tuned_on_emulated_accelerators_and_ru
     assert len(sums) == 1, "all ranks hold the same variables"
 
 
+@pytest.mark.slow
 def test_ctrl_c_takes_the_testbed_down_and_resume_builds_it_again(tmp_path, tracking_store) -> None:
     """The whole job states everywhere what was emulated, and leaves nothing."""
     with_tracking_store(tmp_path, tracking_store)

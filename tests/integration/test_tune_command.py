@@ -187,6 +187,7 @@ def test_an_exported_strategy_runs_in_the_unchanged_script_and_a_wrong_world_is_
     assert "world size of 2, but the command asks for 3 workers" in refused
 
 
+@pytest.mark.slow
 def test_the_gpt_example_is_tuned_with_lossy_strategies_and_without_a_simulator(
     tmp_path, tracking_store
 ) -> None:
@@ -200,6 +201,7 @@ def test_the_gpt_example_is_tuned_with_lossy_strategies_and_without_a_simulator(
     assert json.loads(done.stdout)["decision"]["comparison"]["pairs"] >= 6
 
 
+@pytest.mark.slow
 def test_kill_9_at_random_moments_loses_no_finished_trial_and_repeats_none(
     tmp_path, tracking_store
 ) -> None:
@@ -298,6 +300,7 @@ def wait_for_more_events(directory: Path, before: int, process: subprocess.Popen
     raise AssertionError(f"no new event within {START_S:.0f} s, exit status {process.poll()}")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of MLflow
 def test_a_dead_mlflow_server_does_not_stop_a_bayesian_search_and_the_runs_are_sent_later(
     tmp_path, tracking_store, monkeypatch, capsys

@@ -84,7 +84,11 @@ def test_every_model_meets_every_cluster_and_a_drawn_third_has_other_ratios():
 
 @pytest.mark.parametrize(
     "domain",
-    [setup for setup in DOMAINS.values() if setup.ratio == 1],
+    [
+        pytest.param(setup, marks=[pytest.mark.slow] * ("two_devices" not in setup.name))
+        for setup in DOMAINS.values()
+        if setup.ratio == 1
+    ],
     ids=lambda setup: setup.name,
 )
 def test_every_setting_of_every_rival_is_enactable_in_every_domain(domain: Setup):

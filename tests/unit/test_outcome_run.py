@@ -351,6 +351,7 @@ def killed_at(folder: Path, count: int, source: str) -> tuple[DatasetTrial, ...]
     return read_domain(folder).trials
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_resumes_and_measures_nothing_twice(tmp_path):
     first = killed_at(tmp_path, 3, SWEEP)
     second = killed_at(tmp_path, 3, f"tuning:{RANDOM}")

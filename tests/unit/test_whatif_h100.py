@@ -120,7 +120,13 @@ def without_shapes(base: Base) -> Base:
     return replace(base, names=replace(base.names, operators=operators))
 
 
-@pytest.mark.parametrize("model", sorted(REFUSED))
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name != "bert_base"))
+        for name in sorted(REFUSED)
+    ],
+)
 def test_traces_that_compute_in_16_bit_are_refused_by_types_or_by_names(
     model: str, recording: Callable[[str], Recording]
 ) -> None:
