@@ -71,9 +71,12 @@ def first_starts(
     return [(name, State(strategy, _fusion(problem))), *others]
 
 
-def later_starts(problem: Problem) -> list[tuple[str, State]]:
-    """(name, state) of the hand-made strategies and even buckets, like `first_starts`."""
-    return started(_in_time(problem), _fusion(problem), hand_made)
+def later_starts(problem: Problem, fastest_s: float) -> list[tuple[str, State]]:
+    """(name, state) of the hand-made strategies and even buckets, like `first_starts`.
+
+    `fastest_s`: the fastest replayed step so far; strategies that cannot come near it are left out.
+    """
+    return started(_in_time(problem), _fusion(problem), hand_made, fastest_s)
 
 
 def _in_time(problem: Problem) -> Problem:

@@ -39,7 +39,7 @@ APART = 0.002
 WORTH = 1e-4
 """Share of the step that a round of all passes, or a climb from a neighbor, must gain to go on."""
 
-LaterStarts = Callable[[], Sequence[tuple[str, State]]]
+LaterStarts = Callable[[float], Sequence[tuple[str, State]]]
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,8 @@ class Search:
     ) -> SearchResult:
         """Climb from the fastest starts, one of each family at least, then from neighbors.
 
-        `later` builds further starts, after the climb from the fastest of `starts`.
+        `later` builds further starts, after the climb from the fastest of `starts`, whose step it
+        gets.
         """
         try:
             self._run(starts, later)
@@ -125,7 +126,7 @@ class Search:
             replayed.remove(climbed)
             self.climb(climbed[2], climbed[0])
         if later is not None:
-            replayed += self._replayed(later(), len(starts))
+            replayed += self._replayed(later(self.result.step_s), len(starts))
         replayed.sort(key=lambda start: start[:2])
         fastest: dict[int | None, tuple[float, int, State]] = {}
         for start in replayed:

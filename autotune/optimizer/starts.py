@@ -33,15 +33,20 @@ PIECES = 8
 """Pieces of each direct exchange with which a search starts; the pass `direct_exchange` changes
 them."""
 ORDER_NODES = 40
+ESTIMATE_OVER_REPLAY = 4.0
+"""The most that an estimate with one channel was over the replay with threads and lanes."""
 Builders = Callable[[Problem, OpFusion], Iterator[tuple[str, Strategy]]]
 EVEN_BYTES = (2**18, 2**19, 2**20, 2**21, 2**22)
 
 
-def started(problem: Problem, fusion: OpFusion, built_by: Builders) -> list[tuple[str, State]]:
+def started(
+    problem: Problem, fusion: OpFusion, built_by: Builders, fastest_s: float = float("inf")
+) -> list[tuple[str, State]]:
     """(name, state) of each strategy in the space, the shortest estimate first, with this fusion.
 
-    All are kept: estimates with one channel were up to four times the replay with threads and
-    lanes. After the problem's deadline, those that were built until then are returned.
+    Strategies that by their estimates can hardly be faster than `fastest_s`, the fastest replayed
+    step so far, are left out. After the problem's deadline, those that were built until then are
+    returned.
     """
     known: set[Strategy] = set()
     starts: list[tuple[float, str, State]] = []
@@ -54,7 +59,9 @@ def started(problem: Problem, fusion: OpFusion, built_by: Builders) -> list[tupl
             ):
                 known.add(strategy)
                 state = State(strategy, fusion)
-                starts.append((_estimated_s(state, problem), name, state))
+                estimated_s = _estimated_s(state, problem)
+                if estimated_s <= ESTIMATE_OVER_REPLAY * fastest_s:
+                    starts.append((estimated_s, name, state))
     return [(name, state) for _, name, state in sorted(starts, key=lambda start: start[0])]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -21,9 +22,9 @@ from autotune.lowering.replayed import LoweredSteps
 from autotune.optimizer.budget import Budget
 from autotune.optimizer.optimize import Optimized, optimize
 from autotune.optimizer.passes.compression import MixedPrecision
-from autotune.optimizer.registry import PASSES, default_passes
+from autotune.optimizer.registry import PASSES, default_passes, later_starts
 from autotune.optimizer.search import APART
-from autotune.optimizer.state import CriticalPath, Speedups, State
+from autotune.optimizer.state import CriticalPath, Problem, Speedups, State, planned
 from autotune.optimizer.suggest import NEAR, suggestions
 from autotune.profiling.op_graph import Op, OpFusion, OpGraph
 from autotune.strategy_space.builders.registry import BUILDERS
@@ -103,6 +104,20 @@ def test_passes_improve_the_best_cuts_before_hand_made_strategies_are_replayed()
     longer = optimize(graph.workload(), NETWORK, graph=graph, budget=Budget(replays=160))
     assert "parameter_server" in longer.starts_s
     assert longer.predicted_step_s <= optimized.predicted_step_s
+
+
+def test_hand_made_strategies_that_can_hardly_win_are_not_replayed() -> None:
+    """Sixteen workers over one server each: their estimates are several times the best step."""
+    graph, even = chain(), cluster(*[(1, 1000)] * 16)
+    problem = Problem(graph.workload(), even, SearchSpace.default(), graph)
+    every = dict(later_starts(problem, math.inf))
+    steps = LoweredSteps(graph.workload(), even)
+    steps_s = {name: steps.step_s(planned(state, problem)) for name, state in every.items()}
+    fastest_s = min(steps_s.values())
+    near = dict(later_starts(problem, fastest_s))
+    assert near.keys() < every.keys()
+    assert min(steps_s[name] for name in near) == fastest_s
+    assert all(steps_s[name] > 2 * fastest_s for name in every.keys() - near.keys())
 
 
 def test_a_space_with_one_synchronizer_within_the_step_is_respected() -> None:
