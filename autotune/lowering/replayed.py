@@ -130,9 +130,15 @@ class LoweredSteps:
         self._remember(plan, timeline)
         return timeline, message_ops
 
-    def sync_s(self, messages: Sequence[Message], limit: int | None, in_flight: int = 1) -> float:
-        """Partial replay: these messages alone, all issued at once; bounds as in `Plan`."""
-        graph = self._lowering.message_graph(messages, limit=limit, in_flight=in_flight)
+    def sync_s(
+        self,
+        messages: Sequence[Message],
+        limit: int | None,
+        in_flight: int = 1,
+        ring_order: tuple[int, ...] | None = None,
+    ) -> float:
+        """Partial replay: these messages alone, all issued at once; the rest as in `Plan`."""
+        graph = self._lowering.message_graph(messages, ring_order, limit, in_flight)
         return self._replay(graph).makespan_s
 
     def _lowering_of(self, plan: Plan) -> Lowering:

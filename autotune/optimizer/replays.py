@@ -123,17 +123,20 @@ class Replays:
         return tuple(range(len(graph.ops) - 1, last - 1, -1))
 
     def _partial(self, steps: LoweredSteps, plan: Plan) -> Callable[[Sequence[Message]], float]:
-        """t_sync by kinds and sizes, with as many in flight as in the plan.
+        """t_sync by kinds and sizes, with the ring and as many in flight as in the plan.
 
         The variables in a message do not matter, except those of sparse rows.
         """
 
         def seconds(messages: Sequence[Message]) -> float:
             self.problem.deadline.check()
-            key = plan.limit, plan.in_flight, tuple(_kind(message) for message in messages)
+            kinds = tuple(_kind(message) for message in messages)
+            key = plan.limit, plan.in_flight, plan.ring_order, kinds
             if key not in self._sync_s:
                 self.partial += 1
-                self._sync_s[key] = steps.sync_s(messages, plan.limit, plan.in_flight)
+                self._sync_s[key] = steps.sync_s(
+                    messages, plan.limit, plan.in_flight, plan.ring_order
+                )
                 self.ops += steps.ops
             return self._sync_s[key]
 

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 from small_worlds import sent
-from synthetic_cluster import cluster
+from synthetic_cluster import FREE, cluster
 
+from autotune.cluster import PairLink
 from autotune.costs.timing import ready_times_s
+from autotune.lowering.replayed import LoweredSteps
 from autotune.optimizer.passes.compression import ErrorFeedback, MixedPrecision
 from autotune.optimizer.passes.issue_order import CrossStep
 from autotune.optimizer.passes.partition import Partition
@@ -111,3 +113,17 @@ def test_a_cut_is_not_repeated_where_the_space_forbids_it(uncuttable: Variable) 
     assert any(len(each.by_name["blocks.0.w"].shards) > 2 for each in proposed)
     for each in proposed:
         assert problem.space.violation(each, workload, network) is None
+
+
+def test_partial_replay_takes_the_ring_of_the_plan() -> None:
+    """Its twin replays a step of these messages alone."""
+    idle = replace(WORKLOAD, forward_s=0.0, backward_s=0.0, update_s=0.0)
+    slow_pair = PairLink(("h0", "h1"), link_bytes_per_s=1e7, latency_s=1e-3)
+    problem = Problem(idle, cluster(*[(1, 1000)] * 4, pairs=[slow_pair]), SearchSpace.default())
+    replays = Replays(problem, lambda *world: LoweredSteps(*world[:3], costs=FREE))
+    times_s = {}
+    for ring in (None, (0, 2, 1, 3), (1, 0, 3, 2)):
+        path = replays.path(State(replace(single_bucket(idle), ring_order=ring)))
+        assert path.sync_s(path.plan.messages) == pytest.approx(path.step_s)
+        times_s[ring] = path.step_s
+    assert times_s[0, 2, 1, 3] < 0.5 * min(times_s[None], times_s[1, 0, 3, 2])
