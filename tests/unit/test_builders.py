@@ -22,6 +22,7 @@ from autotune.strategy_space.builders.cross_step import cross_step_all_reduce
 from autotune.strategy_space.builders.direct import PIECE_BYTES, directly
 from autotune.strategy_space.builders.rows import with_rows
 from autotune.strategy_space.constraints import exchange_shares
+from autotune.strategy_space.enactable import refusal_reason
 from autotune.strategy_space.plan import PlannedStrategy, plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import (
@@ -299,6 +300,31 @@ def test_servers_and_reduce_scatters_are_exchanged_directly_in_the_same_messages
         assert (after.cross_step, after.in_flight) == (before.cross_step, 4)
     reduced = collectives.ddp_default(workload)
     assert directly(reduced, workload, hosts) == reduced
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [
+        Shard(Synchronizer.DIRECT_EXCHANGE, pieces=4, hierarchical=True),
+        Shard(REDUCE, hierarchical=True),
+        Shard(REDUCE, Compressor.BF16),
+        Shard(REDUCE, Compressor.INT8),
+        Shard(SCATTER_GATHER, Compressor.TOP_K, ratio=0.1),
+        Shard(Synchronizer.PARAMETER_SERVER, Compressor.POWER_SGD, placement=1, rank=4),
+    ],
+    ids=lambda shard: f"{shard.synchronizer}, {shard.compressor}",
+)
+def test_rows_travel_flat_in_one_piece_and_without_a_compressor_that_needs_them_dense(shard):
+    built = Strategy(tuple(VariableStrategy(one.name, (shard,)) for one in PARALLAX.variables))
+    with_sparse = with_rows(built, PARALLAX)
+    table = with_sparse.by_name["table"]
+    cast = shard.compressor is Compressor.BF16
+    as_rows = Shard(
+        shard.synchronizer, Compressor.BF16 if cast else Compressor.NONE, placement=shard.placement
+    )
+    assert table.shards == (as_rows,) and table.sparse is not SparseHandling.DENSE
+    assert with_sparse.by_name["dense"] == built.by_name["dense"]
+    assert refusal_reason(plan(with_sparse, PARALLAX, 4)) is None
 
 
 def test_servers_of_a_large_world_stay_stars():

@@ -22,7 +22,7 @@ from autotune.lowering.replayed import LoweredSteps
 from autotune.optimizer.budget import Budget
 from autotune.optimizer.optimize import Optimized, optimize
 from autotune.optimizer.passes.compression import MixedPrecision
-from autotune.optimizer.registry import PASSES, default_passes, later_starts
+from autotune.optimizer.registry import PASSES, default_passes, first_starts, later_starts
 from autotune.optimizer.search import APART
 from autotune.optimizer.state import CriticalPath, Problem, Speedups, State, planned
 from autotune.optimizer.suggest import NEAR, suggestions
@@ -31,7 +31,13 @@ from autotune.strategy_space.builders.registry import BUILDERS
 from autotune.strategy_space.enactable import refusal_reason
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import CASTS, Compressor, Strategy, Synchronizer
+from autotune.strategy_space.strategy import (
+    CASTS,
+    Compressor,
+    SparseHandling,
+    Strategy,
+    Synchronizer,
+)
 from autotune.workload import Variable, Workload
 
 SMALL = Budget(replays=120)
@@ -149,6 +155,19 @@ def test_ops_are_fused_if_that_saves_time_and_the_gain_is_reported() -> None:
 
     measured = optimize(graph.workload(), NETWORK, graph=graph, budget=SMALL, fused_s=fused_s)
     assert not any("fused kernels" in note for note in measured.assumed)
+
+
+TABLE = Variable("table", (20_000, 64), sparse=True, touched_rows=100.0)
+
+
+def test_starts_send_rows_of_sparse_gradients_flat_as_they_are_replayed() -> None:
+    table = replace(TABLE, rows_only=True)
+    workload = Workload("m", (*chain(2).workload().variables, table), backward_s=0.01)
+    problem = Problem(workload, TWO_LEVEL, SearchSpace.default())
+    starts = (*first_starts(problem), *later_starts(problem))
+    messages = [one for _, state in starts for one in planned(state, problem).messages]
+    hierarchical = {one.sparse for one in messages if one.hierarchical}
+    assert hierarchical == {SparseHandling.DENSE} < {one.sparse for one in messages}
 
 
 def test_an_op_graph_of_another_model_is_refused() -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autotune.strategy_space.strategy import (
+    SPARSE_COMPRESSORS,
     SPARSE_SYNCHRONIZERS,
+    Compressor,
+    Shard,
     SparseHandling,
     Strategy,
     VariableStrategy,
@@ -16,7 +19,8 @@ from autotune.workload import Workload
 def with_rows(strategy: Strategy, workload: Workload, every: bool = True) -> Strategy:
     """Send `every` sparse gradient as rows by its synchronizers, or only those that must be rows.
 
-    They stay dense if a synchronizer cannot send rows.
+    They stay dense if a synchronizer cannot send rows. Rows travel in one piece and flat, as the
+    replay predicts them, and without a compressor that needs them dense.
     """
     rows = {one.name for one in workload.variables if (one.sparse if every else one.rows_only)}
     choices = tuple(
@@ -29,6 +33,13 @@ def _as_rows(choice: VariableStrategy) -> VariableStrategy:
     used = {shard.synchronizer for shard in choice.shards}
     for handling in (SparseHandling.ALL_GATHER, SparseHandling.GATHER_SCATTER):
         if used <= set(SPARSE_SYNCHRONIZERS[handling]):
-            shards = tuple(replace(shard, pieces=1) for shard in choice.shards)
+            shards = tuple(_of_rows(shard) for shard in choice.shards)
             return replace(choice, shards=shards, sparse=handling)
     return choice
+
+
+def _of_rows(shard: Shard) -> Shard:
+    flat = replace(shard, pieces=1, hierarchical=False)
+    if flat.compressor in SPARSE_COMPRESSORS:
+        return flat
+    return replace(flat, compressor=Compressor.NONE, ratio=None, rank=None)
