@@ -8,7 +8,7 @@ from autotune.memory.fitting import MemoryFit, fit_memory
 from autotune.memory.peak import MemoryEstimate, highest_peak
 from autotune.recordings.memory_file import RecordedMemory
 from autotune.recordings.memory_profile import PROPORTIONAL
-from autotune.strategy_space.builders.collectives import ddp_default
+from autotune.strategy_space.builders.rows import ddp_with_rows
 from autotune.strategy_space.plan import Plan, plan
 from autotune.workload import Workload
 
@@ -17,7 +17,7 @@ class MemoryBudget:
     """The budget of one recorded replica; its methods are `memory` and `allowed` of `optimize`.
 
     `fit` is the chosen pass, after `fit_workload`. The pass is chosen by the replayed step of DDP's
-    default buckets, with which every replica needs the same memory.
+    default buckets with rows of sparse gradients, with which all replicas need the same memory.
     """
 
     def __init__(self, memory: RecordedMemory, cluster: Cluster, budget_bytes: int) -> None:
@@ -29,7 +29,7 @@ class MemoryBudget:
     def fit_workload(self, workload: Workload) -> Workload:
         """The workload of a step that fits. Raises `InvalidInput` if none does."""
         cluster = self.cluster
-        start = plan(ddp_default(workload), workload, cluster.world_size)
+        start = plan(ddp_with_rows(workload), workload, cluster.world_size)
         self.fit = fit_memory(
             workload,
             cluster,

@@ -21,7 +21,7 @@ from autotune.optimizer.replays import Replays
 from autotune.optimizer.search import Improvement, Search
 from autotune.optimizer.state import Pass, Problem, Speedups, State, planned
 from autotune.profiling.op_graph import FusedTime, OpFusion, OpGraph
-from autotune.strategy_space.builders.collectives import ddp_default
+from autotune.strategy_space.builders.rows import ddp_with_rows
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
@@ -122,7 +122,7 @@ def optimize(
         deadline=Deadline(began_s + budget.seconds, clock),
     )
     replays = Replays(problem)
-    first = State(before or ddp_default(workload))
+    first = State(before or ddp_with_rows(workload))
     before_s = replays.step_s(first)
     search = Search(
         problem, replays, default_passes() if passes is None else passes, budget, seed, allowed

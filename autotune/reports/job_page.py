@@ -17,7 +17,7 @@ from autotune.reports.charts import prediction_chart, quality_chart, rankers, se
 from autotune.reports.pages import write_page
 from autotune.reports.plot import SERIES
 from autotune.strategy_space.backend import backend_of
-from autotune.strategy_space.builders.collectives import ddp_default
+from autotune.strategy_space.builders.rows import ddp_with_rows
 from autotune.strategy_space.describe import (
     message_rows,
     messages_of,
@@ -210,7 +210,7 @@ def _details(
 ) -> dict[str, Any]:
     workload = profiled.workload
     strategy, enacted = planned.strategy, planned.plan
-    default = plan(ddp_default(workload), workload, spec.workers)
+    default = plan(ddp_with_rows(workload), workload, spec.workers)
     return {
         "title": title,
         "strategy": strategy,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from synthetic_cluster import cluster
 from autotune.canonical import canonical_json
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
+from autotune.lowering.replayed import LoweredSteps
 from autotune.memory.accumulation import accumulated, accumulated_workload
 from autotune.memory.budget import MemoryBudget
 from autotune.memory.peak import highest_peak
@@ -29,6 +31,7 @@ from autotune.recordings.memory_profile import (
     TensorRole,
 )
 from autotune.strategy_space.builders.collectives import ddp_default
+from autotune.strategy_space.builders.rows import with_rows
 from autotune.strategy_space.builders.servers import parameter_server
 from autotune.strategy_space.plan import Message, Plan, TensorSlice, plan
 from autotune.strategy_space.strategy import Compressor, Synchronizer
@@ -135,6 +138,19 @@ def test_plans_whose_buffers_do_not_fit_are_not_allowed() -> None:
     assert within.allows(BASELINE)
     assert not within.allows(plan(parameter_server(MODEL, LOCAL), MODEL, 2))
     assert within.peak(best.plan).peak_bytes <= within.budget_bytes
+
+
+def test_the_pass_is_chosen_by_ddps_buckets_with_rows_of_sparse_gradients() -> None:
+    (first, *others), memory = MODEL.variables, replica()
+    table = replace(first, sparse=True, touched_rows=10.0)
+    workload = replace(MODEL, variables=(table, *others))
+    rows = plan(with_rows(ddp_default(workload), workload), workload, 2)
+    within = MemoryBudget(memory, LOCAL, 2**30)
+    within.fit_workload(workload)
+    assert within.fit is not None
+    assert within.fit.before_step_s == LoweredSteps(workload, LOCAL).step_s(rows)
+    before = highest_peak(memory, memory.profile, workload, rows, LOCAL)
+    assert within.fit.before.peak_bytes == before.peak_bytes
 
 
 def direct(shares: tuple[float, ...], hierarchical: bool = False) -> Plan:

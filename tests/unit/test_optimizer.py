@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,15 +20,18 @@ from autotune.errors import InvalidInput
 from autotune.lowering.costs import Constant, RuntimeCosts
 from autotune.lowering.replayed import LoweredSteps
 from autotune.optimizer.budget import Budget
-from autotune.optimizer.optimize import Optimized, optimize
+from autotune.optimizer.optimize import DDP, Optimized, optimize
 from autotune.optimizer.passes.compression import MixedPrecision
 from autotune.optimizer.registry import PASSES, default_passes, first_starts, later_starts
 from autotune.optimizer.search import APART
 from autotune.optimizer.state import CriticalPath, Problem, Speedups, State, planned
 from autotune.optimizer.suggest import NEAR, suggestions
 from autotune.profiling.op_graph import Op, OpFusion, OpGraph
+from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.builders.registry import BUILDERS
+from autotune.strategy_space.builders.rows import with_rows
 from autotune.strategy_space.enactable import refusal_reason
+from autotune.strategy_space.mirrored import mirrored_space
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import (
@@ -158,6 +161,20 @@ def test_ops_are_fused_if_that_saves_time_and_the_gain_is_reported() -> None:
 
 
 TABLE = Variable("table", (20_000, 64), sparse=True, touched_rows=100.0)
+
+
+@pytest.mark.parametrize("rows_only", [False, True])
+@pytest.mark.parametrize("narrow", [lambda space: space, mirrored_space], ids=["all", "mirrored"])
+def test_the_step_before_sends_the_rows_of_sparse_gradients_as_ddp_does(
+    rows_only: bool, narrow: Callable[[SearchSpace], SearchSpace]
+) -> None:
+    variables = (Variable("weight", (256, 256)), replace(TABLE, rows_only=rows_only))
+    workload = Workload("m", variables, forward_s=0.004, backward_s=0.008)
+    rows = plan(with_rows(ddp_default(workload), workload), workload, NETWORK.world_size)
+    space = narrow(SearchSpace.default())
+    optimized = optimize(workload, NETWORK, space, budget=Budget(replays=30))
+    before_s = LoweredSteps(workload, NETWORK).step_s(rows)
+    assert optimized.before_step_s == optimized.starts_s[DDP] == before_s
 
 
 def test_starts_send_rows_of_sparse_gradients_flat_as_they_are_replayed() -> None:

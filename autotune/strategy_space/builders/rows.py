@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.strategy import (
     SPARSE_COMPRESSORS,
     SPARSE_SYNCHRONIZERS,
@@ -14,6 +15,11 @@ from autotune.strategy_space.strategy import (
     VariableStrategy,
 )
 from autotune.workload import Workload
+
+
+def ddp_with_rows(workload: Workload) -> Strategy:
+    """DDP's default buckets as torch sends them: sparse gradients alone, as rows."""
+    return with_rows(ddp_default(workload), workload)
 
 
 def with_rows(strategy: Strategy, workload: Workload, every: bool = True) -> Strategy:
