@@ -29,6 +29,7 @@ from autotune.errors import InvalidInput, InvalidStrategy
 from runtime_rewriter.pytorch.addresses import note_addresses
 from runtime_rewriter.pytorch.attached import attached_to
 from runtime_rewriter.pytorch.byte_scale import is_byte_scale, parts_of, scale_reducer
+from runtime_rewriter.pytorch.gradient_hooks import OPTIMIZER_INSIDE, optimizers_inside
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.native_buckets import DdpBackend
 from runtime_rewriter.pytorch.process_hooks import flush_all_synchronizers
@@ -112,10 +113,7 @@ class PlannedDataParallel(DistributedDataParallel):
                 "the DDP runs under join(), whose finished ranks answer DDP's own messages only",
             ),
             (hasattr(self, "buffer_hook"), "the DDP has a hook for buffers"),
-            (
-                any(hasattr(p, "_in_backward_optimizers") for p in self.module.parameters()),
-                "an optimizer runs inside the backward pass, before the gradients are synchronized",
-            ),
+            (optimizers_inside(self.module.parameters()), OPTIMIZER_INSIDE),
         )
         return next((reason for holds, reason in conditions if holds), None)
 

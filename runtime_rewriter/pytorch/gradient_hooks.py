@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,6 +12,16 @@ from typing import Any
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
 from torch.utils.hooks import RemovableHandle
+
+OPTIMIZER_INSIDE = (
+    "an optimizer runs inside the backward pass, before the gradients are synchronized; call its "
+    "step() after the backward pass"
+)
+
+
+def optimizers_inside(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether torch's `_apply_optimizer_in_backward` has left hooks that update parameters."""
+    return any(hasattr(parameter, "_in_backward_optimizers") for parameter in parameters)
 
 
 @contextmanager

@@ -43,7 +43,12 @@ from runtime_rewriter.pytorch.exchange.residuals import Residuals
 from runtime_rewriter.pytorch.exchange.row_transfer import RowTransfer
 from runtime_rewriter.pytorch.exchange.transfer import Transfer
 from runtime_rewriter.pytorch.garbage import freeze_garbage, thaw_garbage
-from runtime_rewriter.pytorch.gradient_hooks import GradientHooks, requiring_gradients
+from runtime_rewriter.pytorch.gradient_hooks import (
+    OPTIMIZER_INSIDE,
+    GradientHooks,
+    optimizers_inside,
+    requiring_gradients,
+)
 from runtime_rewriter.pytorch.loss_scales import LossScales
 from runtime_rewriter.pytorch.native_buckets import Backend, BucketReducer, Buckets
 from runtime_rewriter.pytorch.native_observation import ObservedPass
@@ -274,6 +279,7 @@ class GradientSynchronizer:
         reason = (
             self.refusal_reason()
             or (BACKWARD_INSIDE if self._backward_inside else "")
+            or (OPTIMIZER_INSIDE if optimizers_inside(self.parameters) else "")
             or (self.direct_refused if plan.direct else "")
             or scaled_refusal_reason(plan, self.byte_scale)
         )
@@ -381,6 +387,8 @@ class GradientSynchronizer:
         """Call first in every forward pass with gradients; `synchronize` its backward pass or
         not."""
         self._check_usable()
+        if self._plan is not None and optimizers_inside(self.parameters):
+            raise InvalidStrategy(f"plan {self._plan.id} cannot be enacted: {OPTIMIZER_INSIDE}")
         self._end_last_pass()
         self.boundaries.forward_begins(self.module.training, self.accelerator, self.device.now_s)
         self._hooks.come_last()

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import io
+import warnings
 from contextlib import suppress
 from typing import Any
 
@@ -134,6 +135,25 @@ def test_outputs_in_containers_and_a_compiled_model_are_synchronized(rank: int) 
     compiled = torch.compile(mine, backend="eager")
     compiled(torch.full((1, 3), float(rank)), scale=2.0)["logits"][0].sum().backward()
     assert torch.equal(mine.module.layer.weight.grad, torch.full((3, 3), 2.0))
+
+
+@on_ranks(2, each=[False, True])
+def test_an_optimizer_moved_into_the_backward_pass_under_a_plan_is_refused(
+    rank: int, native: bool
+) -> None:
+    """`_apply_optimizer_in_backward` after wrapping, which DDP alone would look for once."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.distributed.optim import _apply_optimizer_in_backward
+    model = PlannedDataParallel(Tied())
+    model.synchronizer.load((uniform if native else mixed)(model.module, 2))
+    assert (model.synchronizer.native is not None) == native
+    loss_of(model, rank, 0).backward()
+    _apply_optimizer_in_backward(torch.optim.SGD, model.module.parameters(), {"lr": 0.1})
+    with pytest.raises(InvalidStrategy, match="runs inside the backward pass"):
+        loss_of(model, rank, 1)
+    with pytest.raises(InvalidStrategy, match="runs inside the backward pass"):
+        model.synchronizer.load(uniform(model.module, 2))
 
 
 @on_ranks(2)
