@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ from torch.utils.hooks import RemovableHandle
 from autotune.errors import SynchronizationError
 from autotune.strategy_space.plan import Plan
 from runtime_rewriter.pytorch.byte_scale import parts_of
+from runtime_rewriter.pytorch.gradient_hooks import OPTIMIZER_INSIDE, GradientHooks
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
+from runtime_rewriter.pytorch.local_gradients import LocalGradients
 from runtime_rewriter.pytorch.module_hooks import ModuleHook
 from runtime_rewriter.pytorch.native_buckets import ModuleBackend
 from runtime_rewriter.pytorch.observers import Accelerator
@@ -88,25 +90,75 @@ class AttachedSynchronizer(HookedSynchronizer):
         self._sync_next = True
         self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._forward_seen = False  # since the plan was loaded
+        self._local = LocalGradients(len(self.parameters))
+        # Under torch's reducer: a call's backward pass is to come, or under way.
+        self._to_come = self._under_way = False
+        # Most passes reach the first or the last parameter. Hooks on all would cost what torch's
+        # reducer saves.
+        self._ends = tuple(dict.fromkeys((0, len(self.parameters) - 1)))
+        self._end_hooks = GradientHooks(
+            [self.parameters[position] for position in self._ends], self._on_end_gradient
+        )
         self.cross_step.check_step = self._check_step
 
     def load(self, plan: Plan | None, *, deferred: bool = False) -> None:
         super().load(plan, deferred=deferred)
-        self._forward_seen = False
+        self._forward_seen = self._to_come = self._under_way = False
+        self._local = LocalGradients(len(self.parameters))
+        self._end_hooks.remove()
+        if self.native is not None:
+            self._end_hooks.register()
+
+    def close(self) -> None:
+        self._end_hooks.remove()
+        super().close()
 
     def _check_step(self, numbers: Mapping[int, int]) -> None:
-        """Refuse a step on gradients of a backward pass that cannot have been synchronized."""
-        if self._forward_seen or self.plan is None or not self._synchronizing:
+        """Refuse a step on gradients of a backward pass that was not synchronized."""
+        if self.plan is None or not self._synchronizing:
             return
-        stepped = (p for p in self.parameters if id(p) in numbers and p.grad is not None)
+        if self._begun and torch._C._current_graph_task_id() != -1:
+            raise SynchronizationError(OPTIMIZER_INSIDE)
+        stepped = [n for n, parameter in enumerate(self.parameters) if id(parameter) in numbers]
+        local = self._local.take(stepped)
+        self._refuse_local(local if self._forward_seen else stepped)
+
+    def _refuse_local(self, positions: Iterable[int]) -> None:
+        gradients = {self.names[position]: self.parameters[position].grad for position in positions}
         # Zeros, by which tools for checkpoints make optimizers create their state, are the same
         # on all ranks.
-        if any(torch.count_nonzero(_dense_values(p.grad)) for p in stepped):
+        local = [
+            name
+            for name, gradient in gradients.items()
+            if gradient is not None and torch.count_nonzero(_dense_values(gradient))
+        ]
+        if local:
             raise SynchronizationError(
                 "each backward pass must follow a call of the model itself, model(x), but an "
-                "optimizer steps with gradients and the model has not been called since its plan "
-                "was loaded; call it: its methods and .forward bypass synchronization"
+                f"optimizer steps with gradients of {', '.join(sorted(local)[:3])} that follow "
+                "none; call the model: its methods and .forward bypass synchronization; if these "
+                "gradients are the same on all ranks, step inside no_sync()"
             )
+
+    def _on_local_gradient(self, position: int) -> None:
+        if self._requested and self._synchronizing:
+            self._local.accumulated(position)
+
+    def _on_end_gradient(self, end: int, parameter: torch.Tensor) -> None:
+        """Run under a plan of torch's reducer, which synchronizes the first pass after a call."""
+        if not self._to_come:
+            self._on_local_gradient(self._ends[end])
+        elif not self._under_way:
+            self._under_way = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._reduced)
+
+    def _reduced(self) -> None:
+        self._to_come = self._under_way = False
+        self._local.synchronized()
+
+    def _end_backward(self, gradients_final: bool = True) -> None:
+        self._local.synchronized()
+        super()._end_backward(gradients_final)
 
     def _before(self, module: nn.Module, inputs: object) -> None:
         training = torch.is_grad_enabled()
@@ -124,6 +176,8 @@ class AttachedSynchronizer(HookedSynchronizer):
         if training:
             self._driven.before_forward(self._synchronizing)
             self._forward_seen = True
+            self._to_come |= self._synchronizing
+            self._under_way = False  # an exception may have ended the last pass
             self.forward_starts()
 
     def _sent_buffers(self) -> list[torch.Tensor]:

@@ -540,6 +540,7 @@ class GradientSynchronizer:
     def _on_gradient(self, position: int, parameter: Tensor) -> None:
         self._pass.note_use(position)
         if not self._armed:
+            self._on_local_gradient(position)
             return
         with self._lock:
             if torch.is_grad_enabled():  # create_graph=True
@@ -547,6 +548,9 @@ class GradientSynchronizer:
                     self._gradient_ready(position)
             else:
                 self._gradient_ready(position)
+
+    def _on_local_gradient(self, position: int) -> None:
+        """Run when a backward pass that is not synchronized has accumulated a gradient."""
 
     def _gradient_ready(self, position: int) -> None:
         try:

@@ -261,28 +261,6 @@ class Journal(BackwardObserver):
         self.events.append(("synchronized", unused))
 
 
-@on_ranks(2, each=[False, True])
-def test_a_plain_module_whose_call_is_bypassed_is_refused_at_its_step(
-    rank: int, native: bool
-) -> None:
-    module = nn.Linear(3, 2)
-    synchronizer = attach(module, random_buckets(module, 1) if native else mixed(module, 2))
-    assert (synchronizer.native is not None) == native
-    optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    for parameter in module.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()  # creates the state of the optimizer
-    with synchronizer.no_sync():
-        module.forward(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
-    module.forward(torch.ones(1, 3)).sum().backward()
-    with pytest.raises(SynchronizationError, match=r"its methods and \.forward bypass"):
-        optimizer.step()
-    module(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    synchronizer.close()
-
-
 @on_ranks(2)
 def test_observers_get_the_same_calls_as_with_our_hooks(rank: int) -> None:
     journals = []
