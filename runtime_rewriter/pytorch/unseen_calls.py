@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection
+from types import FrameType
 from typing import Any
 
 import torch
@@ -96,9 +97,9 @@ _COPYING: tuple[tuple[Any, str], ...] = (
 )
 """Functions that copy the values of their arguments without asking them."""
 _REPLACED = _FUNCTIONS + _COPYING
-_ANNOUNCE_NONE = ("torch.autograd.profiler", "torch.nn.modules.module")
-"""Modules whose calls need no flush: the first calls one of them around every step of an optimizer,
-and reads no tensor; the second calls scripted modules, which `UnseenModules` notices."""
+_READS_NONE = "torch.autograd.profiler"
+"""The module that calls one of them around every step of an optimizer, and reads no tensor."""
+_CALLS_MODULES = "torch.nn.modules.module"
 
 
 class UnseenFunctions:
@@ -132,9 +133,20 @@ class UnseenFunctions:
                     setattr(place, name, own)
 
 
+def _needs_no_flush(caller: FrameType) -> bool:
+    """Whether a call reads nothing, or is that of a scripted module, which `UnseenModules` notices.
+
+    Another module calls a scripted function that the script has made its `forward`.
+    """
+    name = caller.f_globals.get("__name__")
+    if name == _CALLS_MODULES:
+        return isinstance(caller.f_locals.get("self"), torch.jit.ScriptModule)
+    return bool(name == _READS_NONE)
+
+
 def _announced(own: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
-        if sys._getframe(1).f_globals.get("__name__") not in _ANNOUNCE_NONE:
+        if not _needs_no_flush(sys._getframe(1)):
             for watching in tuple(UnseenFunctions._watching):
                 watching._on_call()
         return own(*args, **kwargs)

@@ -48,6 +48,15 @@ def forward_of_a_scripted_module(run: Run) -> None:
     train(run, model, sgd(model), lambda step: run.see(scripted.forward(torch.ones(2, 8))))
 
 
+def scripted_method_as_forward_of_another_module(run: Run) -> None:
+    net = Net()
+    model = run.wrap(net)
+    scripted = script(net.b)
+    validate = nn.Module()
+    validate.forward = scripted.forward
+    train(run, model, sgd(model), lambda step: run.see(validate(torch.ones(2, 8))))
+
+
 def scripted_module_saved(run: Run) -> None:
     net = Net()
     model = run.wrap(net)
