@@ -51,6 +51,7 @@ from runtime_rewriter.pytorch.reads import can_watch, outside_modes, unwatch, wa
 from runtime_rewriter.pytorch.scaled_gradients import AnsweringGradients, ScaledGradient
 from runtime_rewriter.pytorch.script_reads import ScriptReads
 from runtime_rewriter.pytorch.script_steps import ScriptSteps
+from runtime_rewriter.pytorch.signal_handlers import SignalHandlers
 from runtime_rewriter.pytorch.under_way import Arriving, MessagesUnderWay
 from runtime_rewriter.pytorch.unseen_calls import UnseenFunctions, UnseenModules
 from runtime_rewriter.pytorch.update_gate import UpdateGate
@@ -132,6 +133,7 @@ class CrossStepUpdates:
         ours = self._position_of.keys()
         self._modules = UnseenModules(ours, lambda _: self.flush())
         self._functions = UnseenFunctions(self.flush)
+        self._handlers = SignalHandlers(self.flush, lambda: self._lock)
         register(self)
 
     # -- conditions
@@ -248,6 +250,7 @@ class CrossStepUpdates:
             if self._pending:
                 self._modules.watch()
                 self._functions.watch()
+                self._handlers.watch()
 
     def _answer(self, positions: Iterable[int]) -> None:
         """Let pending gradients answer with norms."""
@@ -514,6 +517,7 @@ class CrossStepUpdates:
     def _stop_watching_calls(self) -> None:
         self._modules.stop()
         self._functions.stop()
+        self._handlers.stop()
 
 
 def _watchable_of(gradients: Mapping[int, Tensor | None]) -> set[int]:

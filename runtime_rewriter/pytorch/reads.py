@@ -43,7 +43,8 @@ _Watch = tuple[OnRead | None, GradientOperations | None]
 _WATCH = "_autotune_watch"
 """Attribute of a watched tensor: its `_Watch`, a new one every time that it is watched."""
 _NOTICES = "_autotune_notices"
-_READING = RLock()
+READING = RLock()
+"""Held by a thread that waits for a value."""
 _CHANGING = Lock()
 """Guards what makes a tensor watched; nothing waits while it is held."""
 _GETTERS = (
@@ -187,12 +188,17 @@ def stop_operations(tensor: Tensor) -> None:
             setattr(tensor, _WATCH, (getattr(tensor, _WATCH)[0], None))
 
 
+def changing() -> bool:
+    """Whether any thread is about to make a tensor watched, or no longer watched."""
+    return _CHANGING.locked()
+
+
 def is_watched(tensor: Tensor) -> bool:
     return type(tensor) in _PLAIN
 
 
 def _read(tensor: Tensor) -> None:
-    with _READING:  # a read on another thread waits until the value is there
+    with READING:  # a read on another thread waits until the value is there
         watched: _Watch | None = getattr(tensor, _WATCH, None)
         if watched is None:
             return  # the value is there: another thread's read or flush came first

@@ -16,6 +16,7 @@ Functions that copy the values of any argument (`torch.tensor`) look for watched
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Collection
 from types import FrameType
@@ -80,9 +81,11 @@ _FUNCTIONS: tuple[tuple[Any, str], ...] = (
     (torch.autograd, "_engine_run_backward"),
     (torch.cuda.CUDAGraph, "capture_begin"),
     (torch.cuda.CUDAGraph, "replay"),
+    (signal, "signal"),
+    (signal, "getsignal"),
     (trace_rules, "lookup_inner"),
 )
-"""What runs before tensors are passed on unseen.
+"""What runs before tensors are passed on unseen, and before a script looks at its signal handlers.
 
 The last one is called before torch.compile traces a frame. With everything flushed, the functions
 are torch's own again when it lists those that it knows, once for the process.

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
+import os
+import signal
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -22,6 +25,7 @@ from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Synchronizer
 from runtime_rewriter.pytorch.attached import attach
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
+from runtime_rewriter.pytorch.under_way import MessagesUnderWay
 
 Models = list[Any]
 Scenario = Callable[[Models, int], list[Any]]
@@ -230,6 +234,51 @@ class Heads(nn.Module):
 
     def forward(self, x: Tensor, head: int) -> Tensor:
         return self.heads[head](torch.relu(self.body(x)))
+
+
+@on_ranks(2)
+def test_a_signal_handler_saves_the_values_after_their_update(rank: int) -> None:
+    """The signal arrives while the training waits for a message, or between two steps."""
+    models = both(lambda: Ballasted(Mlp()))
+    synchronizer = models[1].synchronizer
+    synchronizer.load(crossing(mixed(models[1].module, 2)))
+    saved: list[dict[str, Tensor]] = []
+    handled = threading.Event()
+
+    def save(number: int, frame: object) -> None:
+        saved.append(copy.deepcopy(models[1].module.state_dict()))
+        handled.set()
+
+    def interrupt(positions: Sequence[int] = ()) -> None:
+        synchronizer.cross_step.before_wait = None
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, save)
+    # Nothing is received before it is read, however fast messages are.
+    arrived = MessagesUnderWay.next_arrived
+    MessagesUnderWay.next_arrived = lambda self: False  # type: ignore[method-assign]
+    try:
+        for step in range(6):
+            for model in models:
+                train(model, torch.optim.SGD(model.parameters(), 0.1), rank, 1)
+            if step < 4:
+                continue
+            assert synchronizer.cross_step.pending
+            if step == 4:
+                synchronizer.cross_step.before_wait = interrupt
+                models[1].module.inner.a.weight.sum()
+            else:
+                interrupt()
+            assert handled.wait(60)
+            handled.clear()
+            expected = models[0].module.state_dict()
+            torch.testing.assert_close(saved[-1], expected, rtol=0, atol=0)
+            assert signal.getsignal(signal.SIGUSR1) is save
+    finally:
+        MessagesUnderWay.next_arrived = arrived  # type: ignore[method-assign]
+        signal.signal(signal.SIGUSR1, before)
+    assert len(saved) == 2
+    synchronizer.close()
 
 
 @on_ranks(2, each=[False, True])
