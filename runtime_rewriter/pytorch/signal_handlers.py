@@ -7,7 +7,8 @@ change to what is under way, the handler would see a part of it: it runs once th
 
 from __future__ import annotations
 
-import _signal  # `signal` builds an enumeration of each number, which takes longer
+# `signal` builds an enumeration of each number, which takes longer.
+import _signal  # type: ignore[import-not-found]
 import _thread
 import os
 import signal

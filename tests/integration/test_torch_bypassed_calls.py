@@ -127,6 +127,7 @@ def test_a_step_inside_the_backward_pass_of_a_plain_module_is_refused(
     rank: int, native: bool
 ) -> None:
     module, _, optimizer = bare(native)
-    module[0].weight.register_post_accumulate_grad_hook(lambda parameter: optimizer.step())
+    weight = next(module.parameters())
+    weight.register_post_accumulate_grad_hook(lambda parameter: optimizer.step())
     with pytest.raises(SynchronizationError, match="runs inside the backward pass"):
         module(rows(rank)).sum().backward()

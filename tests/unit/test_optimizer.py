@@ -181,7 +181,7 @@ def test_starts_send_rows_of_sparse_gradients_flat_as_they_are_replayed() -> Non
     table = replace(TABLE, rows_only=True)
     workload = Workload("m", (*chain(2).workload().variables, table), backward_s=0.01)
     problem = Problem(workload, TWO_LEVEL, SearchSpace.default())
-    starts = (*first_starts(problem), *later_starts(problem))
+    starts = (*first_starts(problem), *later_starts(problem, math.inf))
     messages = [one for _, state in starts for one in planned(state, problem).messages]
     hierarchical = {one.sparse for one in messages if one.hierarchical}
     assert hierarchical == {SparseHandling.DENSE} < {one.sparse for one in messages}

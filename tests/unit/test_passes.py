@@ -120,7 +120,10 @@ def test_partial_replay_takes_the_ring_of_the_plan() -> None:
     idle = replace(WORKLOAD, forward_s=0.0, backward_s=0.0, update_s=0.0)
     slow_pair = PairLink(("h0", "h1"), link_bytes_per_s=1e7, latency_s=1e-3)
     problem = Problem(idle, cluster(*[(1, 1000)] * 4, pairs=[slow_pair]), SearchSpace.default())
-    replays = Replays(problem, lambda *world: LoweredSteps(*world[:3], costs=FREE))
+    replays = Replays(
+        problem,
+        lambda model, hosts, symmetric, _: LoweredSteps(model, hosts, symmetric, costs=FREE),
+    )
     times_s = {}
     for ring in (None, (0, 2, 1, 3), (1, 0, 3, 2)):
         path = replays.path(State(replace(single_bucket(idle), ring_order=ring)))
