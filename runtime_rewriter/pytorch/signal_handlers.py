@@ -42,9 +42,7 @@ class SignalHandlers:
             return  # a handler is a reader on another thread
         for number in _NUMBERS:
             handler = _signal.getsignal(number)
-            # Python's own raises KeyboardInterrupt, and reads nothing.
-            ours = isinstance(handler, _Flushing) or handler is signal.default_int_handler
-            if callable(handler) and not ours:
+            if callable(handler) and not isinstance(handler, _Flushing):
                 SignalHandlers._replaced[number] = replacement = _Flushing(handler)
                 _signal.signal(number, replacement)
 

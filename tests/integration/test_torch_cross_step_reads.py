@@ -281,6 +281,43 @@ def test_a_signal_handler_saves_the_values_after_their_update(rank: int) -> None
     synchronizer.close()
 
 
+@on_ranks(2)
+def test_ctrl_c_ends_no_update_in_the_middle(rank: int) -> None:
+    """It arrives within an update, at a read of its value."""
+    models = both(lambda: Ballasted(Mlp()))
+    synchronizer = models[1].synchronizer
+    synchronizer.load(crossing(mixed(models[1].module, 2)))
+
+    class Interrupting:
+        def before_updates(self, *_: object) -> None:
+            synchronizer.cross_step.gate = None
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Nothing is received before it is read, however fast messages are.
+    arrived = MessagesUnderWay.next_arrived
+    MessagesUnderWay.next_arrived = lambda self: False  # type: ignore[method-assign]
+    try:
+        for step in range(6):
+            optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+            for model, optimizer in zip(models, optimizers, strict=True):
+                train(model, optimizer, rank, 1)
+            if step < 4:
+                continue
+            assert synchronizer.cross_step.pending
+            synchronizer.cross_step.gate = Interrupting()
+            with pytest.raises(KeyboardInterrupt):
+                models[1].module.inner.a.weight.sum()
+                threading.Event().wait(60)
+            expected = models[0].module.state_dict()
+            torch.testing.assert_close(models[1].module.state_dict(), expected, rtol=0, atol=0)
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        MessagesUnderWay.next_arrived = arrived  # type: ignore[method-assign]
+        signal.signal(signal.SIGINT, before)
+    synchronizer.close()
+
+
 @on_ranks(2, each=[False, True])
 def test_gradients_of_the_output_may_be_taken_before_the_backward_pass(
     rank: int, cross_step: bool
