@@ -1,6 +1,6 @@
-# `make tune` runs the main job, and `make test` what every change must pass; `make test-all` adds the
-# slow tests. All run `make setup` first. `make horovod` adds TensorFlow and Horovod, which only their
-# own scripts and tests need.
+# `make tune` runs the main job, and `make test` what every change must pass; `make test-all` adds
+# the slow tests. All run `make setup` first. `make horovod` adds TensorFlow and Horovod, which only
+# their own scripts and tests need.
 PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin

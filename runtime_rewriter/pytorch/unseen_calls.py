@@ -85,7 +85,7 @@ _FUNCTIONS: tuple[tuple[Any, str], ...] = (
     (signal, "getsignal"),
     (trace_rules, "lookup_inner"),
 )
-"""What runs before tensors are passed on unseen, and before a script looks at its signal handlers.
+"""Functions that run before tensors are read unseen, or a script looks at its signal handlers.
 
 The last one is called before torch.compile traces a frame. With everything flushed, the functions
 are torch's own again when it lists those that it knows, once for the process.

@@ -8,9 +8,11 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -236,6 +238,18 @@ class Heads(nn.Module):
         return self.heads[head](torch.relu(self.body(x)))
 
 
+@contextmanager
+def handled_by(number: int, handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """A handler of the signal, in a run in which nothing is received before it is read."""
+    before, arrived = signal.signal(number, handler), MessagesUnderWay.next_arrived
+    MessagesUnderWay.next_arrived = lambda self: False  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        MessagesUnderWay.next_arrived = arrived  # type: ignore[method-assign]
+        signal.signal(number, before)
+
+
 @on_ranks(2)
 def test_a_signal_handler_saves_the_values_after_their_update(rank: int) -> None:
     """The signal arrives while the training waits for a message, or between two steps."""
@@ -253,11 +267,7 @@ def test_a_signal_handler_saves_the_values_after_their_update(rank: int) -> None
         synchronizer.cross_step.before_wait = None
         os.kill(os.getpid(), signal.SIGUSR1)
 
-    before = signal.signal(signal.SIGUSR1, save)
-    # Nothing is received before it is read, however fast messages are.
-    arrived = MessagesUnderWay.next_arrived
-    MessagesUnderWay.next_arrived = lambda self: False  # type: ignore[method-assign]
-    try:
+    with handled_by(signal.SIGUSR1, save):
         for step in range(6):
             for model in models:
                 train(model, torch.optim.SGD(model.parameters(), 0.1), rank, 1)
@@ -274,9 +284,6 @@ def test_a_signal_handler_saves_the_values_after_their_update(rank: int) -> None
             expected = models[0].module.state_dict()
             torch.testing.assert_close(saved[-1], expected, rtol=0, atol=0)
             assert signal.getsignal(signal.SIGUSR1) is save
-    finally:
-        MessagesUnderWay.next_arrived = arrived  # type: ignore[method-assign]
-        signal.signal(signal.SIGUSR1, before)
     assert len(saved) == 2
     synchronizer.close()
 
@@ -293,11 +300,7 @@ def test_ctrl_c_ends_no_update_in_the_middle(rank: int) -> None:
             synchronizer.cross_step.gate = None
             os.kill(os.getpid(), signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Nothing is received before it is read, however fast messages are.
-    arrived = MessagesUnderWay.next_arrived
-    MessagesUnderWay.next_arrived = lambda self: False  # type: ignore[method-assign]
-    try:
+    with handled_by(signal.SIGINT, signal.default_int_handler):
         for step in range(6):
             optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
             for model, optimizer in zip(models, optimizers, strict=True):
@@ -312,9 +315,6 @@ def test_ctrl_c_ends_no_update_in_the_middle(rank: int) -> None:
             expected = models[0].module.state_dict()
             torch.testing.assert_close(models[1].module.state_dict(), expected, rtol=0, atol=0)
             assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        MessagesUnderWay.next_arrived = arrived  # type: ignore[method-assign]
-        signal.signal(signal.SIGINT, before)
     synchronizer.close()
 
 
