@@ -53,7 +53,7 @@ from benchmarks.outcome.horovod import measure_horovod
 from benchmarks.outcome.horovod_sides import horovod_keys, horovod_ratios, horovod_rounds
 from benchmarks.outcome.kept import OutcomeSettings
 from benchmarks.outcome.keys import last_line
-from benchmarks.outcome.measure import DOMAINS, measure
+from benchmarks.outcome.measure import DOMAINS, UNDILATED, measure
 from benchmarks.outcome.report import section
 from benchmarks.outcome.results import row_of
 from benchmarks.outcome.tensorflow import measure_tensorflow, tensorflow_keys, tensorflow_ratios
@@ -63,6 +63,8 @@ MARKS = (25,)
 LONG = 100
 SEEDS = 3
 QUICK_TRIALS = 10
+
+SETUPS = {**UNDILATED, **DOMAINS}
 
 console = Console(stderr=True, highlight=False, markup=False)
 
@@ -182,8 +184,9 @@ def _add_domains(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--domain",
         nargs="+",
-        metavar="MODEL.CLUSTER.ratio_RATIO",
-        help=f"of {', '.join(DOMAINS)} (default all; evaluation: all in the folder)",
+        metavar="MODEL.CLUSTER.dilated_TIMES.ratio_RATIO",
+        help=f"of {', '.join(DOMAINS)} (default all; evaluation: all in the folder), or the same "
+        "without dilation of time",
     )
     parser.add_argument(
         "--ratio",
@@ -254,8 +257,9 @@ def _add_parts(parser: argparse.ArgumentParser) -> None:
 def chosen_domains(options: argparse.Namespace) -> list[str]:
     """Return the names of the domains. Raises `InvalidInput` for one that does not exist."""
     there = sorted(path.parent.name for path in options.folder.glob(f"*/{SUMS}"))
-    known = there if options.only_evaluate else list(DOMAINS)
-    names = options.domain or known
+    default = there if options.only_evaluate else list(DOMAINS)
+    known = there if options.only_evaluate else list(SETUPS)
+    names = options.domain or default
     unknown = sorted(set(names) - set(known))
     if unknown:
         raise InvalidInput(
@@ -270,7 +274,7 @@ def chosen_domains(options: argparse.Namespace) -> list[str]:
 def measure_all(options: argparse.Namespace) -> list[str]:
     """Measure the domains, and return those that were given up."""
     settings = {
-        name: settings_of(name, DOMAINS[name], options.settings, options) for name in options.domain
+        name: settings_of(name, SETUPS[name], options.settings, options) for name in options.domain
     }
     folders = {name: options.folder / name for name in options.domain}
     wanted = sum(map(expected_trials, settings.values()))
@@ -278,7 +282,7 @@ def measure_all(options: argparse.Namespace) -> list[str]:
     left = [
         name
         for name in options.domain
-        if not measured(DOMAINS[name], folders[name], settings[name], options.quick, progress)
+        if not measured(SETUPS[name], folders[name], settings[name], options.quick, progress)
     ]
     for asked, follow in (
         (options.hooks, with_hooks),
@@ -289,7 +293,7 @@ def measure_all(options: argparse.Namespace) -> list[str]:
             left += [
                 name
                 for name in options.domain
-                if name not in left and not follow(DOMAINS[name], folders[name], settings[name])
+                if name not in left and not follow(SETUPS[name], folders[name], settings[name])
             ]
     return left
 

@@ -24,7 +24,6 @@ from pathlib import Path
 from statistics import median
 
 from autotune.cluster import Cluster
-from autotune.cluster_file import read_cluster
 from autotune.dataset.folder import read_domain
 from autotune.errors import InvalidInput
 from autotune.files import write_whole
@@ -132,7 +131,7 @@ class _HorovodRanks:
     def __init__(self, setup: Setup, folder: Path) -> None:
         self.setup, self.folder = setup, folder
         self.workload: Workload = read_domain(folder).workload
-        self.cluster: Cluster = read_cluster(setup.cluster_file)
+        self.cluster: Cluster = setup.cluster()
         self.work = folder / "work" / "horovod"
         self.work.mkdir(parents=True, exist_ok=True)
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from statistics import median
 
 from autotune.canonical import canonical_json
-from autotune.cluster_file import read_cluster
 from autotune.dataset.folder import read_domain
 from autotune.files import write_whole
 from autotune.jobs.campaign.session import trial_session
@@ -134,7 +133,7 @@ class _Workers:
         from benchmarks.mirrored_ranks.start import Case, run_cases
 
         workload = read_domain(self.folder).workload
-        cluster = read_cluster(self.setup.cluster_file)
+        cluster = self.setup.cluster()
         cases = [Case(size, STEPS, WARMUP) for size in sizes]
         return run_cases(cluster, workload, cases, self.folder / "work" / "tensorflow")
 

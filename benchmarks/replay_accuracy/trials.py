@@ -33,7 +33,7 @@ CLUSTERS = {
     "two_hosts_two_devices": "two devices a host",
 }
 ALL_MODELS = tuple(dict.fromkeys((*MODELS, *domains.MODELS)))
-ALL_CLUSTERS = tuple(dict.fromkeys((*CLUSTERS, *domains.CLUSTERS)))
+ALL_CLUSTERS = tuple(dict.fromkeys((*CLUSTERS, *domains.DILATIONS)))
 
 
 def collected(folder: Path, setup: Setup) -> Domain | None:

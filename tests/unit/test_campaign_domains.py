@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from small_worlds import cluster, model
 
+from autotune.cluster import PairLink
 from autotune.errors import InvalidInput
 from autotune.jobs.campaign.balance import balanced, ring_s
 from autotune.jobs.campaign.commit import demand_one_commit
+from autotune.jobs.campaign.dilation import dilated
 from autotune.jobs.campaign.generated_models import MODELS
 from autotune.jobs.campaign.progress import LINE_EVERY_S, Progress
 from autotune.jobs.campaign.setups import TRAIN_VARIED, Setup, varied
@@ -50,6 +52,28 @@ def test_a_ratio_needs_computation_and_emulated_accelerators():
     with pytest.raises(InvalidInput, match="'small' computes for real"):
         replace(SETUP, accelerators=Accelerators.REAL, ratio=1.0)
     assert replace(SETUP, ratio=0.5).name == "small.up.ratio_0.5"
+
+
+def test_dilated_hosts_compute_and_send_more_slowly_in_the_same_ratio():
+    hosts = cluster(1e8, 2e8, links=(PairLink(("a", "b"), 5e7, 0.25),))
+    slower = dilated(hosts, 4)
+    assert [host.link_bytes_per_s for host in slower.hosts] == [2.5e7, 5e7]
+    assert [host.latency_s for host in slower.hosts] == [4 * h.latency_s for h in hosts.hosts]
+    assert slower.pair_links == (PairLink(("a", "b"), 1.25e7, 1.0),)
+    inside = [(host.inner_bytes_per_s, host.inner_latency_s) for host in hosts.hosts]
+    assert [(host.inner_bytes_per_s, host.inner_latency_s) for host in slower.hosts] == inside
+    workload = MODELS["vgg"].workload()
+    times = [balanced(workload, each, 1.0).compute_s for each in (hosts, slower)]
+    assert times[1] == pytest.approx(4 * times[0])
+    assert dilated(hosts, 1) is hosts
+
+
+def test_a_dilation_needs_emulated_hosts_and_a_ratio():
+    with pytest.raises(InvalidInput, match="but is 2 for 'small'"):
+        replace(SETUP, dilation=2)
+    with pytest.raises(InvalidInput, match="above 1 needs emulated hosts"):
+        replace(SETUP, dilation=2, ratio=1.0, address="head:6379")
+    assert replace(SETUP, dilation=2, ratio=1.0).name == "small.up.dilated_2.ratio_1"
 
 
 def test_a_varied_setup_runs_the_same_script_with_the_options_before_it():

@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BucketCapacityConfig
 
 from autotune.cluster import Cluster
-from autotune.cluster_file import read_cluster
-from autotune.jobs.campaign.domains import CLUSTERS, GENERATED, SCRIPTS, seeded_domains
+from autotune.jobs.campaign.domains import DILATIONS, GENERATED, SCRIPTS, seeded_domains
 from autotune.jobs.campaign.generated_models import MODELS
 from autotune.jobs.campaign.setups import Setup
 from autotune.jobs.campaign.train_generated import module_of
@@ -23,7 +22,7 @@ from autotune.strategy_space.enactable import refusal_reason
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import SparseHandling, Synchronizer
 from autotune.workload import Variable, Workload, model_id
-from benchmarks.outcome.measure import DOMAINS
+from benchmarks.outcome.measure import DOMAINS, UNDILATED
 from benchmarks.outcome.rivals import (
     ACROSS,
     BUCKET_CAPS_MIB,
@@ -58,7 +57,7 @@ WORKLOADS |= {name: workload_of(script) for name, (script, _) in SCRIPTS.items()
 
 
 def on(model: str, cluster: str = "four_hosts") -> tuple[Workload, Cluster]:
-    return WORKLOADS[model], read_cluster(DOMAINS[f"{model}.{cluster}.ratio_1"].cluster_file)
+    return WORKLOADS[model], UNDILATED[f"{model}.{cluster}.ratio_1"].cluster()
 
 
 def sparse_names(workload: Workload) -> set[str]:
@@ -68,13 +67,15 @@ def sparse_names(workload: Workload) -> set[str]:
 def test_every_model_meets_every_cluster_and_a_drawn_third_has_other_ratios():
     at_one = [setup for setup in DOMAINS.values() if setup.ratio == 1]
     pairs = {(setup.model, setup.cluster_file.stem) for setup in at_one}
-    assert pairs == set(itertools.product((*GENERATED, *SCRIPTS), CLUSTERS)) and len(pairs) >= 20
+    assert pairs == set(itertools.product((*GENERATED, *SCRIPTS), DILATIONS)) and len(pairs) >= 20
     for ratio in (0.5, 2):
         drawn = {(s.model, s.cluster_file.stem) for s in DOMAINS.values() if s.ratio == ratio}
         assert drawn < pairs and len(drawn) == len(pairs) / 3
-    ranks = {read_cluster(setup.cluster_file).world_size for setup in at_one}
+    ranks = [setup.cluster().world_size for setup in at_one]
     assert {min(ranks), max(ranks)} == {2, 8}
-    assert "--clip-grad-norm" in DOMAINS["gpt_text_clipped.four_hosts.ratio_1"].script
+    cores = {count / setup.dilation for count, setup in zip(ranks, at_one, strict=True)}
+    assert cores == {2}, "each rank has the work of one of two cores"
+    assert "--clip-grad-norm" in UNDILATED["gpt_text_clipped.four_hosts.ratio_1"].script
     assert len(seeded_domains(ROOT)) == 4 and seeded_domains(ROOT) < set(DOMAINS)
     assert sparse_names(WORKLOADS["embedding"])
     vgg = WORKLOADS["vgg"]
@@ -92,7 +93,7 @@ def test_every_model_meets_every_cluster_and_a_drawn_third_has_other_ratios():
     ids=lambda setup: setup.name,
 )
 def test_every_setting_of_every_rival_is_enactable_in_every_domain(domain: Setup):
-    workload, cluster = WORKLOADS[domain.model], read_cluster(domain.cluster_file)
+    workload, cluster = WORKLOADS[domain.model], domain.cluster()
     rivals = families(workload, cluster)
     elements = sum(variable.elements for variable in workload.variables)
     hierarchical = {HIERARCHICAL} if domain.cluster_file.stem.endswith("two_devices") else set()
@@ -208,7 +209,7 @@ def test_the_script_builds_the_variables_of_its_workload_and_can_be_waited_for(m
 @pytest.mark.parametrize("model", MODELS)
 def test_steps_are_as_long_as_computing_and_sending_take_on_even_links(model: str):
     """At 1 Gbit/s, sending and computing without overlap take 100 to 500 ms; neither is small."""
-    workload, cluster = WORKLOADS[model], read_cluster(setup_of(model, "four_hosts").cluster_file)
+    workload, cluster = WORKLOADS[model], setup_of(model, "four_hosts").cluster()
     transfer_s = least_synchronization_s(workload, cluster)
     assert 0.1 < workload.compute_s + transfer_s < 0.5
     assert 1 / 3 < transfer_s / workload.compute_s < 3

@@ -3,6 +3,9 @@
 All domains have the ratio of computation to communication 1 (`balance`), where strategies differ
 most. A third of them, drawn by `SEED`, is also measured at 0.5 and at 2. So no domain is chosen for
 its result.
+
+Each rank has the work of a core: time is dilated (`dilation`) by the ranks per core of a testbed
+with two cores.
 """
 
 from __future__ import annotations
@@ -32,8 +35,10 @@ SCRIPTS: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
 """Model -> example script and its arguments. The second one is a language model that clips its
 gradients by the global norm."""
 MODELS = (*GENERATED, *SCRIPTS)
-CLUSTERS = ("two_hosts", "four_hosts", "four_hosts_mixed", "four_hosts_two_devices")
-"""Two, four, four and eight ranks."""
+DILATIONS: Mapping[str, int] = MappingProxyType(
+    {"two_hosts": 1, "four_hosts": 2, "four_hosts_mixed": 2, "four_hosts_two_devices": 4}
+)
+"""Cluster -> ranks per core of a testbed with two cores."""
 RATIO, OTHER_RATIOS = 1.0, (0.5, 2.0)
 SEEDED = 4
 """So many domains are searched with several seeds."""
@@ -65,13 +70,24 @@ def setup_of(
     return script_setup(script, file, accelerators, arguments, model)
 
 
-def outcome_domains(root: Path) -> Mapping[str, Setup]:
-    """Return name -> setup: all at `RATIO` first, then those drawn, at `OTHER_RATIOS`."""
-    setups = [setup_of(root, model, cluster) for model, cluster in product(MODELS, CLUSTERS)]
-    drawn = drawn_of(len(setups), -(-len(setups) // 3), "ratios")
-    at = [replace(setup, ratio=RATIO) for setup in setups]
-    at += [replace(setups[number], ratio=ratio) for ratio, number in product(OTHER_RATIOS, drawn)]
-    return MappingProxyType({setup.name: setup for setup in at})
+def outcome_domains(root: Path, dilation: bool = True) -> Mapping[str, Setup]:
+    """Return name -> setup: all at `RATIO` first, then those drawn, at `OTHER_RATIOS`.
+
+    Without `dilation`, the ranks of a cluster share the machine's cores in the clock's time.
+    """
+    pairs = list(product(MODELS, DILATIONS))
+    drawn = drawn_of(len(pairs), -(-len(pairs) // 3), "ratios")
+    at = [(pair, RATIO) for pair in pairs]
+    at += [(pairs[number], ratio) for ratio, number in product(OTHER_RATIOS, drawn)]
+    setups = (
+        replace(
+            setup_of(root, model, cluster),
+            ratio=ratio,
+            dilation=DILATIONS[cluster] if dilation else 1,
+        )
+        for (model, cluster), ratio in at
+    )
+    return MappingProxyType({setup.name: setup for setup in setups})
 
 
 def seeded_domains(root: Path) -> frozenset[str]:

@@ -17,7 +17,6 @@ from functools import cache
 from pathlib import Path
 
 from autotune.cluster import Cluster
-from autotune.cluster_file import read_cluster
 from autotune.dataset.folder import Description, read_description, read_sums
 from autotune.dataset.trials import REFERENCE, DatasetTrial, Environment
 from autotune.dataset.writing import WORK, DomainWriter, opened
@@ -166,7 +165,7 @@ def trial_session(
     script does not start, and `InvalidInput` if the folder cannot be written or holds trials that
     were taken under other conditions.
     """
-    cluster = read_cluster(setup.cluster_file)
+    cluster = setup.cluster()
     network = Network.EMULATED if setup.address is None else Network.HOSTS
     conditions = scheduled(Conditions(network, setup.accelerators), cluster.world_size)
     with opened(folder) as writer:

@@ -7,8 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from autotune.cluster import Cluster
+from autotune.cluster_file import read_cluster
 from autotune.errors import InvalidInput
 from autotune.jobs.campaign import generated_models
+from autotune.jobs.campaign.dilation import dilated
 from autotune.records import Accelerators
 from autotune.workload import Workload
 
@@ -23,7 +26,9 @@ class Setup:
     `script`: the words after "python". `profile` returns what emulated accelerators wait for;
     without it they wait for what one replica alone was measured to take. With a `ratio` these times
     are scaled to this ratio of computation to communication (`balance`). `address`: a running Ray
-    cluster; without it the hosts of `cluster_file` are emulated (root).
+    cluster; without it the hosts of `cluster_file` are emulated (root). `dilation`: how many times
+    more slowly than the clock the emulated hosts' time passes (`autotune.jobs.campaign.dilation`);
+    above 1 it needs a `ratio`, from which computation follows.
     """
 
     model: str
@@ -33,6 +38,7 @@ class Setup:
     profile: Callable[[], Workload] | None = None
     address: str | None = None
     ratio: float | None = None
+    dilation: int = 1
 
     def __post_init__(self) -> None:
         if self.ratio is not None and self.accelerators is Accelerators.REAL:
@@ -40,10 +46,21 @@ class Setup:
                 "a ratio of computation to communication needs emulated accelerators, "
                 f"but {self.model!r} computes for real"
             )
+        if self.dilation < 1 or (self.dilation > 1 and (self.ratio is None or self.address)):
+            raise InvalidInput(
+                "a time dilation must be at least 1, and above 1 needs emulated hosts and a ratio "
+                f"of computation to communication, but is {self.dilation} for {self.model!r}"
+            )
+
+    def cluster(self) -> Cluster:
+        """Read the cluster, dilated. Raises `InvalidInput`."""
+        return dilated(read_cluster(self.cluster_file), self.dilation)
 
     @property
     def name(self) -> str:
         suffix = "" if self.accelerators is Accelerators.EMULATED else ".real"
+        if self.dilation > 1:
+            suffix += f".dilated_{self.dilation}"
         if self.ratio is not None:
             suffix += f".ratio_{self.ratio:g}"
         return f"{self.model}.{self.cluster_file.stem}{suffix}"

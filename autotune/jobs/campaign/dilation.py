@@ -1,0 +1,47 @@
+"""Time dilation: emulated hosts whose time passes more slowly than the clock.
+
+All ranks of an emulated cluster share the cores of this machine. With links `dilation` times as
+slow, and computation in proportion, every rank has `dilation` times as much of a core in a step,
+as if its host had a core of its own (Gupta et al., "To Infinity and Beyond: Time-Warped Network
+Emulation", NSDI 2006). Ratios between step times are those of the cluster itself; the times are
+`dilation` times as long.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autotune.cluster import Cluster
+
+
+def dilated(cluster: Cluster, dilation: int) -> Cluster:
+    """Return the cluster with links between hosts of 1 / `dilation` the rate and `dilation` times
+    the latency.
+
+    Links inside a host stay: their transfers are this machine's own. Measured fits would no longer
+    hold and are dropped.
+    """
+    if dilation == 1:
+        return cluster
+    return replace(
+        cluster,
+        hosts=tuple(
+            replace(
+                host,
+                link_bytes_per_s=host.link_bytes_per_s / dilation,
+                latency_s=host.latency_s * dilation,
+            )
+            for host in cluster.hosts
+        ),
+        pair_links=tuple(
+            replace(
+                link,
+                link_bytes_per_s=link.link_bytes_per_s / dilation,
+                latency_s=link.latency_s * dilation,
+            )
+            for link in cluster.pair_links
+        ),
+        fits=(),
+        link_fits=(),
+        peer_fits=(),
+    )
