@@ -1,8 +1,8 @@
 """Measure what tuning is worth against every rival: `python -m benchmarks.outcome` (root).
 
-A domain is a model on an emulated cluster, at a ratio of computation to communication
-(`autotune.jobs.campaign.domains`). One running script measures these sides of each domain: torch's
-DDP as it is and with the best of everything that torch offers; ByteScheduler-, BytePS- and
+A domain is a model on an emulated cluster, at a ratio of computation to communication, in dilated
+time (`autotune.jobs.campaign.domains`). One running script measures these sides of each domain:
+torch's DDP as it is and with the best of everything that torch offers; ByteScheduler-, BytePS- and
 ZeRO-2-like strategies, hierarchical all-reduces and parameter servers, each the best of its sweep;
 our planned order without a search; random search and scikit-optimize; ours after 25 trials, without
 and with lossy compressors, within the step only, and with other seeds. Every sweep and every search
@@ -18,7 +18,7 @@ Ratios are time(rival) / time(ours): above 1, ours is faster. The last line is o
 `outcome.md` in the folder is a report. The folder is a dataset (`autotune.dataset`) of all trials,
 which `datasets/datasheet.py` and `benchmarks.ranking --dataset` read.
 
-    python -m benchmarks.outcome --domain vgg.four_hosts.ratio_1 --quick  # one domain, minutes
+    python -m benchmarks.outcome --domain vgg.two_hosts.ratio_1 --quick  # one domain, minutes
     python -m benchmarks.outcome                                          # all domains; resumes
     python -m benchmarks.outcome --ratio 1 --rounds 6                     # a part of them
     python -m benchmarks.outcome --only-evaluate                          # the trials in a folder

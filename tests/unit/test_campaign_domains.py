@@ -11,12 +11,13 @@ from small_worlds import cluster, model
 from autotune.cluster import PairLink
 from autotune.errors import InvalidInput
 from autotune.jobs.campaign.balance import balanced, ring_s
-from autotune.jobs.campaign.commit import demand_one_commit
+from autotune.jobs.campaign.commit import CHECKOUT, demand_one_commit
 from autotune.jobs.campaign.dilation import dilated
 from autotune.jobs.campaign.generated_models import MODELS
 from autotune.jobs.campaign.progress import LINE_EVERY_S, Progress
+from autotune.jobs.campaign.session import portable
 from autotune.jobs.campaign.setups import TRAIN_VARIED, Setup, varied
-from autotune.records import Accelerators
+from autotune.records import Accelerators, Failed, FailureKind
 from autotune.workload import Variable
 
 SETUP = Setup("small", Path("up.yaml"), ("train.py", "--epochs", "3"))
@@ -81,6 +82,14 @@ def test_a_varied_setup_runs_the_same_script_with_the_options_before_it():
     words = varied(SETUP, {"static_graph": True}, "fp16", 64).script
     assert words[0] == str(TRAIN_VARIED) and words[2:] == SETUP.script
     assert words[1] == '{"ddp": {"static_graph": true}, "hook": "fp16", "spare_memory_mib": 64}'
+
+
+def test_a_failure_names_files_by_their_places_in_the_checkout():
+    script = "autotune/jobs/campaign/train_varied.py"
+    failed = Failed(FailureKind.CRASH, f"RuntimeError: no room (at {CHECKOUT / script}:73)", 1)
+    assert portable(failed).message == f"RuntimeError: no room (at {script}:73)"
+    elsewhere = replace(failed, message="no room (at <script>/train.py:3)")
+    assert portable(elsewhere) == elsewhere
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 from autotune.dataset.folder import SUMS, read_domain
 from autotune.errors import InvalidInput
 
+CHECKOUT = Path(__file__).parents[3]
 DIRTY = "-dirty"
 
 
@@ -17,10 +18,9 @@ def checkout_commit() -> str:
 
     It ends in `DIRTY` if files differ from the commit.
     """
-    checkout = Path(__file__).parents[3]
-    if not (checkout / ".git").exists():
+    if not (CHECKOUT / ".git").exists():
         return ""
-    words = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
+    words = ["git", "-C", str(CHECKOUT), "describe", "--always", "--dirty"]
     words += ["--abbrev=12", "--exclude=*"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else ""

@@ -22,14 +22,23 @@ from autotune.dataset.trials import REFERENCE, DatasetTrial, Environment
 from autotune.dataset.writing import WORK, DomainWriter, opened
 from autotune.errors import LaunchError
 from autotune.jobs.campaign.balance import balanced
-from autotune.jobs.campaign.commit import checkout_commit
+from autotune.jobs.campaign.commit import CHECKOUT, checkout_commit
 from autotune.jobs.campaign.quiet import STAT, stolen_share, wait_until_quiet
 from autotune.jobs.campaign.setups import Setup
 from autotune.jobs.places import Ranks, Where, placed_world
 from autotune.jobs.probe import measured_cluster
 from autotune.jobs.settings import scheduled
 from autotune.lowering.costs import EMULATED_COSTS, RuntimeCosts
-from autotune.records import CURRENT_SETUP, Accelerators, Conditions, Network, Role, TrialRequest
+from autotune.records import (
+    CURRENT_SETUP,
+    Accelerators,
+    Conditions,
+    Failed,
+    Measured,
+    Network,
+    Role,
+    TrialRequest,
+)
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
@@ -110,7 +119,7 @@ class TrialSession:
         self._started = True
         load = os.getloadavg()[0]
         before = STAT.read_text()
-        outcome = self.world.run_trial(request, enacted)
+        outcome = portable(self.world.run_trial(request, enacted))
         trial = DatasetTrial(
             len(self.writer.trials),
             source,
@@ -139,6 +148,13 @@ class TrialSession:
             most_steps=length.most_steps,
             precision=length.precision,
         )
+
+
+def portable(outcome: Measured | Failed) -> Measured | Failed:
+    """Name files in a failure's message by their places in the checkout, as others have it."""
+    if isinstance(outcome, Measured):
+        return outcome
+    return replace(outcome, message=outcome.message.replace(f"{CHECKOUT}{os.sep}", ""))
 
 
 def trial_line(trial: DatasetTrial) -> str:
