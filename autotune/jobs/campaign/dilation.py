@@ -15,33 +15,16 @@ from autotune.cluster import Cluster
 
 
 def dilated(cluster: Cluster, dilation: int) -> Cluster:
-    """Return the cluster with links between hosts of 1 / `dilation` the rate and `dilation` times
-    the latency.
+    """Return the cluster with links between hosts of 1 / `dilation` the rate.
 
-    Links inside a host stay: their transfers are this machine's own. Measured fits would no longer
-    hold and are dropped.
+    Latencies stay: up to 100 us they are what two hosts of a testbed have anyhow, and more would
+    need another kind of switch (`autotune.testbed.layout`). Links inside a host stay too: their
+    transfers are this machine's own. Measured fits would no longer hold and are dropped.
     """
     if dilation == 1:
         return cluster
+    hosts = (replace(h, link_bytes_per_s=h.link_bytes_per_s / dilation) for h in cluster.hosts)
+    links = (replace(p, link_bytes_per_s=p.link_bytes_per_s / dilation) for p in cluster.pair_links)
     return replace(
-        cluster,
-        hosts=tuple(
-            replace(
-                host,
-                link_bytes_per_s=host.link_bytes_per_s / dilation,
-                latency_s=host.latency_s * dilation,
-            )
-            for host in cluster.hosts
-        ),
-        pair_links=tuple(
-            replace(
-                link,
-                link_bytes_per_s=link.link_bytes_per_s / dilation,
-                latency_s=link.latency_s * dilation,
-            )
-            for link in cluster.pair_links
-        ),
-        fits=(),
-        link_fits=(),
-        peer_fits=(),
+        cluster, hosts=tuple(hosts), pair_links=tuple(links), fits=(), link_fits=(), peer_fits=()
     )
