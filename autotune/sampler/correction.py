@@ -27,8 +27,8 @@ KERNEL = Kernel(
     noise_sd=0.029,
     lengths=(0.19, 1.6, 2.8, 0.25, 0.55),
 )
-"""Maximum likelihood on the residuals of `datasets/outcome`, with a larger `offset_sd`: jobs on
-other machines may be off by more than those domains."""
+"""Maximum likelihood on the residuals of nine domains (`datasets/outcome` until 552637da), with a
+larger `offset_sd`: jobs on other machines may be off by more than those domains."""
 STRENGTH = 0.25
 """Strength in the ranking that these domains support, by the same command."""
 OPTIMISM = 0.5

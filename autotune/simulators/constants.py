@@ -61,7 +61,7 @@ LIMITS: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...] = (
 
 PROBED_LINKS, PROBED_LINK, PROBED_COST = 0.01, 0.03, 0.5
 """Widths of the priors of all links together, of one host's, and of costs per message and CPU time,
-as probes are off on the domains of `datasets/outcome` (docs/decisions/calibration.md)."""
+as probes were off on nine earlier domains (docs/decisions/calibration.md)."""
 ASSUMED_LINK, ASSUMED_COST = 0.3, 1.0
 """The same without a probe."""
 LIMIT_COST = 4.0

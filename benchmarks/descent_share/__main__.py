@@ -2,12 +2,12 @@
 
     python -m benchmarks.descent_share [--domains NAME...] [--seeds 3] [--shares 0 0.15 0.3 0.5]
 
-The tuner and the proposer run as in a job, on workloads and clusters of `datasets/outcome`, with 25
-trials, without learned simulators, and with fewer replays of the optimizer (`BUDGETS`). Nothing is
-executed: the true step is a replay that differs from the proposer's. Each cost of the runtime and
-each link has a factor of its own (drawn by the seed, `COSTS_SD` and `LINKS_SD`), and each plan one
-of its own (`PLAN_SD`), since the replay also lacks structure. A step has the noise `STEP_SD`, and a
-whole trial `TRIAL_SD`. All are assumed relative standard deviations.
+The tuner and the proposer run as in a job, on workloads and clusters of `datasets/outcome_ratios`,
+with 25 trials, without learned simulators, and with fewer replays of the optimizer (`BUDGETS`).
+Nothing is executed: the true step is a replay that differs from the proposer's. Each cost of the
+runtime and each link has a factor of its own (drawn by the seed, `COSTS_SD` and `LINKS_SD`), and
+each plan one of its own (`PLAN_SD`), since the replay also lacks structure. A step has the noise
+`STEP_SD`, and a whole trial `TRIAL_SD`. All are assumed relative standard deviations.
 
 All shares of a seed have the same truth and noise. The result of a share is the true step of the
 plan that the search would pass to the closing comparison, over that of the first share; lower is
@@ -58,7 +58,11 @@ TRIALS, SAMPLES = 25, 60
 BUDGETS = Budget(160, 4_000_000), Budget(60, 1_500_000)
 """What the optimizer may replay in the first round, and in a later one."""
 COSTS_SD, LINKS_SD, PLAN_SD, STEP_SD, TRIAL_SD = 0.5, 0.15, 0.03, 0.03, 0.01
-DOMAINS = ("embedding.four_hosts_mixed", "gpt_text.four_hosts", "vgg.two_hosts_two_devices")
+DOMAINS = (
+    "embedding.four_hosts_mixed.ratio_1",
+    "gpt_text.four_hosts.ratio_1",
+    "vgg.four_hosts.ratio_1",
+)
 
 
 @dataclass
@@ -170,7 +174,7 @@ def searched(world: SimulatedWorld, share: float) -> dict[str, Any]:
 
 
 def compared(names: list[str], seeds: int, shares: list[float]) -> Iterator[dict[str, Any]]:
-    domains = {one.name: one for one in read_dataset(ROOT / "datasets" / "outcome")}
+    domains = {one.name: one for one in read_dataset(ROOT / "datasets" / "outcome_ratios")}
     for seed in range(seeds):
         for name in names:
             domain = domains[name]

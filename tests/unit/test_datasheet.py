@@ -122,10 +122,10 @@ def test_a_domain_in_two_datasets_is_named_with_its_dataset(tmp_path: Path):
     sheets = datasheet.sheets_of([tmp_path / "trials", tmp_path / "outcome"])
     labels = ["other.local", "small.local (outcome)", "small.local (trials)"]
     assert [sheet.label for sheet in sheets] == labels
-    folders = [tmp_path / "trials", ROOT / "datasets" / "outcome"]
+    folders = [tmp_path / "trials", ROOT / "datasets" / "outcome_ratios"]
     text = " ".join(datasheet.text_of(sheets, folders).split())
     assert (
-        "by this command: python datasets/datasheet.py trials datasets/outcome ## What it is"
+        "by this command: python datasets/datasheet.py trials datasets/outcome_ratios ## What it is"
         in text
     )
     assert "over 2 domains (a model on a cluster), profiled 3 times" in text
