@@ -53,7 +53,7 @@ from benchmarks.outcome.horovod import measure_horovod
 from benchmarks.outcome.horovod_sides import horovod_keys, horovod_ratios, horovod_rounds
 from benchmarks.outcome.kept import OutcomeSettings
 from benchmarks.outcome.keys import last_line
-from benchmarks.outcome.measure import DOMAINS, UNDILATED, measure
+from benchmarks.outcome.measure import DOMAINS, SETUPS, measure
 from benchmarks.outcome.report import section
 from benchmarks.outcome.results import row_of
 from benchmarks.outcome.tensorflow import measure_tensorflow, tensorflow_keys, tensorflow_ratios
@@ -63,8 +63,6 @@ MARKS = (25,)
 LONG = 100
 SEEDS = 3
 QUICK_TRIALS = 10
-
-SETUPS = {**UNDILATED, **DOMAINS}
 
 console = Console(stderr=True, highlight=False, markup=False)
 

@@ -30,7 +30,7 @@ from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import SparseHandling, Strategy, Synchronizer
 from benchmarks.horovod_ranks import start
 from benchmarks.outcome.kept import OutcomeSettings
-from benchmarks.outcome.measure import DOMAINS, LENGTHS
+from benchmarks.outcome.measure import LENGTHS, SETUPS
 from benchmarks.outcome.searches import MOST_STEPS, searched
 from benchmarks.repository import END_S, child_process, run_benchmark
 
@@ -116,7 +116,7 @@ def main() -> None:
     file = (Path(folder) / "work" / "horovod" / "workload.json").resolve()
     file.write_text(json.dumps(workload.to_data()), encoding="utf-8")
     words = (str(TRAIN), str(file))
-    setup = replace(DOMAINS[name], script=words, profile=lambda: workload)
+    setup = replace(SETUPS[name], script=words, profile=lambda: workload)
     say = Console(stderr=True, highlight=False, markup=False).log
     own = Path(folder) / "horovod"
     with trial_session(own, setup, LENGTHS, say, quick=bool(rest)) as session:
