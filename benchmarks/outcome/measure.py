@@ -55,6 +55,7 @@ DOMAINS: Mapping[str, Setup] = outcome_domains(ROOT)
 UNDILATED: Mapping[str, Setup] = outcome_domains(ROOT, dilation=False)
 """The same, with ranks that share the machine's cores in the clock's time."""
 SETUPS: Mapping[str, Setup] = {**UNDILATED, **DOMAINS}
+"""All domains that can be named."""
 LENGTHS = TrialLength(warmup_steps=2, timed_steps=6)
 """Length of every trial; those of a search may be longer."""
 BLOCK_S, FEWEST_STEPS = 1.2, 3
