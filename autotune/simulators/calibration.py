@@ -18,6 +18,9 @@ optimum, where the effect of one wrong link may be spread over other factors or 
 descents start with a single wrong link, with all links wrong by the same factor, or with other
 limits.
 
+The optimum explains the trials better than it predicts other plans, most of all among the fastest
+ones. So replays use x times the weight that `combination` gives it.
+
 Sources: Kennedy and O'Hagan, Bayesian calibration of computer models, 2001, eq. 5 (misfit); Nocedal
 and Wright, Numerical Optimization, 2006, ch. 10.3 and 11.1.
 """
@@ -32,6 +35,7 @@ import numpy as np
 
 from autotune.arrays import FloatArray
 from autotune.features.extract import Extractor
+from autotune.simulators.combination import fitted_weight
 from autotune.simulators.constants import (
     LIMIT_COST,
     LIMITS,
@@ -75,13 +79,21 @@ NOISE_ROUNDS = 6
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """`constants`, and the standard deviations of their logarithms after the trials.
+    """The most probable constants, `fitted`, and their weight next to the stated ones.
 
-    `sd`: of a host's link with the common factor of all links.
+    `sd`: standard deviations of the logarithms after the trials; of a host's link with the common
+    factor of all links.
     """
 
-    constants: Constants = field(default_factory=Constants)
+    fitted: Constants = field(default_factory=Constants)
     sd: Mapping[str, float] = field(default_factory=dict)
+    weight: float = 1.0
+
+    @property
+    def constants(self) -> Constants:
+        """Those to replay with. Limits, which have no half way, are the heavier side's."""
+        logs = {name: self.weight * x for name, x in self.fitted.logs.items()}
+        return Constants(logs, self.fitted.limits if self.weight >= 0.5 else {})
 
 
 class OutOfTime(Exception):
@@ -113,7 +125,7 @@ def calibrate(
         if reached.cost >= best.cost:
             break
         best = reached
-    return fit.calibration(best)
+    return fit.calibration(best, stated)
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,16 +222,20 @@ class _Fit:
                 slope, moved = self._slope(point), 0.0
         return replace(point, slope=slope)
 
-    def calibration(self, point: _Point) -> Calibration:
+    def calibration(self, point: _Point, stated: _Point) -> Calibration:
         """Return the result; its deviations are those of the normal distribution at the optimum."""
         assert point.slope is not None, "a descent ends with its slope"
         covariance = np.linalg.inv(self._information(point, point.slope)[0])
+        prior = _student_weight(point.x, self._widths, PRIOR_TAIL)
+        parameters = float(np.sum(1.0 - np.diag(covariance) * prior))
+        residuals = (self._measured - one.replayed for one in (stated, point))
         together = np.eye(len(self.names))
         together[self._links[1:], self._links[0]] = 1.0
         sd = np.sqrt(np.diag(together @ covariance @ together.T))
         logs = dict(zip(self.names, point.x.tolist(), strict=True))
         of_factor = dict(zip(self.names, sd.tolist(), strict=True))
-        return Calibration(Constants(logs, point.limits), of_factor)
+        weight = fitted_weight(*residuals, parameters)
+        return Calibration(Constants(logs, point.limits), of_factor, weight)
 
     def _replayed(self, x: FloatArray, limits: Mapping[str, int]) -> FloatArray:
         logs = dict(zip(self.names, x.tolist(), strict=True))

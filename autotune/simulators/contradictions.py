@@ -48,13 +48,13 @@ def contradicted(extractor: Extractor, calibration: Calibration) -> tuple[str, .
     costs = stated_costs(extractor)
     return (
         *_links(extractor.cluster, calibration),
-        *_limits(costs, calibration.constants.limits),
+        *_limits(costs, calibration.fitted.limits),
         *_costs(costs, calibration),
     )
 
 
 def _links(cluster: Cluster, calibration: Calibration) -> Iterator[str]:
-    logs = calibration.constants.logs
+    logs = calibration.fitted.logs
     who = "the cluster file" if cluster.source == "assumed" else "the probe"
     for host in cluster.hosts:
         slower = logs.get(LINKS, 0.0) + logs.get(link_of(host.name), 0.0)
@@ -78,7 +78,7 @@ def _limits(costs: RuntimeCosts, limits: Mapping[str, int]) -> Iterator[str]:
 
 def _costs(costs: RuntimeCosts, calibration: Calibration) -> Iterator[str]:
     for factor, words in WORDS.items():
-        more = calibration.constants.logs.get(factor, 0.0)
+        more = calibration.fitted.logs.get(factor, 0.0)
         sd = calibration.sd.get(factor, math.inf)
         if abs(more) > max(SURE * sd, math.log(COST_RATIO)):
             stated = (getattr(costs, name) for name in OF_COSTS.get(factor, ()))

@@ -34,7 +34,7 @@ from autotune.tuning.statistics import MEDIAN_ERROR
 
 _REPLAYED_BY = ("lowering", "dfg", "features", "strategy_space")
 """Folders of the package whose code determines a replayed time."""
-_CALIBRATED_BY = ("calibration.py", "constants.py", "gaussian_process.py")
+_CALIBRATED_BY = ("calibration.py", "combination.py", "constants.py", "gaussian_process.py")
 """Files of `autotune.simulators` whose code determines a calibration."""
 _OPTIMIZED = ":optimizer"
 """Part of the source of a trial that the tuner's optimizer proposed."""

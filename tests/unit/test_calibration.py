@@ -15,7 +15,7 @@ from autotune.features.extract import Extractor
 from autotune.lowering.costs import ASSUMED, Constant, RuntimeCosts
 from autotune.rng import generator
 from autotune.sampler.random import samples
-from autotune.simulators.calibration import OutOfTime, calibrate
+from autotune.simulators.calibration import Calibration, OutOfTime, calibrate
 from autotune.simulators.constants import (
     LIMITS,
     LINKS,
@@ -95,7 +95,7 @@ def test_the_link_of_one_slow_host_is_found_despite_an_outlier() -> None:
     times_s = measured(with_constants(stated, Constants({link_of("b"): math.log(2.0)})), of)
     times_s[3] *= 3.0
     calibration = calibrate(stated, of, times_s)
-    logs = calibration.constants.logs
+    logs = calibration.fitted.logs
     assert math.exp(logs[LINKS] + logs[link_of("b")]) == pytest.approx(2.0, rel=0.05)
     for host in "ac":  # a link that is faster than that of host b matters little
         assert math.exp(logs[LINKS] + logs[link_of(host)]) == pytest.approx(1.0, rel=0.15)
@@ -107,7 +107,7 @@ def test_a_bandwidth_that_is_stated_twice_too_high_is_found() -> None:
     stated, of = extractor(), telling_trials()
     truth = with_constants(stated, Constants({LINKS: math.log(2.0)}))
     calibration = calibrate(stated, of, measured(truth, of))
-    logs = calibration.constants.logs
+    logs = calibration.fitted.logs
     rates = [math.exp(logs[LINKS] + logs[link_of(host)]) for host in "abc"]
     assert rates == pytest.approx([2.0] * 3, rel=0.06)
     assert len(contradicted(stated, calibration)) == 3
@@ -116,7 +116,7 @@ def test_a_bandwidth_that_is_stated_twice_too_high_is_found() -> None:
 def test_right_constants_stay_and_nothing_is_contradicted() -> None:
     stated, of = extractor(), trials()
     calibration = calibrate(stated, of, measured(stated, of))
-    assert calibration.constants.limits == {}
+    assert calibration.fitted.limits == {}
     assert contradicted(stated, calibration) == ()
     before = measured(stated, of, 0.0)
     after = measured(with_constants(stated, calibration.constants), of, 0.0)
@@ -128,7 +128,7 @@ def test_the_number_of_collectives_at_once_is_found() -> None:
     stated, of = extractor(costs=replace(RuntimeCosts(), **unlimited)), trials()
     one_by_one = Constants(limits=dict.fromkeys(unlimited, 1))
     calibration = calibrate(stated, of, measured(with_constants(stated, one_by_one), of))
-    assert calibration.constants.limits == one_by_one.limits
+    assert calibration.fitted.limits == one_by_one.limits
     assert (
         "as if 1 of them ran at once; any number was assumed"
         in contradicted(stated, calibration)[0]
@@ -138,11 +138,25 @@ def test_the_number_of_collectives_at_once_is_found() -> None:
 def test_the_same_trials_give_the_same_constants_in_any_order() -> None:
     stated, of = extractor(), trials(5)
     times_s = measured(with_constants(stated, Constants({"issue": 1.0})), of)
-    first, again = (calibrate(stated, of, times_s).constants for _ in range(2))
+    first, again = (calibrate(stated, of, times_s).fitted for _ in range(2))
     assert first == again
-    turned = calibrate(stated, of[::-1], times_s[::-1]).constants
+    turned = calibrate(stated, of[::-1], times_s[::-1]).fitted
     assert turned.limits == first.limits
     assert turned.logs == pytest.approx(dict(first.logs), abs=1e-3)
+
+
+def test_replays_nearly_use_constants_that_are_clearly_right() -> None:
+    stated, of = extractor(), telling_trials()
+    truth = with_constants(stated, Constants({LINKS: math.log(2.0)}))
+    calibration = calibrate(stated, of, measured(truth, of))
+    assert calibration.weight > 0.95
+    used, fitted = calibration.constants, calibration.fitted
+    assert used.limits == fitted.limits
+    assert used.logs == {name: calibration.weight * x for name, x in fitted.logs.items()}
+
+
+def test_lightly_weighted_constants_change_no_limit() -> None:
+    assert Calibration(Constants({}, {"threads": 1}), weight=0.4).constants.limits == {}
 
 
 def test_a_calibration_ends_when_its_time_has_passed() -> None:
