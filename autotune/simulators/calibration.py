@@ -228,13 +228,13 @@ class _Fit:
         covariance = np.linalg.inv(self._information(point, point.slope)[0])
         prior = _student_weight(point.x, self._widths, PRIOR_TAIL)
         parameters = float(np.sum(1.0 - np.diag(covariance) * prior))
-        residuals = (self._measured - one.replayed for one in (stated, point))
         together = np.eye(len(self.names))
         together[self._links[1:], self._links[0]] = 1.0
         sd = np.sqrt(np.diag(together @ covariance @ together.T))
         logs = dict(zip(self.names, point.x.tolist(), strict=True))
         of_factor = dict(zip(self.names, sd.tolist(), strict=True))
-        weight = fitted_weight(*residuals, parameters)
+        of_stated, of_fitted = self._measured - stated.replayed, self._measured - point.replayed
+        weight = fitted_weight(of_stated, of_fitted, parameters)
         return Calibration(Constants(logs, point.limits), of_factor, weight)
 
     def _replayed(self, x: FloatArray, limits: Mapping[str, int]) -> FloatArray:
