@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 
 from autotune.errors import SynchronizationError
@@ -21,6 +22,8 @@ _OUT_OF_MEMORY_TEXT = (
     "cannot allocate memory",
     "std::bad_alloc",
 )
+_NO_THREAD_TEXT = "can't start new thread"
+"""Python's error if a thread's stack gets no memory, or if there are too many threads."""
 _TIMEOUT_TEXT = ("timed out", "timeout")
 # Errors of a rank whose peer is gone: a consequence, never the cause.
 _CONSEQUENCE_TEXT = (
@@ -50,11 +53,18 @@ def kind_of_exception(error: BaseException) -> FailureKind:
     text = str(error).lower()
     if isinstance(error, MemoryError) or any(word in text for word in _OUT_OF_MEMORY_TEXT):
         return FailureKind.OUT_OF_MEMORY
+    if _NO_THREAD_TEXT in text and _memory_is_limited():
+        return FailureKind.OUT_OF_MEMORY
     if isinstance(error, SynchronizationError) and error.__cause__ is not None:
         return kind_of_exception(error.__cause__)  # the communication library's own error
     # torch.distributed raises RuntimeError and its subclasses; in others the word proves nothing.
     timed_out = isinstance(error, RuntimeError) and any(word in text for word in _TIMEOUT_TEXT)
     return FailureKind.HANG if timed_out or isinstance(error, TimeoutError) else FailureKind.CRASH
+
+
+def _memory_is_limited() -> bool:
+    limits = (resource.getrlimit(one)[0] for one in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
+    return any(limit != resource.RLIM_INFINITY for limit in limits)
 
 
 def failure_of_exit(code: int, rank: int, log_tail: str) -> Failed:

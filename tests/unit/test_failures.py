@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+
 import pytest
 
 from autotune.errors import SynchronizationError
@@ -41,6 +43,17 @@ def synchronization_error(cause: str | None) -> SynchronizationError:
 )
 def test_only_an_error_that_timed_out_is_a_hang(error, kind) -> None:
     assert kind_of_exception(error) is kind
+
+
+@pytest.mark.parametrize(
+    ("limit", "kind"),
+    [(2**40, FailureKind.OUT_OF_MEMORY), (resource.RLIM_INFINITY, FailureKind.CRASH)],
+)
+def test_a_thread_that_cannot_start_lacks_memory_only_under_a_limit(
+    limit, kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    assert kind_of_exception(RuntimeError("can't start new thread")) is kind
 
 
 def test_a_process_that_nccls_watchdog_ended_hung() -> None:
