@@ -91,7 +91,7 @@ class Calibration:
 
     @property
     def constants(self) -> Constants:
-        """Those to replay with. Limits, which have no half way, are the heavier side's."""
+        """Return those to replay with. Limits, which have no half way, are the heavier side's."""
         logs = {name: self.weight * x for name, x in self.fitted.logs.items()}
         return Constants(logs, self.fitted.limits if self.weight >= 0.5 else {})
 

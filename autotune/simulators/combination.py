@@ -1,4 +1,4 @@
-"""How far the constants that trials fit replace the stated ones.
+"""Weigh the constants that trials fit against the stated ones.
 
 Two forecasts err less together if each is weighted by the inverse of its mean squared error (Bates
 and Granger, The combination of forecasts, 1969, without correlation). The trials to which constants
