@@ -13,11 +13,12 @@ import numpy as np
 from autotune.arrays import FloatArray
 
 OUTLIER = 2.5
-"""Standard deviations beyond which a larger error counts no more."""
+"""Standard deviations beyond which a larger error counts no more (Leys and others, Detecting
+outliers, 2013)."""
 TO_DEVIATION = 1.4826
-"""Standard deviation of a normal distribution over the median of its absolute values."""
+"""Standard deviation of a normal distribution around 0 over the median of its absolute values."""
 EXACT = 1e-3
-"""Error that counts as none: two replays that both agree with the trials weigh the same."""
+"""Error that counts as none, assumed: replays that both agree with the trials weigh the same."""
 
 
 def fitted_weight(stated: FloatArray, fitted: FloatArray, parameters: float) -> float:
