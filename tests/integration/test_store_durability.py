@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import multiprocessing
 import signal
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from synthetic_job import SyntheticWorld, drive, job_spec
@@ -14,11 +16,12 @@ from autotune.storage.store import Store
 from autotune.tuning.history import History
 
 KILLS = 20
+WAIT_S = 60.0
 
 
 def test_no_acknowledged_event_is_lost_or_doubled_over_twenty_kills(tmp_path):
     path = tmp_path / "autotune.db"
-    spec = job_spec(max_trials=32)
+    spec = job_spec(max_trials=96)
     expected, _ = drive(spec, SyntheticWorld({5: 0.06}, noise=0.05))
     rng = generator(0, "kills")
     with Store.open(path) as store:
@@ -41,27 +44,37 @@ def test_no_acknowledged_event_is_lost_or_doubled_over_twenty_kills(tmp_path):
 
 def _write_until_killed(path: Path, expected: History, after_bytes: int, delay_s: float) -> int:
     """Run a child that appends the missing events, a byte each; kill it after `delay_s`."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            _append_all(path, expected, writing)
-        finally:
-            os._exit(0)
-    os.close(writing)
-    acknowledged = sum(len(os.read(reading, 1)) for _ in range(after_bytes))
+    # A plain fork would copy the locks that the test runner's own threads hold at that moment.
+    context = multiprocessing.get_context("forkserver")
+    reading, writing = context.Pipe(duplex=False)
+    child = context.Process(target=_append_all, args=(path, expected, writing))
+    child.start()
+    writing.close()
+    acknowledged = 0
+    while acknowledged < after_bytes:
+        assert reading.poll(WAIT_S), f"the child acknowledged no event within {WAIT_S} s"
+        acknowledged += len(reading.recv_bytes())
     time.sleep(delay_s)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    while data := os.read(reading, 4096):
-        acknowledged += len(data)
-    os.close(reading)
+    child.kill()
+    child.join(WAIT_S)
+    assert child.exitcode == -signal.SIGKILL
+    acknowledged += _received(reading)
+    reading.close()
     return acknowledged
 
 
-def _append_all(path: Path, expected: History, acknowledgements: int) -> None:
+def _received(reading: Connection) -> int:
+    """How many acknowledgements a dead child left in the pipe."""
+    count = 0
+    with contextlib.suppress(EOFError):
+        while True:
+            count += len(reading.recv_bytes())
+    return count
+
+
+def _append_all(path: Path, expected: History, acknowledgements: Connection) -> None:
     with Store.open(path) as store, store.lock("job"):
         first = len(store.history("job").events)
         for seq, event in enumerate(expected.events[first:], start=first):
             store.append("job", seq, event)
-            os.write(acknowledgements, b".")
+            acknowledgements.send_bytes(b".")

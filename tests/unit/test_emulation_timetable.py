@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -109,15 +111,16 @@ def test_round_robin_is_wanted_if_ranks_wait_or_leave_a_core_free(
 
 
 def in_a_child(action: str) -> int:
-    """Exit status of a fork that runs `action`; the test's own process keeps its policy."""
-    child = os.fork()
-    if child == 0:
-        status = 9
-        try:
-            status = ACTIONS[action]()
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    """Exit status of a process of its own that runs `action`; the test's keeps its policy."""
+    child = multiprocessing.get_context("forkserver").Process(target=_end_with, args=(action,))
+    child.start()
+    child.join(60)
+    assert child.exitcode is not None, f"{action} did not end within 60 s"
+    return child.exitcode
+
+
+def _end_with(action: str) -> None:
+    sys.exit(ACTIONS[action]())
 
 
 def take_and_step_down() -> int:
@@ -168,7 +171,6 @@ def refused() -> int:
 ACTIONS = {"take": take_and_step_down, "fork": take_and_fork, "refused": refused}
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("action", ["take", "fork"])
 def test_threads_take_round_robin_scheduling_until_they_step_down_and_forks_do_not(
     action: str,
