@@ -35,13 +35,15 @@ def apply(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     strategy: str | Path | None = None,
+    find_unused_parameters: bool = False,
 ) -> Applied:
     """Synchronize the gradients of `model` by an exported strategy from now on.
 
     This is the one line to add to a training script. Call it once on every rank, after
     `init_process_group`, with the bare model (not wrapped in DDP). It broadcasts parameters and
     buffers from rank 0. `strategy`: path of the export. Without one, gradients are sent as torch's
-    DDP sends them. Under `autotune tune` the tuner chooses the strategy.
+    DDP sends them. Under `autotune tune` the tuner chooses the strategy. `find_unused_parameters`:
+    as DDP's, for a model with parameters that a forward pass may leave unused.
 
     In a Horovod script, call it after `hvd.init()` with the optimizer of
     `hvd.DistributedOptimizer`. Parameters stay as they are. Without a strategy, Horovod's own
@@ -51,7 +53,7 @@ def apply(
     """
     from runtime_rewriter.rank.apply import apply as apply_to_torch
 
-    return apply_to_torch(model, optimizer, strategy)
+    return apply_to_torch(model, optimizer, strategy, find_unused_parameters)
 
 
 def distribute(step: Step, strategy: str | Path | None = None) -> Step:

@@ -349,10 +349,11 @@ class Cluster:
     ) -> CollectiveFit | None:
         """The fitted cost of a collective on this many ranks, if it was probed.
 
-        Without `where`, the whole world's fit comes first, then that of ranks on different hosts.
-        Ranks of one host represent others only if there is no other host.
+        Without `where`, the whole world's fit comes first, then that of ranks on different hosts,
+        or of one host if there is only one: fits may be those of a larger cluster that this one is
+        a part of.
         """
-        places = (Where.WORLD, Where.ACROSS, Where.HOST)[: 3 if len(self.hosts) == 1 else 2]
+        places = (Where.WORLD, Where.HOST if len(self.hosts) == 1 else Where.ACROSS)
         for place in places if where is None else (where,):
             key = (primitive, group_size, place, loaded)
             if key in self._fits:
@@ -380,7 +381,12 @@ class Cluster:
         return by_port
 
     def with_fits(self, fits: tuple[CollectiveFit, ...]) -> Cluster:
-        """This cluster with measured costs; new fits replace those of the same identity."""
+        """This cluster with measured costs; new fits replace those of the same identity.
+
+        Without any, nothing was measured, and assumed links stay assumed.
+        """
+        if not fits:
+            return self
         new = {fit.identity for fit in fits}
         remaining = tuple(fit for fit in self.fits if fit.identity not in new)
         return replace(self, fits=(*fits, *remaining), source="measured")
@@ -394,8 +400,12 @@ class Cluster:
         return replace(self, hosts=tuple(hosts))
 
     def _pair(self, a: int, b: int) -> PairLink | None:
-        names = {self.hosts[a].name, self.hosts[b].name}
-        return next((link for link in self.pair_links if set(link.between) == names), None)
+        return self._pair_of.get(frozenset((self.hosts[a].name, self.hosts[b].name)))
+
+    @cached_property
+    def _pair_of(self) -> dict[frozenset[str], PairLink]:
+        """The link of each pair of hosts by their names; the first one of a pair counts."""
+        return {frozenset(link.between): link for link in reversed(self.pair_links)}
 
     def to_data(self) -> dict[str, Any]:
         data: dict[str, Any] = to_data(self)

@@ -23,11 +23,9 @@ import numpy as np
 from autotune.arrays import FloatArray
 from autotune.cluster import Cluster
 from autotune.costs.issue_order import channel_ends_s, cross_step_period_s, half_crossing_period_s
-from autotune.costs.row_traffic import RowTraffic
 from autotune.costs.sync_cost import MessageCosts
 from autotune.costs.timing import needed_times_s, ready_times_s
 from autotune.features.flat import FlatPlan
-from autotune.strategy_space.plan import Plan
 from autotune.workload import Workload
 
 
@@ -50,18 +48,6 @@ def taken_share(workload: Workload, cluster: Cluster) -> float:
         if host.cores > 0
     ]
     return max(shares, default=0.0)
-
-
-def message_cpu_s(plan: Plan, cluster: Cluster, workload: Workload) -> FloatArray:
-    """CPU time of each message on one rank by the probed fits, shape (M,); 0 without a fit."""
-    fits = {
-        synchronizer: cluster.fit(synchronizer.operation, plan.world_size)
-        for synchronizer in {m.synchronizer for m in plan.messages}
-    }
-    sizes_bytes = RowTraffic(workload).collective_bytes(plan.messages, plan.world_size).tolist()
-    sized = zip(plan.messages, sizes_bytes, strict=True)
-    fitted = ((fits[message.synchronizer], size) for message, size in sized)
-    return np.array([fit.cpu_s(size) if fit else 0.0 for fit, size in fitted])
 
 
 def slowed_ready_s(

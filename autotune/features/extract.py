@@ -19,11 +19,13 @@ import numpy as np
 
 from autotune.arrays import Float32Array, FloatArray, IntArray
 from autotune.cluster import Cluster
+from autotune.costs.row_traffic import RowTraffic
 from autotune.costs.sync_cost import Rates, message_costs
-from autotune.features.compute_cost import message_cpu_s, overlap_step_s, paper_step_s, taken_share
+from autotune.features.compute_cost import overlap_step_s, paper_step_s, taken_share
 from autotune.features.flat import flatten
 from autotune.features.raw import RAW_FEATURES, shard_rows
 from autotune.features.timeline import TimelineFeatures, timeline_features
+from autotune.lowering.message_cpu import message_cpu_s
 from autotune.records import Accelerators
 from autotune.strategy_space.op_fusion import OpFusionChoice
 from autotune.strategy_space.plan import Plan, PlannedStrategy
@@ -128,7 +130,7 @@ class Extractor:
         costs = message_costs(plan, cluster, workload, rates)
         taken_s = None
         if self.taken_share > 0:
-            taken_s = self.taken_share * message_cpu_s(plan, cluster, workload)
+            taken_s = self.taken_share * message_cpu_s(plan, cluster, RowTraffic(workload))
         analytic_s = overlap_step_s(
             flat, costs.channel_s, workload, plan.cross_step, taken_s, plan.results
         )

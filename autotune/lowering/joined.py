@@ -115,7 +115,7 @@ class ShapeCache:
     def __init__(self, ports: Ports, costs: RuntimeCosts) -> None:
         self._ports = ports
         self._costs = costs
-        self.port_names = frozenset(ports.name(port) for port in range(ports.count))
+        self.port_names = frozenset(ports.names)
         self._shapes: Kept[Shape] = Kept(KEPT, KEPT_OPS)
         self._retimed: Kept[Shape] = Kept(KEPT, KEPT_OPS)
         self._joined: Kept[JoinedShapes] = Kept(KEPT, KEPT_OPS)

@@ -19,6 +19,7 @@ from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.device_costs import costs_of
 from autotune.lowering.halves import NORM_BYTES, Halves
 from autotune.lowering.joined import ShapeCache
+from autotune.lowering.message_cpu import message_cpu_s
 from autotune.lowering.messages import Batch, MessageTimer, SliceTable
 from autotune.lowering.network import MessageOps, Network
 from autotune.lowering.pass_times import PassTimes
@@ -246,7 +247,9 @@ class _PlanGraph:
         )
         taken_s = np.zeros(len(plan.messages))
         if lowering.taken_share > 0:
-            taken_s = lowering.taken_share * lowering.messages.cpu_s(plan)
+            taken_s = lowering.taken_share * message_cpu_s(
+                plan, lowering.messages.cluster, lowering.messages.traffic
+            )
         host_costs = HostCosts.of(
             lowering.times,
             self.slices,

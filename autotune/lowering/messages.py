@@ -150,20 +150,6 @@ class MessageTimer:
             self._batch(messages, numbers, ring_order, kind) for kind, numbers in numbers_of.items()
         ]
 
-    def cpu_s(self, plan: Plan) -> FloatArray:
-        """CPU time of every message on one rank by the fits, shape (M,); 0 without a fit."""
-        fits = {
-            synchronizer: self.cluster.fit(synchronizer.operation, plan.world_size)
-            for synchronizer in {message.synchronizer for message in plan.messages}
-        }
-        sizes_bytes = self.traffic.collective_bytes(plan.messages, plan.world_size).tolist()
-        seconds = []
-        for message, size_bytes in zip(plan.messages, sizes_bytes, strict=True):
-            fit = fits[message.synchronizer]
-            pieces = pieces_of(message)
-            seconds.append(pieces * fit.cpu_s(size_bytes / pieces) if fit else 0.0)
-        return np.array(seconds)
-
     def most_owned_bytes(self, batches: Sequence[Batch], plan: Plan) -> float:
         """The most bytes of gradients whose sums one rank owns between the halves of exchanges."""
         owned_bytes = np.zeros(self.cluster.world_size)

@@ -22,7 +22,7 @@ that grows with the square of the ranks. They are counted by host, never one by 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -96,6 +96,14 @@ def owners_by_end(owned: FloatArray) -> list[tuple[FloatArray, FloatArray]]:
     return stages
 
 
+def _port_names(hosts: Sequence[str], pairs: Iterable[tuple[int, int]]) -> list[str]:
+    """The names of all ports in the order of their numbers."""
+    names = [f"{host} {side}" for side in ("out", "in", "inside") for host in hosts]
+    for a, b in pairs:
+        names += [f"{hosts[a]} to {hosts[b]}", f"{hosts[b]} to {hosts[a]}"]
+    return names
+
+
 class Ports:
     """The ports of one cluster."""
 
@@ -115,6 +123,7 @@ class Ports:
         paired = [1 / speed for speed in pairs.values() for _ in (0, 1)]
         self.s_per_byte = np.array([*outside, *outside, *inside, *paired])
         """(P,): time of one byte on each port."""
+        self.names = _port_names([host.name for host in hosts], pairs)
         self.host_of_rank = np.array(cluster.host_of_rank, dtype=np.int64)
         self._trees: dict[Hashable, float] = {}
 
@@ -123,14 +132,7 @@ class Ports:
         return len(self.s_per_byte)
 
     def name(self, port: int) -> str:
-        hosts = self.cluster.hosts
-        if port < 3 * self.hosts:
-            return f"{hosts[port % self.hosts].name} {('out', 'in', 'inside')[port // self.hosts]}"
-        (a, b), first = next(
-            (pair, first) for pair, first in self.pairs.items() if first <= port < first + 2
-        )
-        source, target = (a, b) if port == first else (b, a)
-        return f"{hosts[source].name} to {hosts[target].name}"
+        return self.names[port]
 
     def traffic(
         self,

@@ -25,6 +25,10 @@ MAX_RANK_SERVERS = 64
 """Largest world in which every rank may serve; above it, one rank per host (S x D numbers are
 drawn).
 """
+MAX_SHARED_RANKS = 256
+"""Largest world in which the shares of a direct exchange may differ; above it, they are equal. A
+strategy has a share of each rank for each shard, and an export about 30 bytes for it.
+"""
 SMALLEST_SHARE = 1e-3
 """Relative to the largest share; hosts below it serve nothing."""
 
@@ -68,7 +72,10 @@ def exchange_shares(cluster: Cluster, hierarchical: bool = False) -> tuple[float
 
     The closed form `host_shares`, with equal parts for the ranks of a host. If `hierarchical`, one
     leader per host exchanges. Pair links do not count; the search refines the shares by replay.
+    Equal in worlds above `MAX_SHARED_RANKS`.
     """
+    if cluster.world_size > MAX_SHARED_RANKS:
+        return (1 / cluster.world_size,) * cluster.world_size
     devices = np.array([host.devices for host in cluster.hosts], dtype=np.float64)
     members = np.ones(len(devices)) if hierarchical and len(devices) > 1 else devices
     shares = host_shares(members, _links(cluster)) / devices

@@ -139,6 +139,7 @@ class GradientSynchronizer:
         self._backward_inside = False
         self._requested = False  # whether the last forward pass was to be synchronized
         self._armed = self._begun = False
+        self._native_waits = False  # torch's reducer waits for its messages
         self._packing: Packing | None = None
         self.cross_step = CrossStepUpdates(self.parameters, self.device, self._write)
         self._loss_scales = LossScales(named, self.residuals, self.cross_step.flush)
@@ -399,8 +400,15 @@ class GradientSynchronizer:
         if self._pass.under_way:
             raise self._pass.unfinished()
         if self.native is not None and self._begun:
-            raise interrupted()
-        self._begun = False  # an exception may have ended a pass before it accumulated anything
+            if self._native_waits:
+                raise interrupted()
+            # An exception may have ended the pass before it accumulated anything, or this forward
+            # pass is a checkpoint's inside it. The reducer knows.
+            try:
+                self.native.reducer._rebuild_buckets()
+            except RuntimeError as error:
+                raise interrupted() from error
+        self._begun = False
 
     @property
     def synchronizing(self) -> bool:
@@ -484,6 +492,7 @@ class GradientSynchronizer:
 
     def _begin(self) -> None:
         self._begun = True
+        self._native_waits = False
         self._hooks.come_last()
         engine = torch.autograd.Variable._execution_engine
         if self._plan is None or self.native is not None:
@@ -518,11 +527,12 @@ class GradientSynchronizer:
         """Run when torch's backward pass has ended, before its reducer waits for its messages."""
         with torch.no_grad():
             self._observed.computed()
+        self._native_waits = True
         # DDP queues its own end during the pass; a callback queued from here runs after it.
         torch.autograd.Variable._execution_engine.queue_callback(self._native_finished)
 
     def _native_finished(self) -> None:
-        self._begun = False
+        self._begun = self._native_waits = False
         self._reachable = set()
         if self.native is not None:
             with torch.no_grad():

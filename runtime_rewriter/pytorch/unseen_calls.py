@@ -111,6 +111,7 @@ class UnseenFunctions:
 
     _watching: list[UnseenFunctions] = []
     _own: tuple[Any, ...] = ()
+    _ours: tuple[Any, ...] = ()
 
     def __init__(self, on_call: Callable[[], None]) -> None:
         self._on_call = on_call
@@ -121,9 +122,10 @@ class UnseenFunctions:
             _get_builtin_table()  # built from torch's functions, which are replaced here
             replace = [_announced] * len(_FUNCTIONS) + [noticing] * len(_COPYING)
             UnseenFunctions._own = tuple(getattr(place, name) for place, name in _REPLACED)
-            originals = zip(_REPLACED, UnseenFunctions._own, replace, strict=True)
-            for (place, name), own, replacement in originals:
-                setattr(place, name, replacement(own))
+            originals = zip(UnseenFunctions._own, replace, strict=True)
+            UnseenFunctions._ours = tuple(replacement(own) for own, replacement in originals)
+            for (place, name), ours in zip(_REPLACED, UnseenFunctions._ours, strict=True):
+                setattr(place, name, ours)
         if self not in everyone:
             everyone.append(self)
 
@@ -132,8 +134,15 @@ class UnseenFunctions:
         if self in everyone:
             everyone.remove(self)
             if not everyone:
-                for (place, name), own in zip(_REPLACED, UnseenFunctions._own, strict=True):
-                    setattr(place, name, own)
+                _restore()
+
+
+def _restore() -> None:
+    """Put torch's functions back, except where the script has put its own since."""
+    replaced = zip(_REPLACED, UnseenFunctions._own, UnseenFunctions._ours, strict=True)
+    for (place, name), own, ours in replaced:
+        if getattr(place, name) is ours:
+            setattr(place, name, own)
 
 
 def _needs_no_flush(caller: FrameType) -> bool:

@@ -32,6 +32,8 @@ PER_VARIABLE = frozenset(
     if isinstance(kind, type) and name not in _OTHERS
 )
 """torch's optimizers with per-variable updates: all but LBFGS."""
+_STEPPING = ("step", "_init_group")
+"""The methods by which they update."""
 
 
 def note_wrapper(kind: type[Optimizer]) -> None:
@@ -56,7 +58,7 @@ def coupling_reason(optimizer: Optimizer, own_hooks: Set[int] = frozenset()) -> 
             f"the optimizer {kind.__name__} may couple variables; torch's own optimizers except "
             "LBFGS update them one by one"
         )
-    replaced = _replaced_methods(optimizer, kind)
+    replaced = _replaced_methods(optimizer, kind) or _replaced_in_class(kind)
     if replaced:
         return (
             f"the script replaced {', '.join(replaced)} of its optimizer {kind.__name__}, which "
@@ -90,6 +92,23 @@ def _replaced_methods(optimizer: Optimizer, kind: type[Optimizer]) -> list[str]:
             if not (name == "step" and noted and value.__wrapped__ is own_step):
                 replaced.append(name)
     return replaced
+
+
+def _replaced_in_class(kind: type[Optimizer]) -> list[str]:
+    """Methods that the script has replaced in a class of torch's."""
+    return [name for name in _STEPPING if not _is_of_torch(getattr(kind, name, None))]
+
+
+def _is_of_torch(method: Any) -> bool:
+    """Whether a method, and all that it wraps, was defined in torch's modules.
+
+    A wrapper may bear the name and module of what it wraps, but has its own globals.
+    """
+    while method is not None:
+        if not str(getattr(method, "__globals__", {}).get("__name__")).startswith("torch."):
+            return False
+        method = getattr(method, "__wrapped__", None)
+    return True
 
 
 class Averaged(NamedTuple):

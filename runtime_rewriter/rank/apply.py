@@ -75,6 +75,7 @@ def apply(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     strategy: str | Path | None = None,
+    find_unused_parameters: bool = False,
 ) -> Applied:
     """See `autotune.apply`."""
     if isinstance(model, DistributedDataParallel):
@@ -94,7 +95,11 @@ def apply(
     waits = TRAINING_TIMEOUTS if session is None else session.timeouts
     plan, notes = _requested_plan(model, strategy, steered=session is not None)
     synchronizer = attach(
-        model, plan, timeout_s=waits.message_s, agreement_timeout_s=waits.agreement_s
+        model,
+        plan,
+        timeout_s=waits.message_s,
+        agreement_timeout_s=waits.agreement_s,
+        find_unused_parameters=find_unused_parameters,
     )
     if session is not None:
         session.model_built(synchronizer)

@@ -21,7 +21,7 @@ from torch_scripts import run_ranks, run_script
 
 import autotune
 from autotune.cluster import Cluster
-from autotune.errors import InvalidInput
+from autotune.errors import InvalidInput, SynchronizationError
 from autotune.export import Export, read_export
 from autotune.strategy_space.builders.collectives import single_bucket, zero2_like
 from autotune.strategy_space.plan import plan
@@ -165,6 +165,35 @@ def exported(
 
 def linear(width: int = 3) -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.Linear(width, 1))
+
+
+class Branches(torch.nn.Module):
+    """A forward pass uses one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+
+    def forward(self, inputs: torch.Tensor, branch: int) -> torch.Tensor:
+        output: torch.Tensor = self.layers[branch](inputs)
+        return output
+
+
+@pytest.mark.parametrize("finds", [False, True])
+def test_an_applied_model_may_leave_parameters_unused_if_the_script_says_so(
+    finds: bool, alone: None, tmp_path: Path
+) -> None:
+    model = Branches()
+    exported(model, tmp_path / "own.json", zero2_like)
+    autotune.apply(model, None, tmp_path / "own.json", find_unused_parameters=finds)
+    model(torch.ones(1, 2), 0).sum().backward()
+    unused = [layer.weight.grad is None for layer in model.layers]
+    assert unused == [False, True]
+    if finds:
+        model(torch.ones(1, 2), 1).sum().backward()
+    else:
+        with pytest.raises(SynchronizationError, match="or pass find_unused_parameters=True"):
+            model(torch.ones(1, 2), 1)
 
 
 def test_a_tuner_compares_with_the_strategy_that_the_script_applies(alone, tmp_path) -> None:

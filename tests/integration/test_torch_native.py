@@ -25,6 +25,7 @@ from test_torch_models import USES, BranchingModel, Odd
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _register_comm_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from torch_plans import Tied, loss_of, mixed, uniform
 from torch_world import on_ranks, run_world
 
@@ -346,6 +347,33 @@ def test_a_builtin_hook_of_an_adopted_ddp_is_seen(rank: int) -> None:
         pytest.raises(InvalidStrategy, match="the script registered a communication hook"),
     ):
         synchronizer.load(uniform(model.module, 2))
+
+
+def fail(gradient: Tensor) -> None:
+    raise ValueError("out of memory, say")
+
+
+@on_ranks(2, each=("checkpoint", "exception"))
+def test_a_forward_pass_may_follow_a_backward_pass_that_accumulated_nothing(
+    rank: int, kind: str
+) -> None:
+    models = pair(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))
+    models[1].synchronizer.load(random_buckets(models[1].module, 0))
+    assert models[1].synchronizer.native is not None
+    for step in range(4):
+        inputs = torch.randn(5, 4, generator=torch.Generator().manual_seed(2 * step + rank))
+        for model in models:
+            if kind == "checkpoint":  # the backward pass runs the model again
+                checkpoint(model, inputs, use_reentrant=False).square().sum().backward()
+                continue
+            output = model(inputs)
+            if step == 1:
+                output.register_hook(fail)
+                with pytest.raises(ValueError, match="out of memory"):
+                    output.square().sum().backward()
+            else:
+                output.square().sum().backward()
+        assert_close(gradients(models[1]), gradients(models[0]))
 
 
 def check_dead_rank(rank: int) -> str | None:

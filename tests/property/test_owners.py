@@ -17,6 +17,7 @@ from autotune.rng import generator
 from autotune.sampler.encodings import SpaceChoices
 from autotune.sampler.random import sample_many
 from autotune.strategy_space.builders.collectives import per_variable
+from autotune.strategy_space.constraints import MAX_SHARED_RANKS
 from autotune.strategy_space.moves.choices import Drawn
 from autotune.strategy_space.moves.neighbours import mutate
 from autotune.strategy_space.moves.owners import (
@@ -37,6 +38,17 @@ MIXED = cluster(2e8, 1e8, 1e8, 5e7, devices=2)
 TABLE = Variable("table", (900, 100), sparse=True)
 WORKLOAD = model((3000, 200), (400, 300), (50,), TABLE, forward_s=0.1, backward_s=0.2)
 SPACE = replace(SearchSpace.default(lossy=True), synchronizers=(Synchronizer.ALL_REDUCE, DIRECT))
+
+
+def test_in_large_worlds_all_ranks_own_equal_parts() -> None:
+    """A strategy of thousands of shards would hold as many shares of each rank."""
+    large = cluster(2e8, 1e8, devices=MAX_SHARED_RANKS)
+    rng = generator(0, "owners")
+    assert {drawn_owners(large, rng) for _ in range(20)} == {None}
+    assert {changed_owners(large, None, False, lambda count: int(rng.integers(count)))} == {None}
+    small = cluster(2e8, 1e8, devices=MAX_SHARED_RANKS // 2)
+    assert by_bandwidth(large) is None and by_bandwidth(small) is not None
+    assert one_owner(large, 1) is None and one_owner(small, 1) is not None
 
 
 def assert_reaches_all(strategies: list[Strategy]) -> None:

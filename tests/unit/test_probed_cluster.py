@@ -78,6 +78,7 @@ def test_hosts_of_ranks_are_known_by_their_addresses_also_without_a_probe_of_the
     cluster = probed(Cluster.local(4), replace(profile, addresses=("10.0.0.1", "10.0.0.2")), False)
     hosts = [(host.name, host.devices, host.address) for host in cluster.hosts]
     assert hosts == [("a", 3, "10.0.0.1"), ("b", 1, "10.0.0.2")]
+    assert cluster.source == "assumed"
 
 
 def test_hosts_of_a_file_get_the_addresses_that_it_does_not_give() -> None:

@@ -21,8 +21,9 @@ from autotune.costs.sync_cost import (
 )
 from autotune.costs.timing import ready_times_s
 from autotune.errors import InvalidInput
-from autotune.features.compute_cost import message_cpu_s, overlap_step_s, paper_step_s, taken_share
+from autotune.features.compute_cost import overlap_step_s, paper_step_s, taken_share
 from autotune.features.flat import flatten
+from autotune.lowering.message_cpu import message_cpu_s
 from autotune.strategy_space.plan import Message, Plan, TensorSlice, plan
 from autotune.strategy_space.strategy import Compressor, Shard, SparseHandling, Synchronizer
 from autotune.workload import Variable, Workload
@@ -320,5 +321,14 @@ def test_sending_takes_cores_from_computation_only_where_the_cpu_computes() -> N
     assert taken_share(replace(workload, threads=4), counted) == 1.0
     assert taken_share(replace(workload, device="cuda", threads=0), counted) == 0.0
     assert taken_share(workload, cluster("a", 4)) == 0.0
-    cpu_s = message_cpu_s(plan_of(counted, REDUCED, SCATTERED), counted, MODEL)
+    messages = plan_of(counted, REDUCED, SCATTERED)
+    cpu_s = message_cpu_s(messages, counted, RowTraffic(MODEL))
     assert cpu_s == pytest.approx([1e-4 + 1e-9 * WIRE, 0.0])
+
+
+def test_each_piece_of_a_direct_exchange_costs_cpu_time() -> None:
+    fit = fit_of("direct_exchange", 4, cpu_alpha_s=1e-4, cpu_beta_s_per_byte=1e-9)
+    counted = cluster("a", 4).with_fits((fit,))
+    exchanged = replace(message(Synchronizer.DIRECT_EXCHANGE), pieces=4)
+    cpu_s = message_cpu_s(plan_of(counted, exchanged), counted, RowTraffic(MODEL))
+    assert cpu_s == pytest.approx([4 * 1e-4 + 1e-9 * WIRE])

@@ -317,6 +317,17 @@ def test_a_cluster_grows_by_equal_hosts_and_shrinks_from_its_end() -> None:
         sized(even, 0)
 
 
+def test_fewer_workers_of_one_host_cost_what_ranks_of_a_host_do() -> None:
+    inside, across = (
+        CollectiveFit("all_reduce", 2, 0.0, s_per_byte, 0.0, 1, 2**30, where=where)
+        for where, s_per_byte in ((Where.HOST, 1e-10), (Where.ACROSS, 1e-8))
+    )
+    on = cluster((2, 1000.0), (2, 1000.0)).with_fits((inside, across))
+    assert on.fit("all_reduce", 2) == across
+    assert sized(on, 2).fit("all_reduce", 2) == inside
+    assert sized(cluster((1, 1000.0), (1, 1000.0), (1, 1000.0)), 2).fit("all_reduce", 2) is None
+
+
 def test_a_faster_network_changes_costs_per_byte_only() -> None:
     before = fitted(4, 1e-3)
     after = faster_network(before, 2.0)

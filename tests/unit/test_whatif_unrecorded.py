@@ -52,6 +52,15 @@ def test_the_cost_follows_from_ordinary_steps_between_the_recorded_ones() -> Non
     assert steady(stated.base).step_s == pytest.approx(0.8 * recorded_s, rel=2e-4)
 
 
+def test_an_end_of_the_interval_that_no_recording_explains_leaves_the_expected_cost() -> None:
+    base = host_bound()
+    recorded_s = steady(base).step_s
+    start = unrecorded(base, by_recorder=True, ordinary=OrdinaryShare(0.9, 0.01, 0.95))
+    found_s = [steady(one).step_s / recorded_s for one in (start.base, *start.others)]
+    assert found_s == pytest.approx([0.9, 0.95], rel=2e-4)
+    assert "cost of recording is removed" in start.note
+
+
 @pytest.mark.parametrize(
     ("share", "why"),
     [

@@ -1,6 +1,7 @@
 """Owners of direct exchanges: shares to choose from, and small changes of them.
 
-The ranks of a host own equal parts, since they share its link.
+The ranks of a host own equal parts, since they share its link. In worlds above `MAX_SHARED_RANKS`,
+all shares are equal.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 
 from autotune.arrays import FloatArray
 from autotune.cluster import Cluster
-from autotune.strategy_space.constraints import exchange_shares
+from autotune.strategy_space.constraints import MAX_SHARED_RANKS, exchange_shares
 from autotune.strategy_space.shares import Shares, normal_shares
 
 MOVED = (0.1, 0.25, 0.5, 1.0)
@@ -27,6 +28,8 @@ def by_bandwidth(cluster: Cluster, hierarchical: bool = False) -> Shares | None:
 
 def one_owner(cluster: Cluster, rank: int) -> Shares | None:
     """The shares that make `rank` a parameter server."""
+    if cluster.world_size > MAX_SHARED_RANKS:
+        return None
     return normal_shares([float(other == rank) for other in range(cluster.world_size)])
 
 
@@ -85,6 +88,8 @@ def host_parts(cluster: Cluster, shares: Shares | None) -> FloatArray:
 
 def shares_of(cluster: Cluster, owned: FloatArray) -> Shares | None:
     """The shares of ranks whose hosts own these parts, rounded, so that few of them differ."""
+    if cluster.world_size > MAX_SHARED_RANKS:
+        return None
     devices = np.array([host.devices for host in cluster.hosts])
     bounds = np.round(np.cumsum([0.0, *(owned / owned.sum())]), 6).tolist()
     parts = [end - start for start, end in pairwise(bounds)]

@@ -9,6 +9,7 @@ operator follows from the unrecorded step.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -104,17 +105,19 @@ def _between_ordinary_steps(base: Base, ordinary: OrdinaryShare, recorded_s: flo
     between = "the ordinary steps between the recorded ones"
     if ordinary.high >= 1:
         return Start(base, (), f"{stays}its steps took no longer than {between}, within the noise")
-    shares = (ordinary.expected, ordinary.low, ordinary.high)
     try:
-        (start, operator_s), *others = (
-            _calibrated(base, True, share * recorded_s, recorded_s) for share in shares
-        )
+        start, operator_s = _calibrated(base, True, ordinary.expected * recorded_s, recorded_s)
     except InvalidInput:
         shorter = f"{1 - ordinary.expected:.1%} shorter, more than the recorded operators explain"
         return Start(base, (), f"{stays}{between} were {shorter}")
     how = f"{format_seconds(operator_s)} per operator, from {between}"
     note = _removed_note(how, recorded_s, start)
-    return Start(start, tuple(other for other, _ in others), note)
+    ends = []
+    for share in (ordinary.low, ordinary.high):
+        # An end of a wide interval that no cost explains says nothing about the expected one.
+        with contextlib.suppress(InvalidInput):
+            ends.append(_calibrated(base, True, share * recorded_s, recorded_s)[0])
+    return Start(start, tuple(ends), note)
 
 
 def _removed_note(what: str, recorded_s: float, unrecorded: Base) -> str:
