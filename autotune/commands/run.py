@@ -12,7 +12,7 @@ from typing import Any
 from autotune.errors import InvalidInput
 from autotune.export import read_export
 from autotune.jobs.processes import shell_status
-from autotune.jobs.several_hosts import has_ranks_of, ranks_fix, refuse_one_host
+from autotune.jobs.several_hosts import has_ranks_of, ranks_fix, refuse_other_hosts
 from autotune.jobs.stopping import signals_passed_on
 from autotune.strategy_space.backend import backend_of
 from runtime_rewriter.world.command import read_command, with_launcher
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         )
     export = read_export(options.strategy)
     command = read_command(options.command)
-    refuse_one_host(export, command, options.command, options.strategy)
+    refuse_other_hosts(export, command, options.command, options.strategy)
     if not has_ranks_of(export, command):
         raise InvalidInput(
             f"{options.strategy} was tuned for a world size of {export.world_size}, but the "

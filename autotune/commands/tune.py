@@ -21,6 +21,7 @@ from autotune.commands.arguments import (
     given_settings,
 )
 from autotune.commands.render.progress import ConsoleProgress
+from autotune.commands.render.rejected import rejected_text
 from autotune.commands.render.terminal import Terminal
 from autotune.jobs.driver import Observer
 from autotune.jobs.files import Ask, refuse_lost_checkpoints, with_agreed_writes
@@ -121,6 +122,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         "report": str(done.results.report),
         "tracking_uri": masked(done.uri),
         "unsent_tracking_items": done.unsent,
+        "rejected_tracking_items": done.rejected,
         "files": job.spec.files,
         "training": to_data(done.trained) if done.trained else None,
         "exit_status": _exit_status(done.trained),
@@ -132,6 +134,8 @@ def _text(job: Job, done: FinishedJob) -> str:
     facts = job_facts(done.history)
     if done.logs:
         facts.append(f"logs     {done.logs}, on the host of each rank")
+    if done.rejected:
+        facts.append(f"mlflow   {rejected_text(done.rejected)}")
     profiled = done.history.profiled
     return decision_text(
         done.decision,

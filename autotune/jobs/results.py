@@ -12,7 +12,7 @@ from autotune.jobs.exports import job_export, write_export
 from autotune.jobs.several_hosts import hosts_text, on_several_hosts, use_of
 from autotune.jobs.workspace import Workspace
 from autotune.masking import masked
-from autotune.records import CURRENT_SETUP, Conditions, Decision
+from autotune.records import CURRENT_SETUP, Conditions, Decision, Network
 from autotune.storage.store import Store
 from autotune.tuning.figures import JobFigures
 from autotune.tuning.job import JobSpec
@@ -154,7 +154,11 @@ def decision_text(
         f"{headline}{decision.reason}{taken_under(spec.conditions)}",
         *why,
         *(f"  {fact}" for fact in facts),
-        *([f"  hosts    {hosts_text(several)}"] if several else []),
+        *(
+            [f"  hosts    {hosts_text(cluster)}"]
+            if cluster and spec.conditions.network is Network.HOSTS
+            else []
+        ),
         f"  export   {results.export}",
         f"  report   {results.report}",
         f"  mlflow   {_mlflow_text(uri)}",

@@ -56,7 +56,7 @@ def read_settings(
                 f"the command must come from {job_file} or from the command line after --, "
                 "but both have one"
             )
-        words = shlex.split(file_command) if isinstance(file_command, str) else list(file_command)
+        words = _words(file_command, job_file)
         values = _merged(given, from_file)
     if not words:
         raise InvalidInput(
@@ -81,6 +81,18 @@ def read_settings(
         "given_profile": target.profile,
     }
     return Settings(JobSpec(command=tuple(words), **fields), script)
+
+
+def _words(command: str | Sequence[str], job_file: Path) -> list[str]:
+    if not isinstance(command, str):
+        return list(command)
+    try:
+        return shlex.split(command)
+    except ValueError as error:
+        raise InvalidInput(
+            f"{job_file}: command must be one that a shell understands, but {command!r} is not: "
+            f"{error}; quote it, or write it as a list of words"
+        ) from error
 
 
 def _merged(given: Mapping[str, Any], from_file: dict[str, Any]) -> dict[str, Any]:

@@ -69,10 +69,18 @@ def use_of(export: Path, words: Sequence[str], cluster: Cluster) -> Use:
     return Use(where, shlex.join(run))
 
 
-def refuse_one_host(
+def refuse_other_hosts(
     export: Export, script: ScriptCommand, words: Sequence[str], path: Path
 ) -> None:
-    """Raise `InvalidInput` if a command starts the ranks of an export for several hosts on one."""
+    """Raise `InvalidInput` if a command starts the ranks of an export for several hosts on one, or
+    the other way round."""
+    on_one = export.conditions.network is Network.HOSTS and len(export.cluster.hosts) == 1
+    if on_one and script.nodes > 1:
+        raise InvalidInput(
+            f"{path} was tuned with all ranks on one host ({hosts_text(export.cluster)}), but the "
+            f"command joins {script.nodes}; tune on as many, with --nnodes in the command, or a "
+            "cluster file (--cluster)"
+        )
     hosts = export.cluster.hosts
     starts_elsewhere = script.mpirun_words or script.horovodrun_words
     joins = script.nodes > 1 and script.rendezvous

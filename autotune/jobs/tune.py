@@ -57,7 +57,8 @@ class Job:
 class FinishedJob:
     """`unsent` counts the items that MLflow at `uri` has not received yet. `winner`: the exported
     strategy in words; empty if the current setup stays. `trained`: the end of a kept training.
-    `logs`: the folder of each rank's log on its host; empty if it is that of the job, here."""
+    `logs`: the folder of each rank's log on its host; empty if it is that of the job, here.
+    `rejected`: MLflow's reasons for the items that it will never take."""
 
     decision: Decision
     results: Results
@@ -67,6 +68,7 @@ class FinishedJob:
     history: History
     trained: Trained | None = None
     logs: str = ""
+    rejected: tuple[str, ...] = ()
 
 
 class Spectator(Protocol):
@@ -217,4 +219,6 @@ def _written(
     tracker.keep(trained, [results.export, results.report], replays, timelines)
     store.finish(job.id, decision)
     winner = history.in_words(decision.strategy_id)
-    return FinishedJob(decision, results, tracker.uri, tracker.flush(), winner, history)
+    unsent = tracker.flush()
+    rejected = tuple(store.outbox.rejected(job.id))
+    return FinishedJob(decision, results, tracker.uri, unsent, winner, history, rejected=rejected)

@@ -74,6 +74,11 @@ class Connection:
             self._run_ids[role] = runs[0].info.run_id
         return self._run_ids[role]
 
+    def has_lost_runs(self) -> bool:
+        """Whether one of the job's runs was deleted since; those of a deleted experiment are."""
+        runs = (self.client.get_run(run_id) for run_id in self._run_ids.values())
+        return any(run.info.lifecycle_stage != "active" for run in runs)
+
     def trial_run(self, number: int, name: str = "", elapsed_s: float = 0.0) -> str:
         """Find or create the nested run of a trial; return its id."""
         return self.run(f"trial-{number}", name, {"mlflow.parentRunId": self.parent_id}, elapsed_s)

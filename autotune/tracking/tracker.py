@@ -215,6 +215,17 @@ class Tracker:
             if self._connection is not None and (
                 getattr(error, "error_code", None) in _NEVER_ACCEPTED
             ):
-                return str(error)
+                if not self._runs_are_lost(self._connection):
+                    return str(error)
+                self._connection = None  # the next one looks for the runs anew
             raise _Unreachable(masked(f"{type(error).__name__}: {error}")) from error
         return ""
+
+    @staticmethod
+    def _runs_are_lost(connection: Connection) -> bool:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return connection.has_lost_runs()
+        except MlflowException:  # a run that was deleted for good, say
+            return True

@@ -14,11 +14,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial, wraps
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
-import torch.distributed as dist
 import torch.nn.parallel.distributed as torch_ddp
 from torch import nn
 from torch._C._distributed_c10d import _register_comm_hook
@@ -32,7 +31,6 @@ from runtime_rewriter.pytorch.byte_scale import is_byte_scale, parts_of, scale_r
 from runtime_rewriter.pytorch.gradient_hooks import OPTIMIZER_INSIDE, optimizers_inside
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.pytorch.native_buckets import DdpBackend
-from runtime_rewriter.pytorch.process_hooks import flush_all_synchronizers
 
 
 class PlannedDataParallel(DistributedDataParallel):
@@ -300,26 +298,15 @@ def replaced_ddp(
     # own.
     for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(Replacement, attribute, getattr(DistributedDataParallel, attribute))
-    destroy = dist.destroy_process_group
-
-    @wraps(destroy)
-    def flush_and_destroy(*args: Any, **kwargs: Any) -> None:
-        flush_all_synchronizers()  # messages that cross the last step need its groups
-        destroy(*args, **kwargs)
-
-    places: tuple[tuple[Any, str, Any], ...] = (
-        (torch.nn.parallel, "DistributedDataParallel", Replacement),
-        (torch_ddp, "DistributedDataParallel", Replacement),
-        (dist, "destroy_process_group", flush_and_destroy),
-    )
-    originals = [getattr(place, name) for place, name, _ in places]
+    places: tuple[Any, ...] = (torch.nn.parallel, torch_ddp)
+    originals = [place.DistributedDataParallel for place in places]
     try:
-        for place, name, replacement in places:
-            setattr(place, name, replacement)
+        for place in places:
+            place.DistributedDataParallel = Replacement
         yield
     finally:
-        for (place, name, _), original in zip(places, originals, strict=True):
-            setattr(place, name, original)
+        for place, original in zip(places, originals, strict=True):
+            place.DistributedDataParallel = original
 
 
 @contextmanager

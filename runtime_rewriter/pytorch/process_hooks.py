@@ -1,14 +1,18 @@
-"""Hooks of this process: around every optimizer's step, before forks, and at its end."""
+"""Hooks of this process: around every optimizer's step, before forks and the end of process groups,
+and at its end."""
 
 # mypy: untyped-calls-exclude=torch
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
+from functools import wraps
 from typing import Any, Protocol
 from weakref import WeakSet
 
+import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -52,15 +56,36 @@ def register(cross_step: Deferring) -> None:
         os.register_at_fork(before=flush_all_synchronizers, after_in_child=_forget_all)
         OWN_HOOKS.add(register_optimizer_step_pre_hook(_before_any_step).id)
         OWN_HOOKS.add(register_optimizer_step_post_hook(_after_any_step).id)
+    _flush_before_groups_end()
 
 
 def unregister(cross_step: Deferring) -> None:
     _PRESENT.discard(cross_step)
 
 
+def _flush_before_groups_end() -> None:
+    """Flush before `destroy_process_group`: messages that cross the last step need the groups.
+
+    Also where a module of the script has imported the function by name.
+    """
+    destroy = dist.destroy_process_group
+    if hasattr(destroy, "flushes"):
+        return
+
+    @wraps(destroy)
+    def flush_and_destroy(*args: Any, **kwargs: Any) -> None:
+        flush_all_synchronizers()
+        destroy(*args, **kwargs)
+
+    flush_and_destroy.flushes = True  # type: ignore[attr-defined]
+    for module in tuple(sys.modules.values()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if value is destroy:
+                setattr(module, name, flush_and_destroy)
+
+
 def flush_all_synchronizers() -> None:
-    """Flush every synchronizer in this process, before a script destroys its process groups or
-    forks."""
+    """Flush every synchronizer in this process."""
     for present in tuple(_PRESENT):
         present.flush()
 

@@ -31,20 +31,14 @@ from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
 
-from autotune.errors import AutotuneError
-from autotune.masking import masked, secrets_of
 from autotune.records import FailureKind
 from runtime_rewriter.active import Session, active_session
 from runtime_rewriter.control import ControlClosed, ControlLine
 from runtime_rewriter.failures import kind_of_exception
-from runtime_rewriter.rank.lightning_ranks import lightning_hint
-from runtime_rewriter.rank.missing_libraries import missing_library_hint
+from runtime_rewriter.rank.ending import describe, exit_now
 from runtime_rewriter.rendezvous import Peers
 from runtime_rewriter.scheduling import BYTE_SCALE, ROUND_ROBIN, take_round_robin
-
-MESSAGE_CHARACTERS = 6000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -107,13 +101,13 @@ def _run_tuned(line: ControlLine, words: list[str]) -> int:
     except BaseException as error:  # noqa: BLE001 - every end of the user's script is reported, not swallowed
         numerics = isinstance(error, NumericsFailure)
         kind = FailureKind.NUMERICS if numerics else kind_of_exception(error)
-        failure = RankFailed(kind, _describe(error))
+        failure = RankFailed(kind, describe(error))
         traceback.print_exc()
     with contextlib.suppress(ControlClosed):  # the supervisor may be gone: nobody waits then
         session.finish(failure)
     if kept:  # the script's exit handlers run
         return status if failure else 0
-    _exit_now(1 if failure else 0)
+    exit_now(1 if failure else 0)
 
 
 def _under_round_robin() -> bool:
@@ -170,12 +164,12 @@ def _run_recorded(settings: Path, words: list[str]) -> int:
             error,
             f"the script ended with {error.code!r}"
             if isinstance(error, SystemExit)
-            else _describe(error),
+            else describe(error),
         )
         traceback.print_exc()
-        _exit_now(1)
+        exit_now(1)
     if session.settings.stop:
-        _exit_now(0)
+        exit_now(0)
     return 0
 
 
@@ -209,13 +203,6 @@ def _steer_mirrored(session: Session, until_end: contextlib.ExitStack, peers: Pe
     steer_mirrored(session, until_end, peers)
 
 
-def _exit_now(code: int) -> NoReturn:
-    """End without a shutdown, which would join threads that wait for ranks that are gone."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 def _run_script(words: list[str]) -> None:
     """Run the script as `python words` would: with its `sys.argv`, `sys.path[0]` and `__main__`."""
     if words[0] == "-m":
@@ -244,25 +231,6 @@ def _run_file(path: str) -> None:
     assert code is not None
     sys.modules["__main__"] = module
     exec(code, vars(module))
-
-
-def _describe(error: BaseException) -> str:
-    """The error and its place in the user's own files, without our frames and the frameworks', and
-    without secrets."""
-    secrets = secrets_of(sys.argv, os.environ)
-    if isinstance(error, AutotuneError):
-        return masked(str(error), secrets)
-    package = Path(__file__).parents[1]
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "site-packages" not in frame.filename
-        and not Path(frame.filename).is_relative_to(package)
-        and not frame.filename.startswith("<frozen")
-    ]
-    where = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    hint = lightning_hint(error, os.environ) or missing_library_hint(error)
-    return masked(f"{type(error).__name__}: {error}{where}{hint}", secrets)[:MESSAGE_CHARACTERS]
 
 
 def _die_with_parent() -> None:

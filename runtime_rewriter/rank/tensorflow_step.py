@@ -6,11 +6,14 @@ import atexit
 import contextlib
 import logging
 import os
+import signal
 import socket
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import tensorflow as tf
@@ -20,14 +23,17 @@ from autotune.errors import InvalidInput
 from autotune.export import Export, read_export
 from runtime_rewriter.active import Session, current_session
 from runtime_rewriter.control import ControlClosed, ControlLine
-from runtime_rewriter.protocol import ScriptFinished, encode
+from runtime_rewriter.failures import kind_of_exception
+from runtime_rewriter.protocol import RankFailed, ScriptFinished, encode
 from runtime_rewriter.pytorch.exchange.ranks import TRAINING_TIMEOUTS
+from runtime_rewriter.rank.ending import describe, exit_now
 from runtime_rewriter.rank.exported import ExportSession, agree_on_plan
 from runtime_rewriter.rank.following import follow
 from runtime_rewriter.rank.session import TuningSession
 from runtime_rewriter.rank.tensorflow_model import TensorflowModel
 from runtime_rewriter.recording.session import RecordingSession
 from runtime_rewriter.software import software_versions
+from runtime_rewriter.tensorflow.batch_updates import refuse_updates_by_batch
 from runtime_rewriter.tensorflow.capture import CapturedStep, capture_step, is_compiled, untraced
 from runtime_rewriter.tensorflow.local_device import LocalDevice
 from runtime_rewriter.tensorflow.mean_loss import refuse_other_losses
@@ -48,11 +54,26 @@ _log = logging.getLogger("autotune")
 def distribute(step: Any, strategy: str | Path | None) -> Any:
     """See `autotune.distribute`."""
     place = RankPlace.of(os.environ)
-    if place is not None:
-        return _joined(place, strategy)(step)
     session = current_session()
     recording = session if isinstance(session, RecordingSession) else None
-    return step if recording is None else DistributedStep(step, LocalDevice(), (), recording)
+    if place is None and recording is None:
+        return step
+    _refuse_untraced(step)
+    if place is not None:
+        return _joined(place, strategy)(step)
+    return DistributedStep(step, LocalDevice(), (), recording)
+
+
+def _refuse_untraced(step: Any) -> None:
+    """Raise `InvalidInput` for a step that runs as Python every time, unlike its trace."""
+    traced = step.func if isinstance(step, partial) else step
+    if not hasattr(traced, "get_concrete_function"):
+        name = getattr(traced, "__name__", type(traced).__name__)
+        raise InvalidInput(
+            f"a distributed step must be a tf.function, whose Python runs once, but {name} is "
+            "none; decorate it with @tf.function, and keep in tensors or variables what changes "
+            "from step to step"
+        )
 
 
 def distributed_fit(model: Any, own: Any) -> Any:
@@ -79,17 +100,15 @@ def _joined(
     combine: Combine | None = None,
     compiled: bool = False,
 ) -> Callable[[Any], DistributedStep]:
-    """Start the servers of all ranks; return what distributes a step. Only rank 0 returns."""
+    """Start the servers of all ranks; return what distributes a step. Only rank 0 returns: the
+    processes of the others end with its script."""
     session = current_session()
     recording = session if isinstance(session, RecordingSession) else None
     servers = start_servers(place, START_S)
     export = agree_on_plan(servers.peers, lambda: _own_export(session, strategy), START_S)
     tuning = session if isinstance(session, TuningSession) else None
     if place.rank > 0:
-        follow(servers.peers.lines[0], tuning.line if tuning else None)
-        if recording is not None:
-            recording.followed()
-        raise SystemExit(0)
+        _follow_to_the_end(servers.peers.lines[0], tuning, recording)
     atexit.register(_say_goodbye, servers.peers.lines)
     if recording is not None:
         recording.at_end.callback(_say_goodbye, servers.peers.lines)
@@ -99,6 +118,32 @@ def _joined(
     return lambda step: DistributedStep(
         step, servers, lines, steering, export, hosts, combine, compiled
     )
+
+
+def _follow_to_the_end(
+    leader: ControlLine, tuning: TuningSession | None, recording: RecordingSession | None
+) -> NoReturn:
+    """Serve rank 0 until its script ends, and end this process there.
+
+    Its script has not trained. Nothing of it may run any more: a `finally` would save variables
+    that no step has updated over those that rank 0 has saved.
+    """
+    with contextlib.suppress(ValueError):  # another thread than the main one
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides, and may save after it
+    failure: RankFailed | None = None
+    try:
+        follow(leader, tuning.line if tuning else None)
+    except BaseException as error:  # noqa: BLE001 - reported, like any end of a script
+        failure = RankFailed(kind_of_exception(error), describe(error))
+        traceback.print_exc()
+        if recording is not None:
+            recording.report(error, failure.message)
+    if tuning is not None:
+        with contextlib.suppress(ControlClosed):
+            tuning.finish(failure)
+    if recording is not None:
+        recording.at_end.close()
+    exit_now(1 if failure else 0)
 
 
 def _own_export(session: Session | None, strategy: str | Path | None) -> Export | None:
@@ -148,11 +193,19 @@ class DistributedStep:
         self._model: TensorflowModel | None = None
         self._program: ProgramVariables | None = None
         self._stepped = False
+        self._under_way = False  # also after a step that has failed: servers may be gone
         self._until_closed = contextlib.ExitStack()
 
     def close(self) -> None:
-        """Stop to keep the script's own variables up to date."""
-        self._until_closed.close()
+        """Stop to keep the script's own variables up to date; they keep their last values.
+
+        A script may save them in an exit handler of its own, which runs after ours.
+        """
+        try:
+            if self._program is not None and not self._under_way:
+                self._program.use_all()
+        finally:
+            self._until_closed.close()
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         if keywords:
@@ -172,8 +225,10 @@ class DistributedStep:
         self._stepped = True
         needed = {feed.name for feed in self._model.running.training.feeds}
         pairs = zip(self._captured.arguments, flat, strict=True)
+        self._under_way = True
         results = self._model.step({name: value for name, value in pairs if name in needed})
         self._program.stepped()
+        self._under_way = False
         return self._captured.packed(list(results.values()))
 
     def _built(self, arguments: tuple[Any, ...], flat: Sequence[np.ndarray]) -> TensorflowModel:
@@ -181,6 +236,7 @@ class DistributedStep:
         waits = TRAINING_TIMEOUTS if self._session is None else self._session.timeouts
         training = self._captured.training
         batch = dict(zip(self._captured.arguments, flat, strict=True))
+        refuse_updates_by_batch(training, len(self._target.devices))
         refuse_other_losses(training, self._target, batch, waits.message_s)
         running = RunningGraph(training, self._target, waits.message_s, self._combine)
         model = TensorflowModel(running, getattr(self._step, "__name__", "train_step"))

@@ -120,7 +120,7 @@ class RecordingSession:
     def watching_end(self) -> Iterator[None]:
         """Write the files before `destroy_process_group` makes that impossible.
 
-        The function is always restored.
+        The function is restored, unless another one has replaced ours since.
         """
         destroy = dist.destroy_process_group
 
@@ -133,7 +133,8 @@ class RecordingSession:
         try:
             yield
         finally:
-            dist.destroy_process_group = destroy
+            if dist.destroy_process_group is finish_and_destroy:
+                dist.destroy_process_group = destroy
             self.at_end.close()
             if self.recorder is not None:
                 self.recorder.close()

@@ -49,6 +49,10 @@ class ProgramVariables:
         for name in names - self._lent.keys():
             self._lent[name] = _read(self._variables[name])
 
+    def use_all(self) -> None:
+        """Bring all variables up to date."""
+        self.used(list(self._by_handle))
+
     def send_changes(self) -> bool:
         """Send what the program has changed since the last step; return whether it used any."""
         present = {name: _read(self._variables[name]) for name in self._lent}

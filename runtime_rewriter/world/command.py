@@ -128,11 +128,11 @@ def with_launcher(command: ScriptCommand, workers: int, mode: Sequence[str]) -> 
     return [sys.executable, "-m", "torch.distributed.run", *options, *launcher]
 
 
-def launcher_threads(command: ScriptCommand, workers: int) -> dict[str, str]:
-    """The number of threads that the launcher of `with_launcher` gives its ranks by default.
+def launcher_threads(command: ScriptCommand, on_host: int) -> dict[str, str]:
+    """The number of threads that the launcher of `with_launcher` gives each of the `on_host` ranks
+    of a host by default.
 
     torchrun starts several ranks per host with one thread each. Other launchers set none.
     """
     own_launcher = command.mpirun_words or command.horovodrun_words
-    per_host = (command.workers or workers) // command.nodes
-    return {} if own_launcher or per_host < 2 else {"OMP_NUM_THREADS": "1"}
+    return {} if own_launcher or on_host < 2 else {"OMP_NUM_THREADS": "1"}

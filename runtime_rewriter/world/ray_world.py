@@ -88,10 +88,9 @@ class _RayPlacement:
         port = self.workers[0].call("reserve_port", *self._ports, host)
         interface = "lo" if place.local else place.interface
         conditions = requested_conditions(self._conditions)
-        threads = launcher_threads(self._command, len(self.workers))
         environments = tuple(
             {
-                **threads,
+                **launcher_threads(self._command, on_host),
                 **of_host,
                 **self._environment,
                 **of_rank,
@@ -99,7 +98,8 @@ class _RayPlacement:
                 **conditions,
                 **view,
             }
-            for of_host, of_rank, view in zip(
+            for on_host, of_host, of_rank, view in zip(
+                self._ranks_on_host(),
                 map(_interface, self._places),
                 _environments(self._places, host, port, interface),
                 self._fresh_views(),
@@ -109,6 +109,15 @@ class _RayPlacement:
         if self._command.mpirun_words:
             environments = tuple(map(_with_open_mpi, environments))
         return Launch(self._remote_command(), environments, place.directory, self._log_paths())
+
+    def _ranks_on_host(self) -> list[int]:
+        """By rank: how many ranks a launcher starts on its host. On one machine, which may emulate
+        several hosts, they are those that the command states."""
+        if self._cluster.place.same_files:
+            stated = self._command.workers or len(self.workers)
+            return [stated // self._command.nodes] * len(self.workers)
+        nodes = [place.node for place in self._places]
+        return [nodes.count(node) for node in nodes]
 
     def _fresh_views(self) -> list[dict[str, str]]:
         """By rank: variables of a view that the ranks of one machine share."""

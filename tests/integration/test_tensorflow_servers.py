@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from bare_export import bare_export
 
 pytest.importorskip("tensorflow", reason="the extra tensorflow is not installed")
 
+import tensorflow as tf
 import torch.distributed as dist
 from isolated_servers import WAIT_S
 from keras.optimizers import Adam
-from short_jobs import small_model
+from short_jobs import START_S, small_model
 from tensorflow_checks import assert_close
 from tensorflow_programs import averaged_steps, batches_of, train_as_client, two_layers
 from tensorflow_ranks import TensorflowProcess, with_tensorflow
 from test_fork_servers import assert_prepared
+from torch_scripts import run_script
 from torch_world import free_port, run_world
 
 import autotune
 from autotune.cluster import Cluster
-from autotune.errors import PlanMismatch
+from autotune.errors import InvalidInput, PlanMismatch
 from autotune.records import Failed, FailureKind, Measured, Role, TrialRequest
 from autotune.strategy_space.builders.collectives import all_reduce_chunks
 from autotune.strategy_space.builders.cross_step import cross_step_all_reduce
@@ -117,7 +122,7 @@ def joined_by_own_export(rank: int, port: int, folder: Path) -> list[str]:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
     with pytest.raises(PlanMismatch) as by_line:
-        autotune.distribute(len, export)
+        autotune.distribute(tf.function(len), export)
     peers = meet(rank, RANKS, LOOPBACK, port, WAIT_S)
     with pytest.raises(PlanMismatch) as mirrored:
         steer_mirrored(ExportSession(export), ExitStack(), peers)
@@ -135,6 +140,34 @@ def test_ranks_with_other_exports_are_refused_before_the_first_step(tmp_path) ->
     texts = run_world(joined_by_own_export, RANKS, port, tmp_path, process=TensorflowProcess)
     both = f"but rank 0 holds {plans[0].id}, rank 1 holds {plans[1].id}"
     assert all(both in text for of_rank in texts for text in of_rank)
+
+
+def test_nothing_of_the_script_runs_on_servers_and_exit_handlers_see_trained_variables(
+    tmp_path: Path,
+) -> None:
+    """What a server's `finally` saved would replace the trained variables."""
+    script = SCRIPT.with_name("train_tensorflow_saving.py")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    started = ([sys.executable], [*launcher, "--nproc-per-node", "2"])
+    for command in started:
+        done = run_script([*command, str(script), str(tmp_path)], cwd=tmp_path, timeout=START_S)
+        assert done.returncode == 0, done.stderr
+    ends = {"exit-alone.npy", "finally-alone", "exit-0.npy", "finally-0"}
+    assert {path.name for path in tmp_path.iterdir()} == ends
+    alone, trained = (np.load(tmp_path / f"exit-{rank}.npy") for rank in ("alone", "0"))
+    assert trained == pytest.approx(alone, rel=TOLERANCE) and trained > 0.4
+
+
+def test_a_step_that_is_no_function_of_tensorflow_is_refused(monkeypatch) -> None:
+    """Its Python would run once, and not in every step."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for name, value in {"LOCAL_RANK": "0", "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidInput, match=r"must be a tf.function.* but len is none"):
+        autotune.distribute(len)
+    with pytest.raises(InvalidInput, match=r"must be a tf.function.* but len is none"):
+        autotune.distribute(partial(len))
 
 
 def test_a_forked_process_has_imported_tensorflow_and_helpers() -> None:

@@ -22,6 +22,7 @@ import autotune
 from autotune.errors import InvalidInput, LaunchError
 from runtime_rewriter.rank.tensorflow_step import UNCOMPILED, DistributedStep, signature_of
 from runtime_rewriter.tensorflow import servers
+from runtime_rewriter.tensorflow.batch_updates import refuse_updates_by_batch
 from runtime_rewriter.tensorflow.capture import capture_step
 from runtime_rewriter.tensorflow.mean_loss import refuse_other_losses
 from runtime_rewriter.tensorflow.program_variables import ProgramVariables
@@ -161,6 +162,64 @@ def test_a_loss_that_grows_with_the_batch_is_refused(noisy, rows):
 def test_a_loss_of_the_whole_batch_is_refused(loss):
     with pytest.raises(InvalidInput, match="are not the mean of those of its parts"):
         refuse(OTHERS[loss], noisy=False, rows=24)
+
+
+def counted(seen: Any, rate: Any, rows: Any, gradient: Any, loss: Any) -> Any:
+    seen.assign_add(tf.cast(tf.shape(rows)[0], tf.float32))
+    return gradient * tf.math.exp(-seen)
+
+
+def by_variable(seen: Any, rate: Any, rows: Any, gradient: Any, loss: Any) -> Any:
+    rate.assign(0.1 / (1.0 + loss))
+    return gradient * rate
+
+
+def conditioned(seen: Any, rate: Any, rows: Any, gradient: Any, loss: Any) -> Any:
+    return tf.cond(loss < 10.0, lambda: gradient * 0.1, lambda: gradient * 0.0)
+
+
+def by_gradient(seen: Any, rate: Any, rows: Any, gradient: Any, loss: Any) -> Any:
+    """The condition, the rate and the count follow from gradients and from steps."""
+    seen.assign_add(1.0)
+    rate.assign(0.1 / (1.0 + tf.norm(gradient) + seen))
+    return tf.cond(
+        tf.reduce_all(tf.math.is_finite(gradient)), lambda: gradient * rate, lambda: gradient * 0.0
+    )
+
+
+def only_noted(seen: Any, rate: Any, rows: Any, gradient: Any, loss: Any) -> Any:
+    """A metric that no update reads."""
+    seen.assign_add(tf.cast(tf.shape(rows)[0], tf.float32))
+    rate.assign(loss)
+    return gradient * 0.1
+
+
+def check_updates(change_of: Any) -> None:
+    weights, seen, rate = tf.Variable(tf.ones([8, 1])), tf.Variable(0.0), tf.Variable(0.1)
+
+    def step(rows):
+        with tf.GradientTape() as tape:
+            total = tf.zeros([tf.shape(rows)[0], 1])
+            for _ in tf.range(2):  # a loop that reads a variable, and writes none
+                total += tf.matmul(rows, weights)
+            loss = tf.reduce_mean(tf.square(total))
+        weights.assign_sub(change_of(seen, rate, rows, tape.gradient(loss, weights), loss))
+        return loss
+
+    rows = np.ones((4, 8), "float32")
+    captured = capture_step(tf.function(step), signature_of((rows,), None))
+    refuse_updates_by_batch(captured.training, 2)
+
+
+@pytest.mark.parametrize("change_of", [counted, by_variable, conditioned])
+def test_updates_that_read_the_batch_beside_gradients_are_refused(change_of: Any) -> None:
+    with pytest.raises(InvalidInput, match="an update may depend on it through gradients only"):
+        check_updates(change_of)
+
+
+@pytest.mark.parametrize("change_of", [by_gradient, only_noted])
+def test_updates_by_gradients_and_notes_about_the_batch_are_accepted(change_of: Any) -> None:
+    check_updates(change_of)
 
 
 def test_a_summed_loss_ends_a_script_before_its_first_step():

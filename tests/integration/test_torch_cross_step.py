@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ddp_pair import gradients, pair
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -24,6 +25,7 @@ from torch_world import on_ranks, run_world
 from autotune.errors import InvalidStrategy
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Synchronizer
+from runtime_rewriter.pytorch.attached import attach
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.pytorch.reads import is_watched
 from runtime_rewriter.pytorch.under_way import MessagesUnderWay
@@ -306,6 +308,25 @@ def check_coupling(rank: int, kind: str) -> None:
         scaler.update()
     with pytest.raises(InvalidStrategy, match=COUPLING[kind]):
         model.synchronizer.load(crossing(mixed(model.module, 2)))
+
+
+@on_ranks(2)
+def test_the_end_of_a_process_group_flushes_what_crosses_the_last_step(rank: int) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    group = dist.new_group()
+    attached = attach(module, crossing(backwards(uniform(module, 2))), process_group=group)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    watched = []
+    for step in range(4):
+        optimizer.zero_grad()
+        module(torch.full((2, 6), step + rank + 1.0)).square().sum().backward()
+        optimizer.step()
+        watched.append(any(is_watched(parameter) for parameter in module.parameters()))
+    assert watched[-1], "the last step is under way"
+    dist.destroy_process_group(group)
+    assert not any(is_watched(parameter) for parameter in module.parameters())
+    attached.close()
 
 
 @on_ranks(2)

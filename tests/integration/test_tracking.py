@@ -383,6 +383,40 @@ def test_the_environment_of_the_job_has_no_settings_of_ours_before_an_item_is_se
     assert dict(os.environ) == before
 
 
+def test_items_wait_while_their_runs_are_deleted(store, tmp_path, tracking_store):
+    """Someone has deleted the job's run in MLflow, and restores it later."""
+    import mlflow
+
+    with_tracking_store(tmp_path, tracking_store)
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    tracker = Tracker(store, "job", uri, "sync", tmp_path / "artifacts")
+    client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+    def deleted(seq):
+        experiment = client.get_experiment_by_name("sync")
+        if experiment is not None and experiment.lifecycle_stage == "active":
+            client.delete_experiment(experiment.experiment_id)
+
+    observed_job(store, tracker, deleted)
+    assert tracker.flush() > 0 and not store.outbox.rejected("job")
+    client.restore_experiment(client.get_experiment_by_name("sync").experiment_id)
+    assert tracker.flush() == 0 and not store.outbox.rejected("job")
+
+
+def test_the_command_counts_rejected_items_apart_from_sent_ones(
+    store, tmp_path, capsys, tracking_store
+):
+    with_tracking_store(tmp_path, tracking_store)
+    tracker = Tracker(store, "job", f"sqlite:///{tmp_path / 'mlflow.db'}", "autotune", tmp_path)
+    tracker.keep({}, [tmp_path / "vanished.html"], ReplaySettings())
+    waiting = len(store.outbox.waiting("job"))
+    words = ["track", "job", "--directory", str(tmp_path)]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert f"{waiting - 1} items of job job sent" in out
+    assert f"1 item was rejected: {tmp_path / 'vanished.html'} is gone" in out
+
+
 def test_the_command_sends_nothing_while_the_job_runs(store, tmp_path, capsys):
     """The job sends its items itself; two senders would find no run and both create it."""
     with store.lock("job"):

@@ -9,6 +9,7 @@ import pytest
 from autotune.cli import COMMANDS, main
 from autotune.cluster_file import read_cluster
 from autotune.commands.settings_page import settings_page
+from autotune.errors import InvalidInput
 from autotune.jobs.settings import read_settings
 
 ROOT = Path(__file__).parents[2]
@@ -39,3 +40,10 @@ def test_every_command_has_a_help_text(capsys, command: str) -> None:
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
     assert f"usage: autotune {command}" in capsys.readouterr().out
+
+
+def test_a_command_that_no_shell_understands_is_refused(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text("command: python train.py --note don't\n")
+    with pytest.raises(InvalidInput, match=r"job.yaml: command must be .* No closing quotation"):
+        read_settings([], {}, Path("job.yaml"), None)

@@ -409,6 +409,19 @@ def test_folders_globs_and_archives_give_the_same_job(tmp_path: Path) -> None:
     assert len({TracedSteps(job).measured_s() for job in jobs}) == 1
 
 
+def test_headers_of_an_archive_cannot_fill_the_memory_or_the_stack(tmp_path: Path) -> None:
+    long_name = tarfile.TarInfo("././@LongLink")
+    long_name.type, long_name.size = tarfile.GNUTYPE_LONGNAME, 2**33
+    (tmp_path / "long.tar").write_bytes(long_name.tobuf(tarfile.GNU_FORMAT))
+    with pytest.raises(InvalidInput, match="may hold at most 1048576 bytes of names"):
+        read_job(tmp_path / "long.tar")
+    long_name.size = 1
+    one = long_name.tobuf(tarfile.GNU_FORMAT) + b"a".ljust(tarfile.BLOCKSIZE, b"\0")
+    (tmp_path / "deep.tar").write_bytes(one * 2000)
+    with pytest.raises(InvalidInput, match="must be a tar archive"):
+        read_job(tmp_path / "deep.tar")
+
+
 def test_broken_files_and_those_that_would_fill_the_memory_are_refused(tmp_path: Path) -> None:
     path = Job(ranks=1).run().write(tmp_path) / "rank0.json.gz"
     whole = path.read_bytes()

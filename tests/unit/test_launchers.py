@@ -255,14 +255,17 @@ def test_the_place_where_the_nodes_of_torchrun_meet_is_read(options: str, rendez
 
 
 @pytest.mark.parametrize(
-    ("command", "threads"),
+    ("command", "on_host", "threads"),
     [
-        ("torchrun --nproc-per-node 2 train.py", "1"),
-        ("torchrun --nproc-per-node 1 --nnodes 4 train.py", None),
-        ("python train.py", "1"),
-        ("mpirun -np 4 python train.py", None),
-        ("horovodrun -np 2 python train.py", None),
+        ("torchrun --nproc-per-node 2 train.py", 2, "1"),
+        ("torchrun --nproc-per-node 1 --nnodes 4 train.py", 1, None),
+        ("python train.py", 4, "1"),
+        ("python train.py", 1, None),
+        ("mpirun -np 4 python train.py", 4, None),
+        ("horovodrun -np 2 python train.py", 2, None),
     ],
 )
-def test_ranks_get_the_threads_of_the_launcher_of_a_run(command: str, threads: str | None) -> None:
-    assert launcher_threads(read(command), 4).get("OMP_NUM_THREADS") == threads
+def test_ranks_get_the_threads_of_the_launcher_of_a_run(
+    command: str, on_host: int, threads: str | None
+) -> None:
+    assert launcher_threads(read(command), on_host).get("OMP_NUM_THREADS") == threads

@@ -18,7 +18,7 @@ from autotune.masking import masked, masked_command, secrets_of
 from autotune.records import Conditions, Network
 from autotune.storage.store import Store
 from autotune.tuning.job import JobSpec
-from runtime_rewriter.rank.launch import _describe
+from runtime_rewriter.rank.ending import describe
 from runtime_rewriter.world.script_command import ScriptCommand
 
 SECRET = "s3cretvalue"
@@ -55,14 +55,14 @@ def test_the_working_folder_of_a_shell_is_no_secret(monkeypatch) -> None:
     assert secrets_of([], environment) == {"hunter22"}
     monkeypatch.setenv("PWD", "/home/u/project")
     error = RuntimeError("no file /home/u/project/data")
-    assert _describe(error) == "RuntimeError: no file /home/u/project/data"
+    assert describe(error) == "RuntimeError: no file /home/u/project/data"
 
 
 def test_a_scripts_exception_is_described_without_secrets(monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "--token", SECRET])
     monkeypatch.setenv("DB_PASSWORD", "hunter22")
     error = RuntimeError(f"401 for {SECRET} and hunter22 at https://u:pw@h/x")
-    assert _describe(error) == "RuntimeError: 401 for *** and *** at https://u:***@h/x"
+    assert describe(error) == "RuntimeError: 401 for *** and *** at https://u:***@h/x"
 
 
 def test_only_a_private_file_keeps_the_tracking_uri_of_a_job(tmp_path) -> None:

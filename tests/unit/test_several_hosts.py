@@ -19,7 +19,7 @@ from autotune.jobs.several_hosts import (
     hosts_text,
     on_several_hosts,
     ranks_fix,
-    refuse_one_host,
+    refuse_other_hosts,
     use_of,
 )
 from autotune.records import REAL_CONDITIONS, Conditions, Network
@@ -124,7 +124,7 @@ def test_every_host_may_run_the_printed_command(cluster: Cluster) -> None:
         printed = printed.replace(" R ", f" {number} ").replace(" D ", f" {host.devices} ")
         command = read_command(printed.split())
         assert has_ranks_of(export, command)
-        refuse_one_host(export, command, printed.split(), BEST)
+        refuse_other_hosts(export, command, printed.split(), BEST)
 
 
 @pytest.mark.parametrize(
@@ -140,17 +140,17 @@ def test_a_command_that_joins_no_hosts_is_refused_with_one_that_does(
 ) -> None:
     command = read_command(words.split())
     with pytest.raises(InvalidInput) as refused:
-        refuse_one_host(export_on(EVEN), command, words.split(), BEST)
+        refuse_other_hosts(export_on(EVEN), command, words.split(), BEST)
     message = str(refused.value)
     assert f"tuned on 2 hosts, which a launcher must join, but the command {problem}" in message
     assert f"torchrun --nnodes 2 --nproc-per-node 4 {MEETING} train.py" in message
     assert hosts_text(EVEN) in message
-    refuse_one_host(export_on(EVEN, Network.EMULATED), command, words.split(), BEST)
+    refuse_other_hosts(export_on(EVEN, Network.EMULATED), command, words.split(), BEST)
 
 
 @pytest.mark.parametrize("words", [ELASTIC, "mpirun -np 8 python train.py"])
 def test_launchers_of_several_hosts_are_left_to_their_user(words: str) -> None:
-    refuse_one_host(export_on(EVEN), read_command(words.split()), words.split(), BEST)
+    refuse_other_hosts(export_on(EVEN), read_command(words.split()), words.split(), BEST)
 
 
 def test_another_number_of_ranks_is_none_of_the_export() -> None:
@@ -164,3 +164,12 @@ def test_a_run_on_one_of_several_hosts_starts_nothing(capsys) -> None:
     export_on(EVEN).write(BEST)
     assert main(["run", "--strategy", "best.json", "--", "python", "train.py"]) == 2
     assert "was tuned on 2 hosts, which a launcher must join" in capsys.readouterr().err
+
+
+def test_an_export_of_one_host_is_not_enacted_on_several() -> None:
+    words = ["torchrun", "--nnodes", "2", "--nproc-per-node", "4", "--master-addr", "a", "train.py"]
+    one = export_on(hosts_with(8))
+    with pytest.raises(InvalidInput, match=r"one host .* joins 2; tune on as many, with --nnodes"):
+        refuse_other_hosts(one, read_command(words), words, BEST)
+    refuse_other_hosts(export_on(hosts_with(8), Network.LOOPBACK), read_command(words), words, BEST)
+    refuse_other_hosts(one, read_command(["python", "train.py"]), ["python", "train.py"], BEST)

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import IO
+from typing import IO, Self
 
 from autotune.errors import InvalidInput
 from autotune.files import is_file, is_folder, open_regular
@@ -35,8 +35,17 @@ MAX_VISITED = 200_000
 """Files and folders that are visited below one folder of traces."""
 _SNIFFED_BYTES = 2**16
 
+MAX_HEADER_BYTES = 2**20
+"""Limit of an archive's headers that hold a long name, or further attributes."""
 _CUT_OFF = (EOFError, gzip.BadGzipFile, zlib.error, tarfile.TarError)
 _ENDINGS = (".json", ".json.gz", ".pt.trace.json.gz", ".et")
+_METADATA = (
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+)
 _ARCHIVES = (".tar", ".tar.gz", ".tgz")
 
 
@@ -203,7 +212,9 @@ def _members(path: Path) -> Iterator[TraceSource]:
     try:
         with open_regular(path) as raw:
             stream = _ReadableStream(_unpacked(raw, str(path)))
-            with tarfile.open(fileobj=stream, mode="r|") as archive:  # type: ignore[call-overload]
+            with tarfile.open(  # type: ignore[call-overload]
+                fileobj=stream, mode="r|", tarinfo=_BoundedInfo
+            ) as archive:
                 empty = True
                 for number, member in enumerate(archive):
                     if number >= MAX_FILES:
@@ -216,10 +227,22 @@ def _members(path: Path) -> Iterator[TraceSource]:
                 if empty:
                     rule = "an archive of traces must hold .json, .json.gz or .et files"
                     raise InvalidInput(f"{rule}, but {path} has none")
-    except tarfile.TarError as error:
+    except (tarfile.TarError, RecursionError) as error:  # each header of a name reads the next
         raise InvalidInput(f"{path} must be a tar archive, but is not: {error}") from error
     except OSError as error:
         raise _unreadable(path, error) from error
+
+
+class _BoundedInfo(tarfile.TarInfo):
+    """A header of an archive. `tarfile` reads those of names and attributes whole."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        header = super().frombuf(buf, encoding, errors)
+        if header.type in _METADATA and header.size > MAX_HEADER_BYTES:
+            limit = f"at most {MAX_HEADER_BYTES} bytes of names and attributes"
+            raise InvalidInput(f"a header of an archive may hold {limit}, but has {header.size}")
+        return header
 
 
 @contextmanager
