@@ -197,6 +197,14 @@ def text_of(sheets: Sequence[Sheet], folders: Sequence[Path]) -> str:
         sum(card.disturbed for card in cards),
     )
     domains = len({sheet.domain.name for sheet in sheets})
+    plans = len(
+        {
+            (sheet.domain.name, trial.plan_id)
+            for sheet in sheets
+            for trial in sheet.domain.trials
+            if trial.plan_id is not None
+        }
+    )
     sources = _summed([card.sources for card in cards])
     machines = "; ".join(
         sorted(
@@ -211,9 +219,10 @@ Every figure is computed from the trials by this command:
 
 ## What it is
 
-{candidates} trials of synchronization strategies, and {references} of the script's own DDP between
-them, over {domains} domains (a model on a cluster), profiled {len(sheets)} times: {emulated} with
-emulated accelerators, {len(sheets) - emulated} with real computation. {failed} failed and are kept
+{candidates} trials of {plans} distinct plans (each counted once per domain), and {references} of
+the script's own DDP between them, over {domains} domains (a model on a cluster), profiled
+{len(sheets)} times: {emulated} with emulated accelerators, {len(sheets) - emulated} with real
+computation. {failed} failed and are kept
 with their reason; {disturbed} are marked as disturbed. A trial has its strategy, plan, step times
 of every rank, and conditions. Hosts are network namespaces of one machine ({machines}); transfers
 are real.
