@@ -7,8 +7,8 @@ loss that compares rows with each other is another loss.
 The single-device graph computes gradients on the first rank, and updates nothing. Compared are
 linear sketches of them: `SKETCH` numbers per variable, whatever its size.
 
-- A graph without random numbers and batch statistics: the gradient of some rows must equal the mean
-  of the gradients of their halves.
+- A graph without batch statistics, whose random numbers are all the same one (`steady`): the
+  gradient of some rows must equal the mean of the gradients of their halves.
 - Any other graph, in which parts differ by intent: the gradient of rows that are repeated
   `REPEATS` times must not be larger than the gradient of the rows. Batch statistics of repeated
   rows are those of the rows. The gradient of a sum is `REPEATS` times as large, or sqrt(REPEATS)
@@ -29,8 +29,9 @@ from tensorflow.core.framework.graph_pb2 import GraphDef
 from autotune.errors import InvalidInput
 from runtime_rewriter.tensorflow.checkpoints import MOST_BYTES
 from runtime_rewriter.tensorflow.chunks import chunks
-from runtime_rewriter.tensorflow.randomness import draws_numbers, seed_variables
+from runtime_rewriter.tensorflow.randomness import drawing_ops, seed_variables
 from runtime_rewriter.tensorflow.running import Target, translated_errors
+from runtime_rewriter.tensorflow.steady_numbers import are_steadied, steady
 from runtime_rewriter.tensorflow.training_graph import Gradient, TrainingGraph
 from runtime_rewriter.tensorflow.updates import Updates
 
@@ -71,19 +72,22 @@ def refuse_other_losses(
     rows = [len(batch[feed.name]) for feed in training.feeds if feed.split]
     if replicas < 2 or not rows or min(rows) < replicas:
         return
+    draws = drawing_ops(training, training.view.upstream(_gradient_nodes(training.gradients)))
+    if are_steadied(draws) and not _has_batch_statistics(training):
+        with _Gradients(training, target, batch, timeout_s, steadied=True).opened() as gradients:
+            if _compare_halves(gradients, max(1, min(rows) // replicas // 2)) or not draws:
+                return
     with _Gradients(training, target, batch, timeout_s).opened() as gradients:
-        if _varies(training):
-            _compare_repeated(gradients, min(rows), min(rows) // replicas)
-        else:
-            _compare_halves(gradients, max(1, min(rows) // replicas // 2))
+        _compare_repeated(gradients, min(rows), min(rows) // replicas)
 
 
-def _compare_halves(gradients: _Gradients, half: int) -> None:
+def _compare_halves(gradients: _Gradients, half: int) -> bool:
+    """Return whether the gradients could be compared."""
     whole = gradients.of(np.arange(2 * half))
     parts = [gradients.of(np.arange(half)), gradients.of(np.arange(half, 2 * half))]
     means = {name: (parts[0][name] + parts[1][name]) / 2 for name in whole}
     if not _are_finite([whole, means]):
-        return
+        return False
     relative, floor = TOLERANCES[gradients.are_low]
     total = _norm(means.values())
     for name, value in whole.items():
@@ -96,6 +100,7 @@ def _compare_halves(gradients: _Gradients, half: int) -> None:
             f"rows differs from the mean of those for {half} rows each by "
             f"{difference / max(norm, 1e-30):.0%} of it; {_FIX}"
         )
+    return True
 
 
 _FIX = (
@@ -139,11 +144,11 @@ def _norm(values: Any) -> float:
     return math.sqrt(sum(float(np.square(one, dtype=np.float64).sum()) for one in values))
 
 
-def _varies(training: TrainingGraph) -> bool:
-    """Whether gradients depend on random numbers or on statistics of a batch."""
+def _has_batch_statistics(training: TrainingGraph) -> bool:
+    """Whether gradients depend on statistics of a batch."""
     view = training.view
     needed = view.upstream(_gradient_nodes(training.gradients))
-    if draws_numbers(training, needed) or any(
+    if any(
         view.nodes[name].op.startswith("FusedBatchNorm") and view.nodes[name].attr["is_training"].b
         for name in needed
     ):
@@ -166,10 +171,18 @@ def _gradient_nodes(gradients: Sequence[Gradient]) -> list[str]:
 
 
 class _Gradients:
-    """Gradients of the single-device graph on the first device, for rows of a batch."""
+    """Gradients of the single-device graph on the first device, for rows of a batch.
+
+    `steadied`: its random numbers are all the same one.
+    """
 
     def __init__(
-        self, training: TrainingGraph, target: Target, batch: Batch, timeout_s: float
+        self,
+        training: TrainingGraph,
+        target: Target,
+        batch: Batch,
+        timeout_s: float,
+        steadied: bool = False,
     ) -> None:
         self._training, self._batch, self._target = training, batch, target
         self._options = v1.RunOptions(timeout_in_ms=int(timeout_s * 1e3))
@@ -189,6 +202,8 @@ class _Gradients:
                 copy.device = target.devices[0]
                 if copy.op == "VarHandleOp":
                     copy.attr["container"].s = _CONTAINER.encode()
+        if steadied:
+            steady(graph_def)
         with tf.Graph().as_default() as self._graph, tf.device(target.devices[0]):
             tf.graph_util.import_graph_def(graph_def, name="")
             self._sketches = {one.variable: self._sketch(one) for one in training.gradients}

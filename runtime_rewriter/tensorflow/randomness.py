@@ -36,23 +36,25 @@ def reseed(node: NodeDef, rank: int) -> None:
         node.attr["seed2"].i += rank
 
 
-def draws_numbers(training: TrainingGraph, names: Collection[str]) -> bool:
-    """Whether one of these nodes, or a function that one of them calls, draws random numbers."""
+def drawing_ops(training: TrainingGraph, names: Collection[str]) -> set[str]:
+    """The types of these nodes, and of those in functions that they call, that draw random
+    numbers."""
     bodies = {one.signature.name: one.node_def for one in training.graph_def.library.function}
     waiting: list[Iterable[NodeDef]] = [[training.view.nodes[name] for name in names]]
     reached: set[str] = set()
+    ops: set[str] = set()
     while waiting:
         for node in waiting.pop():
             if _draws_itself(node):
-                return True
+                ops.add(node.op)
             for name in functions_of(node) - reached:
                 reached.add(name)
                 waiting.append(bodies.get(name, ()))
-    return False
+    return ops
 
 
 def _draws_itself(node: NodeDef) -> bool:
-    if node.op.startswith("StatefulPart"):
+    if node.op.startswith(("StatefulPart", "StatelessRandomGet")):
         return False
     return node.op.startswith((*_SEEDED, *_GENERATORS)) or {"seed", "seed2"} <= set(node.attr)
 

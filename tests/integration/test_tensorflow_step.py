@@ -11,6 +11,7 @@ pytest.importorskip("tensorflow", reason="the extra tensorflow is not installed"
 import importlib.util
 import socket
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,13 +113,26 @@ MEANS = {
 }
 
 
-def step_of(loss_of: Any, noisy: bool) -> Any:
+DROPS = {
+    "keras": None,  # a layer of Keras, which is built before
+    "tensorflow": lambda value: tf.nn.dropout(value, 0.5),
+    "stateless": lambda value: tf.nn.experimental.stateless_dropout(value, 0.5, seed=[1, 2]),
+    "loop": lambda value: tf.while_loop(
+        lambda number, value: number < 2,
+        lambda number, value: (number + 1, tf.nn.dropout(value, 0.5)),
+        (0, value),
+    )[1],
+    "noise": lambda value: value + tf.random.normal(tf.shape(value)),
+}
+
+
+def step_of(loss_of: Any, noisy: bool, dropped: str | None = None) -> Any:
     """A step of two layers; `noisy`: with batch normalization, dropout and a table of rows."""
     keras.utils.set_random_seed(1)
     table = tf.Variable(tf.random.normal([9, 16]))
     hidden, last = tf.Variable(tf.random.normal([16, 8])), tf.Variable(tf.random.normal([8, 4]))
     normalize = keras.layers.BatchNormalization()
-    drop = keras.layers.Dropout(0.5)
+    drop, drop_most = keras.layers.Dropout(0.5), keras.layers.Dropout(0.7)
     normalize.build((None, 8))
 
     def step(inputs, labels):
@@ -126,6 +140,9 @@ def step_of(loss_of: Any, noisy: bool) -> Any:
             value = tf.tanh(tf.matmul(inputs + tf.gather(table, labels), hidden))
             if noisy:
                 value = drop(normalize(value, training=True), training=True)
+            if dropped is not None:
+                drops = DROPS[dropped] or partial(drop_most, training=True)
+                value = drops(value)
             logits = tf.matmul(value, last)
             losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
             loss = loss_of(losses, labels, logits)
@@ -137,13 +154,14 @@ def step_of(loss_of: Any, noisy: bool) -> Any:
     return step
 
 
-def refuse(loss_of: Any, noisy: bool, rows: int) -> None:
+def refuse(loss_of: Any, noisy: bool, rows: int, dropped: str | None = None) -> None:
     random = np.random.default_rng(0)
     arguments = (
         random.normal(size=(rows, 16)).astype("float32"),
         random.integers(0, 4, rows).astype("int32"),
     )
-    captured = capture_step(step_of(loss_of, noisy), signature_of(arguments, None))
+    step = tf.function(step_of(loss_of, noisy, dropped))
+    captured = capture_step(step, signature_of(arguments, None))
     batch = dict(zip(captured.arguments, arguments, strict=True))
     refuse_other_losses(captured.training, TwoDevices(), batch, WAIT_S)
 
@@ -156,6 +174,15 @@ def test_a_loss_that_grows_with_the_batch_is_refused(noisy, rows):
             refuse(loss_of, noisy, rows)
     for loss_of in MEANS.values():
         refuse(loss_of, noisy, rows)
+
+
+@pytest.mark.parametrize("drop", DROPS)
+def test_random_numbers_hide_no_loss_of_the_whole_batch(drop):
+    for loss_of in OTHERS.values():
+        with pytest.raises(InvalidInput, match="are not the mean of those of its parts"):
+            refuse(loss_of, noisy=False, rows=24, dropped=drop)
+    for loss_of in MEANS.values():
+        refuse(loss_of, noisy=False, rows=24, dropped=drop)
 
 
 @pytest.mark.parametrize("loss", OTHERS)
