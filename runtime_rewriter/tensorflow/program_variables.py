@@ -50,8 +50,9 @@ class ProgramVariables:
             self._lent[name] = _read(self._variables[name])
 
     def use_all(self) -> None:
-        """Bring all variables up to date."""
-        self.used(list(self._by_handle))
+        """Bring all variables up to date, unless the servers' graph is gone."""
+        if self._running.graph is not None:
+            self.used(list(self._by_handle))
 
     def send_changes(self) -> bool:
         """Send what the program has changed since the last step; return whether it used any."""

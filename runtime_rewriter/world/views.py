@@ -111,7 +111,7 @@ class HeldView:
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.stdout.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout_s)
+            self._process.wait(END_S)  # it is about to end, on a busy machine after a while
 
 
 def held_view(protected: Protected, host: str) -> HeldView:

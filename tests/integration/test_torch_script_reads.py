@@ -137,9 +137,9 @@ def test_an_emulated_read_of_the_script_delays_what_follows_it(rank: int) -> Non
             model.synchronizer.emulate(EmulatedAccelerator(model.synchronizer, timetable))
             model.synchronizer.listeners.append(boundaries)
         optimizer.zero_grad()
+        begun_s = time.perf_counter()
         loss = model(torch.ones(3, 4)).sum()
         time.sleep(0.1 if rank == 1 and step < 7 else 0)
-        backward_s = time.perf_counter()
         loss.backward()
         optimizer.step()
         crosses = model.synchronizer.cross_step.pending
@@ -148,8 +148,8 @@ def test_an_emulated_read_of_the_script_delays_what_follows_it(rank: int) -> Non
         read_s.append(time.perf_counter())
         if step == 7 and rank == 0:
             assert crosses, "otherwise nothing was tested"
-            # The backward pass takes 0.01 s by the profile, and the read follows 0.02 s later.
-            assert read_s[-1] >= backward_s + 0.029, "not before the profile's read"
+            # Each pass takes 0.01 s by the profile, and the read follows 0.02 s later.
+            assert read_s[-1] >= begun_s + 0.039, "not before the profile's read"
     model(torch.ones(3, 4))
     waits_s = [end_s - read for end_s, read in zip(boundaries.at_s[3:6], read_s[4:7], strict=True)]
     assert rank or min(waits_s) >= 0.025, waits_s  # 0.03 by the profile
