@@ -52,10 +52,10 @@ def losses(output: str) -> list[float]:
 @pytest.mark.parametrize(
     ("script", "steps", "factor"),
     [
-        ("resnet_digits.py", 20, 0.8),
+        pytest.param("resnet_digits.py", 20, 0.8, marks=pytest.mark.slow),
         ("gpt_text.py", 14, 0.95),
         ("ncf_ratings.py", 40, 0.9),
-        ("lstm_text.py", 24, 0.9),
+        pytest.param("lstm_text.py", 24, 0.9, marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks_lower_the_loss(script: str, steps: int, factor: float) -> None:

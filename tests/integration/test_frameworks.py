@@ -48,7 +48,7 @@ if find_spec("horovod") is not None:
         "mpirun -np 2 --oversubscribe python {scripts}/train_horovod.py",
         "",
     )
-SLOW = ("Trainer", "Lightning", "mpirun")
+SLOW = ("accelerate", "Trainer", "Lightning", "mpirun")
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:

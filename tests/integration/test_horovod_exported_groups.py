@@ -56,6 +56,7 @@ def test_horovod_executes_an_export_by_its_groups_and_by_one_line(tmp_path: Path
     assert done.stdout.count(refused) == 2
 
 
+@pytest.mark.slow
 def test_a_run_enacts_an_export_under_torchrun(tmp_path: Path) -> None:
     """`test_testbed_tune.py` has such a run under horovodrun."""
     exported().write(tmp_path / "best.json")

@@ -74,6 +74,7 @@ def test_trials_change_the_messages_of_the_script_s_own_step(make_world, tmp_pat
     assert world.restarts == 0
 
 
+@pytest.mark.slow
 def test_emulated_accelerators_play_the_step_with_real_messages(make_world, tmp_path) -> None:
     world = make_world(
         "100000",

@@ -127,6 +127,7 @@ def test_a_script_that_goes_on_ends_by_itself_with_its_own_status(tmp_path) -> N
         assert RecordedJob.read(tmp_path).workload is None
 
 
+@pytest.mark.slow
 def test_a_script_that_is_killed_has_the_status_of_a_shell(tmp_path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
@@ -139,6 +140,7 @@ def test_a_script_that_is_killed_has_the_status_of_a_shell(tmp_path) -> None:
     assert record(command, settings, timeout_s=120.0) == 128 + signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_ordinary_steps_between_recorded_ones_are_stated(tmp_path) -> None:
     done = run(tmp_path, "--no-workload", "--between", "2", "--", "--steps", "100", command=ALONE)
     assert done.returncode == 0, done.stderr
@@ -147,6 +149,7 @@ def test_ordinary_steps_between_recorded_ones_are_stated(tmp_path) -> None:
     assert (job.between, len(job.ranks[0].ordinary_s)) == (2, 4)
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_within_the_recording_gives_what_there_is(tmp_path) -> None:
     done = run(
         tmp_path,
@@ -168,6 +171,7 @@ def test_a_script_that_ends_within_the_recording_gives_what_there_is(tmp_path) -
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "message"),
     [

@@ -110,6 +110,7 @@ def test_ranks_run_host_by_host_on_the_nodes_of_an_address(address, environment,
     assert known in report["unknown"]
 
 
+@pytest.mark.slow
 def test_a_directory_that_is_too_large_to_be_sent_is_refused_with_the_fix(
     address, environment, tmp_path
 ) -> None:

@@ -118,6 +118,7 @@ def test_one_replica_of_mirrored_workers_is_recorded_and_all_go_on_training(
     assert abs(json.loads(capsys.readouterr().out)["replay_error"]) < 0.01
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_within_the_recording_gives_what_there_is(tmp_path: Path) -> None:
     done = profile(tmp_path / "traces", script_steps=6)
     assert done.returncode == 0, done.stderr

@@ -191,7 +191,9 @@ PLANNED = [name for name, build in BUILDERS.items() if not build(zoo("vgg16"), P
 
 
 # `python -m benchmarks.tensorflow_pairs` does this for all models, with their forward passes.
-@pytest.mark.parametrize("model", ["ncf-sparse", "vgg16", "bert-3l"])
+@pytest.mark.parametrize(
+    "model", ["ncf-sparse", "vgg16", pytest.param("bert-3l", marks=pytest.mark.slow)]
+)
 def test_every_builder_synchronizes_each_gradient_once(model):
     training = graph_of(zoo(model))
     workload = workload_of(training, model)

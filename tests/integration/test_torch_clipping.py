@@ -465,6 +465,7 @@ def clips_an_unused_variable(run: Run) -> None:
         run.stepped()
 
 
+@pytest.mark.slow
 @on_ranks(2, each=(scattered, direct))
 def test_ranks_scale_by_the_same_norms_whatever_they_read_or_use(
     rank: int, build: Callable[[nn.Module, int], Plan]

@@ -128,6 +128,7 @@ def check_plugin(rank: int) -> dict[str, float]:
     return check_convergence(rank, Compressor("four_bit"), 16.0)
 
 
+@pytest.mark.slow
 def test_a_compressor_of_a_plugin_passes_the_numerics_gate_and_trains(
     monkeypatch: pytest.MonkeyPatch, example_plugin: Path
 ) -> None:

@@ -82,6 +82,7 @@ def test_a_change_is_measured_in_turns_on_two_ranks_and_files_stay(script: Path)
     assert not script.with_name("written").exists()  # a copy-on-write view
 
 
+@pytest.mark.slow
 def test_a_script_that_cannot_be_changed_so_is_refused(script: Path) -> None:
     command = read_command(["python", str(script), "100000", "rprop"])
     plan = CheckPlan(pairs=1, steps=1, timeout_s=200)
@@ -91,12 +92,14 @@ def test_a_script_that_cannot_be_changed_so_is_refused(script: Path) -> None:
     assert name == "fused_adam" and "builds no optimizer" in reason
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_too_early_is_an_error(script: Path) -> None:
     command = read_command(["python", str(script), "6", "adam"])
     with pytest.raises(LaunchError, match="baseline ended after 6 steps; let it train longer"):
         check(command, asked("fused_adam"), CheckPlan(pairs=9, steps=3, timeout_s=200))
 
 
+@pytest.mark.slow
 def test_a_script_that_crashes_discards_no_other_check(script: Path) -> None:
     script.write_text("print('no data', flush=True); raise SystemExit(1)")
     command = read_command(["python", str(script)])

@@ -209,6 +209,7 @@ def test_a_rank_that_comes_to_its_end_before_the_others_ends_the_script_and_not_
     assert world.restarts == 1
 
 
+@pytest.mark.slow
 def test_steps_shorter_than_the_heartbeat_are_not_a_hang_however_low_the_limit(make_world) -> None:
     world = make_world(step_timeout_s=0.5)
     assert isinstance(world.run_trial(replace(REQUEST, timed_steps=1000), None), Measured)

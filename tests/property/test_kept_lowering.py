@@ -45,7 +45,7 @@ def worlds(draw: st.DrawFn) -> tuple[Workload, Cluster]:
     return workload, fitted(cluster) if draw(st.booleans()) else cluster
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.composite(worlds)(), SEEDS, st.booleans(), st.booleans())
 def test_a_lowering_gives_the_graphs_of_a_new_one(world, seed, crowded, symmetric) -> None:
     workload, cluster = world
@@ -63,7 +63,7 @@ def test_a_lowering_gives_the_graphs_of_a_new_one(world, seed, crowded, symmetri
             assert_equal_graphs(one, other)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.composite(worlds)(), SEEDS, st.floats(0.1, 3), st.none() | st.floats(0, 300))
 def test_a_retimed_lowering_gives_the_graphs_of_a_new_one(world, seed, factor, touched) -> None:
     workload, cluster = world

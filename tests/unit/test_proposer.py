@@ -240,6 +240,7 @@ TABLE = Variable("table", (2**17, 2**15), "float32")  # 2^32 elements: too many 
 HUGE = Workload("huge", (TABLE, Variable("bias", (8,))), (), 0.1, 0.2)
 
 
+@pytest.mark.slow
 def test_trials_that_contradict_a_link_are_reported_and_correct_the_predictions() -> None:
     spec, rates = job(), [1.0, 0.5, 1.0, 1.0]
     history = profiled(spec, model=SMALL).then(finished(0, CURRENT_SETUP, None, 0.5))
@@ -291,6 +292,7 @@ def test_a_bayesian_search_of_known_plans_ends_at_its_deadline() -> None:
     assert CUT_SHORT not in unhurried.reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("search", "encoding"), [(Search.BAYES, SpaceChoices), (Search.FUSION, FusionScalars)]
 )
