@@ -148,14 +148,12 @@ def test_nothing_of_the_script_runs_on_servers_and_exit_handlers_see_trained_var
     """What a server's `finally` saved would replace the trained variables."""
     script = SCRIPT.with_name("train_tensorflow_saving.py")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    started = ([sys.executable], [*launcher, "--nproc-per-node", "2"])
-    for command in started:
-        done = run_script([*command, str(script), str(tmp_path)], cwd=tmp_path, timeout=START_S)
-        assert done.returncode == 0, done.stderr
-    ends = {"exit-alone.npy", "finally-alone", "exit-0.npy", "finally-0"}
-    assert {path.name for path in tmp_path.iterdir()} == ends
-    alone, trained = (np.load(tmp_path / f"exit-{rank}.npy") for rank in ("alone", "0"))
-    assert trained == pytest.approx(alone, rel=TOLERANCE) and trained > 0.4
+    command = [*launcher, "--nproc-per-node", "2", str(script), str(tmp_path)]
+    done = run_script(command, cwd=tmp_path, timeout=START_S)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"exit-0.npy", "finally-0"}
+    # Each of three steps takes a fifth of what is missing to 1.
+    assert np.load(tmp_path / "exit-0.npy") == pytest.approx(1 - 0.8**3)
 
 
 def test_a_step_that_is_no_function_of_tensorflow_is_refused(monkeypatch) -> None:

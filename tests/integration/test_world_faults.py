@@ -45,7 +45,7 @@ def test_every_planted_fault_is_recorded_with_its_kind_and_the_next_trial_runs(
 ) -> None:
     kinds = ",".join(fault for fault, _, _ in FAULTS)
     words = ("--fault", kinds, "--fault-step", "12", "--fault-file", str(tmp_path / "planted"))
-    world = make_world(*words, step_timeout_s=6.0)
+    world = make_world(*words, step_timeout_s=12.0)
     wanted = plan(ddp_default(small_model()), small_model(), RANKS)
     for restarts, (_, kind, text) in enumerate(FAULTS, start=1):
         failed = world.run_trial(replace(REQUEST, timed_steps=30), wanted)

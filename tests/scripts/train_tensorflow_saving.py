@@ -17,7 +17,7 @@ import tensorflow as tf
 
 import autotune
 
-FOLDER, RANK = Path(sys.argv[1]), os.environ.get("RANK", "alone")
+FOLDER, RANK = Path(sys.argv[1]), os.environ["RANK"]
 variable = tf.Variable([0.0])
 
 
