@@ -36,7 +36,7 @@ FAULTS = (
     ("crash", FailureKind.CRASH, "planted crash"),
     ("exit", FailureKind.CRASH, "exit code 7"),
     ("memory", FailureKind.OUT_OF_MEMORY, "memory"),
-    ("hang", FailureKind.HANG, "no step for 6 s"),
+    ("hang", FailureKind.HANG, "no step for 12 s"),
 )
 
 
