@@ -84,6 +84,7 @@ def read_settings(
 
 
 def _words(command: str | Sequence[str], job_file: Path) -> list[str]:
+    """The words of a job file's command. Raises `InvalidInput` for one that no shell can read."""
     if not isinstance(command, str):
         return list(command)
     try:

@@ -8,12 +8,7 @@ whole. Variables that no update reads may do so: statistics of BatchNorm, metric
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from tensorflow.core.framework.node_def_pb2 import NodeDef
-
 from autotune.errors import InvalidInput
-from runtime_rewriter.tensorflow.graph_view import functions_of
 from runtime_rewriter.tensorflow.training_graph import TrainingGraph
 from runtime_rewriter.tensorflow.updates import Updates
 
@@ -26,15 +21,13 @@ def refuse_updates_by_batch(training: TrainingGraph, replicas: int) -> None:
     if replicas < 2 or not split:
         return
     view, updates = training.view, Updates(training)
-    gradients = [one for each in training.gradients for one in (each.values, each.indices)]
-    stop = {tensor.node for tensor in gradients if tensor is not None}
     names = {variable.name for variable in training.variables}
     waiting = [(name, name) for name in training.gradient_of]
-    seen = set(training.gradient_of)
+    checked = set(training.gradient_of)
     while waiting:
         trained, name = waiting.pop()
-        writers = [node for node in updates.writers[name] if _writes(view.nodes[node], training)]
-        before = view.upstream(writers, control=False, stop=stop)
+        writers = [node for node in updates.writers[name] if _writes(node, training)]
+        before = view.upstream(writers, control=False, stop=training.gradient_nodes)
         if before & split:
             through = "" if name == trained else f" through {name!r}, which that update reads"
             raise InvalidInput(
@@ -43,21 +36,11 @@ def refuse_updates_by_batch(training: TrainingGraph, replicas: int) -> None:
                 "compute a learning rate, a count or a condition from gradients or from an "
                 "argument that is not split, or change the variable between two steps"
             )
-        read = (before & names) - seen
-        seen |= read
+        read = (before & names) - checked
+        checked |= read
         waiting += [(trained, other) for other in sorted(read)]
 
 
-def _writes(node: NodeDef, training: TrainingGraph) -> bool:
+def _writes(name: str, training: TrainingGraph) -> bool:
     """Whether a node, or a function that it calls, writes variables."""
-    bodies = {one.signature.name: one.node_def for one in training.graph_def.library.function}
-    waiting: list[Iterable[NodeDef]] = [[node]]
-    reached: set[str] = set()
-    while waiting:
-        for one in waiting.pop():
-            if one.op.startswith(_WRITES):
-                return True
-            for name in functions_of(one) - reached:
-                reached.add(name)
-                waiting.append(bodies.get(name, ()))
-    return False
+    return any(node.op.startswith(_WRITES) for node in training.with_bodies([name]))

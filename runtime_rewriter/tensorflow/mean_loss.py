@@ -7,7 +7,7 @@ loss that compares rows with each other is another loss.
 The single-device graph computes gradients on the first rank, and updates nothing. Compared are
 linear sketches of them: `SKETCH` numbers per variable, whatever its size.
 
-- A graph without batch statistics, whose random numbers are all the same one (`steady`): the
+- A graph without batch statistics, whose random numbers are given one value (`steady`): the
   gradient of some rows must equal the mean of the gradients of their halves.
 - Any other graph, in which parts differ by intent: the gradient of rows that are repeated
   `REPEATS` times must not be larger than the gradient of the rows. Batch statistics of repeated
@@ -72,7 +72,7 @@ def refuse_other_losses(
     rows = [len(batch[feed.name]) for feed in training.feeds if feed.split]
     if replicas < 2 or not rows or min(rows) < replicas:
         return
-    draws = drawing_ops(training, training.view.upstream(_gradient_nodes(training.gradients)))
+    draws = drawing_ops(training, training.view.upstream(training.gradient_nodes))
     if are_steadied(draws) and not _has_batch_statistics(training):
         with _Gradients(training, target, batch, timeout_s, steadied=True).opened() as gradients:
             if _compare_halves(gradients, max(1, min(rows) // replicas // 2)) or not draws:
@@ -147,14 +147,14 @@ def _norm(values: Any) -> float:
 def _has_batch_statistics(training: TrainingGraph) -> bool:
     """Whether gradients depend on statistics of a batch."""
     view = training.view
-    needed = view.upstream(_gradient_nodes(training.gradients))
+    needed = view.upstream(training.gradient_nodes)
     if any(
         view.nodes[name].op.startswith("FusedBatchNorm") and view.nodes[name].attr["is_training"].b
         for name in needed
     ):
         return True
     feeds = {feed.tensor.node for feed in training.feeds if feed.split}
-    trained = set(_gradient_nodes(training.gradients))
+    trained = training.gradient_nodes
     updates = Updates(training)
     for variable in training.variables:
         if not variable.shape or "float" not in variable.dtype:
@@ -165,15 +165,10 @@ def _has_batch_statistics(training: TrainingGraph) -> bool:
     return False
 
 
-def _gradient_nodes(gradients: Sequence[Gradient]) -> list[str]:
-    both = [tensor for one in gradients for tensor in (one.values, one.indices)]
-    return [tensor.node for tensor in both if tensor is not None]
-
-
 class _Gradients:
     """Gradients of the single-device graph on the first device, for rows of a batch.
 
-    `steadied`: its random numbers are all the same one.
+    `steadied`: all its random numbers have one value.
     """
 
     def __init__(
@@ -189,7 +184,7 @@ class _Gradients:
         self.are_low = any(dtype in _LOW for dtype in training.types.dtypes.values())
         self._session: Any = None
         self._seeds = seed_variables(training)
-        needed = training.view.upstream(_gradient_nodes(training.gradients))
+        needed = training.view.upstream(training.gradient_nodes)
         self._variables = [one for one in training.variables if one.name in needed]
         self._feeds = [one for one in training.feeds if one.tensor.node in needed]
         graph_def = GraphDef(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from tensorflow.core.framework.node_def_pb2 import NodeDef
 
-from runtime_rewriter.tensorflow.graph_view import functions_of
 from runtime_rewriter.tensorflow.training_graph import TrainingGraph
 
 _SEEDED = ("StatelessRandom", "StatelessTruncated", "StatelessShuffle", "StatelessMultinomial")
@@ -39,18 +38,7 @@ def reseed(node: NodeDef, rank: int) -> None:
 def drawing_ops(training: TrainingGraph, names: Collection[str]) -> set[str]:
     """The types of these nodes, and of those in functions that they call, that draw random
     numbers."""
-    bodies = {one.signature.name: one.node_def for one in training.graph_def.library.function}
-    waiting: list[Iterable[NodeDef]] = [[training.view.nodes[name] for name in names]]
-    reached: set[str] = set()
-    ops: set[str] = set()
-    while waiting:
-        for node in waiting.pop():
-            if _draws_itself(node):
-                ops.add(node.op)
-            for name in functions_of(node) - reached:
-                reached.add(name)
-                waiting.append(bodies.get(name, ()))
-    return ops
+    return {node.op for node in training.with_bodies(names) if _draws_itself(node)}
 
 
 def _draws_itself(node: NodeDef) -> bool:

@@ -1,4 +1,4 @@
-"""A graph whose random numbers are all the same one, so that every row of a batch is treated alike.
+"""Gives all random numbers of a graph one value, so that it treats every row of a batch alike.
 
 Gradients then depend on rows alone, as without random numbers: dropout drops nothing.
 """
@@ -9,14 +9,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.framework.attr_value_pb2 import AttrValue
 from tensorflow.core.framework.graph_pb2 import GraphDef
 from tensorflow.core.framework.node_def_pb2 import NodeDef
 
 from runtime_rewriter.tensorflow.graph_view import control_inputs
 
 NUMBER = 0.999
-"""A uniform number at which dropout keeps an element, whatever its rate."""
+"""A uniform number at which dropout keeps an element, for any rate below it."""
 _KINDS = ("Uniform", "Normal")
 _OPS = frozenset(
     {
@@ -66,10 +65,8 @@ def _fill(node: NodeDef, value: str, dtype: int) -> None:
 
 
 def _constant(name: str, dtype: int) -> NodeDef:
-    kind = tf.as_dtype(dtype)
     node = NodeDef(name=name, op="Const")
-    node.attr["dtype"].CopyFrom(AttrValue(type=dtype))
-    node.attr["value"].CopyFrom(
-        AttrValue(tensor=tf.make_tensor_proto(NUMBER, dtype=kind, shape=[]))
-    )
+    node.attr["dtype"].type = dtype
+    value = tf.make_tensor_proto(NUMBER, dtype=tf.as_dtype(dtype), shape=[])
+    node.attr["value"].tensor.CopyFrom(value)
     return node

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework.graph_pb2 import GraphDef
+from tensorflow.core.framework.node_def_pb2 import NodeDef
 
-from runtime_rewriter.tensorflow.graph_view import GraphView, TensorName
+from runtime_rewriter.tensorflow.graph_view import GraphView, TensorName, functions_of
 from runtime_rewriter.tensorflow.row_readers import RowReaders, row_readers
 
 
@@ -91,6 +92,24 @@ class TrainingGraph:
     @cached_property
     def types(self) -> Types:
         return Types.of(self.graph_def)
+
+    @cached_property
+    def gradient_nodes(self) -> frozenset[str]:
+        """The nodes that give the values and indices of gradients."""
+        tensors = (tensor for one in self.gradients for tensor in (one.values, one.indices))
+        return frozenset(tensor.node for tensor in tensors if tensor is not None)
+
+    def with_bodies(self, names: Iterable[str]) -> Iterator[NodeDef]:
+        """Yield these nodes, and those of all functions that they call."""
+        bodies = {one.signature.name: one.node_def for one in self.graph_def.library.function}
+        waiting: list[Iterable[NodeDef]] = [[self.view.nodes[name] for name in names]]
+        called: set[str] = set()
+        while waiting:
+            for node in waiting.pop():
+                yield node
+                new = functions_of(node) - called
+                called |= new
+                waiting += [bodies.get(name, ()) for name in new]
 
     @cached_property
     def row_readers(self) -> Mapping[str, RowReaders]:

@@ -67,7 +67,7 @@ def _write_until_killed(path: Path, expected: History, after_bytes: int, delay_s
 
 
 def _received(reading: Connection) -> int:
-    """How many acknowledgements a dead child left in the pipe."""
+    """Count the acknowledgements that a dead child left in the pipe."""
     count = 0
     with contextlib.suppress(EOFError):
         while True:

@@ -145,7 +145,7 @@ def test_ranks_with_other_exports_are_refused_before_the_first_step(tmp_path) ->
 def test_nothing_of_the_script_runs_on_servers_and_exit_handlers_see_trained_variables(
     tmp_path: Path,
 ) -> None:
-    """What a server's `finally` saved would replace the trained variables."""
+    """A `finally` on a server would save untrained variables over the trained ones."""
     script = SCRIPT.with_name("train_tensorflow_saving.py")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*launcher, "--nproc-per-node", "2", str(script), str(tmp_path)]

@@ -260,17 +260,17 @@ class Coupled(torch.optim.SGD):
 @contextmanager
 def step_replaced_in_class() -> Iterator[None]:
     """A script's own step in torch's class, with the name and module of torch's."""
-    own = torch.optim.SGD.step
+    torchs_step = torch.optim.SGD.step
 
-    @functools.wraps(own)
+    @functools.wraps(torchs_step)
     def step(self: torch.optim.SGD, closure: Any = None) -> Any:
-        return own(self, closure)
+        return torchs_step(self, closure)
 
     torch.optim.SGD.step = step  # type: ignore[method-assign]
     try:
         yield
     finally:
-        torch.optim.SGD.step = own  # type: ignore[method-assign]
+        torch.optim.SGD.step = torchs_step  # type: ignore[method-assign]
 
 
 COUPLING = {
