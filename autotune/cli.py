@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Collection, Sequence
 from importlib import import_module
+from typing import NoReturn
 
 from autotune import __version__
 from autotune.errors import AutotuneError, InvalidInput
@@ -62,9 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: Sequence[str]) -> int:
     own_words, command = split_words(words)
-    options = argument_parser(own_words[:1]).parse_args(own_words)
-    options.command = command
+    options = argparse.Namespace(json="--json" in own_words, interrupted="interrupted")
     try:
+        options = argument_parser(own_words[:1]).parse_args(own_words)
+        options.command = command
         data, text = options.run(options)
     except InvalidInput as error:
         return _fail(options, error, 2)
@@ -86,9 +88,19 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(words[:cut]), list(words[cut + 1 :])
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are `InvalidInput`, so that `--json` reports them as all others."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        if message.startswith("unrecognized") and ".py" in message:
+            message += "; put the command that starts the script after --"
+        raise InvalidInput(message)
+
+
 def argument_parser(loaded: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
     """Build the parser with every command; only those in `loaded` get their own arguments."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="autotune",
         description="Find the fastest gradient synchronization for a training script.",
     )

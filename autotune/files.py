@@ -125,6 +125,19 @@ def write_whole(path: Path, text: str, what: str, private: bool = False) -> None
         file.write(text.encode("utf-8"))
 
 
+def refuse_unwritable(path: Path | None) -> None:
+    """Raise `InvalidInput` if no file can be written at `path`, before the work that it is for."""
+    if path is None:
+        return
+    target = _target(path, "the result")
+    folder = next(parent for parent in target.parents if parent.exists())
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InvalidInput(
+            f"cannot write the result to {path}: this user may not write in {folder}; choose "
+            "another path"
+        )
+
+
 def _target(path: Path, what: str) -> Path:
     """The file that the path's links end at. Raises `InvalidInput` unless it is regular or new."""
     try:

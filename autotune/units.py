@@ -21,7 +21,7 @@ _PREFIX = {
 _NUMBER = r"^\s*([0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?)\s*"
 _BYTES = re.compile(_NUMBER + r"(|[kKMGT]|Ki|Mi|Gi)B?\s*$")
 _RATE = re.compile(_NUMBER + r"(|[kKMGT]|Ki|Mi|Gi)(bit/s|bps|B/s|bE)\s*$")
-_TIME = re.compile(_NUMBER + r"(s|ms|us|µs|ns|min|h)\s*$")
+_TIME = re.compile(_NUMBER + r"(|s|ms|us|µs|ns|min|h)\s*$")
 _SECONDS = {"min": 60.0, "h": 3600.0}
 _PER_SECOND = {"ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9}
 """Divisors, so that 50us is 5e-5 to the last bit."""

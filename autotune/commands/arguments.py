@@ -81,7 +81,7 @@ def add_settings(parser: argparse.ArgumentParser, names: Collection[str] | None 
 def _option(setting: Setting) -> dict[str, Any]:
     options: dict[str, Any] = {"default": None}
     if setting.kind is Kind.SWITCH:
-        return {**options, "action": "store_true", "help": _percent(setting.help)}
+        return {**options, "action": argparse.BooleanOptionalAction, "help": _percent(setting.help)}
     if setting.choices is not None:
         options["choices"] = [member.value for member in setting.choices]
     if setting.kind in _TYPES:

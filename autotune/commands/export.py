@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     workspace = Workspace.existing(options.directory)
-    with Store.open(workspace.store_path) as store:
+    with Store.open_to_read(workspace.store_path) as store:
         job_id = options.job or latest_job(store)
         decision = chosen_decision(store, job_id, options.strategy)
         code = write_export(job_export(store, job_id, decision), options.output)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+from contextlib import suppress
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
@@ -42,10 +44,13 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
     except OSError as error:
+        for name in contents:  # so that the next attempt does not meet half of them
+            with suppress(OSError):
+                (folder / name).unlink(missing_ok=True)
         raise InvalidInput(
             f"the folder {folder} must be writable ({error.strerror}); name another one"
         ) from error
     written = [str(folder / name) for name in contents]
     data = {"folder": str(folder), "files": written}
     listing = "".join(f"  {name}\n" for name in written)
-    return data, f"wrote\n{listing}next: cd {folder} && autotune tune job.yaml"
+    return data, f"wrote\n{listing}next: cd {shlex.quote(str(folder))} && autotune tune job.yaml"

@@ -15,7 +15,7 @@ from autotune.commands.render.optimized import OptimizedResult
 from autotune.dfg.replay import replay
 from autotune.dfg.utilisation import iteration_summary
 from autotune.errors import InvalidInput
-from autotune.files import write_whole
+from autotune.files import refuse_unwritable, write_whole
 from autotune.jobs.sources import Source, named_cluster, read_source
 from autotune.lowering.lower import Lowering
 from autotune.memory.budget import MemoryBudget
@@ -73,6 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Search, replay the result, and show the gain over DDP's default buckets."""
+    for path in (options.output, options.timeline, options.report):
+        refuse_unwritable(path)
     source, cluster = read_source(options.source, options.ranks), named_cluster(options.cluster)
     within = _memory_budget(options, source, cluster)
     if options.op_fusion and source.graph is None:

@@ -21,7 +21,7 @@ from autotune.commands.arguments import add_directory, add_ray, add_settings, gi
 from autotune.commands.render.tables import table_text
 from autotune.commands.render.terminal import Terminal
 from autotune.errors import InvalidInput
-from autotune.files import write_whole
+from autotune.files import refuse_unwritable, write_whole
 from autotune.jobs.places import Ranks, Where
 from autotune.jobs.probe import SCRIPT, measured_cluster, probe_request, run_probe
 from autotune.jobs.results import taken_under
@@ -84,6 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Probe, or read tables; write the cluster file, and show the costs."""
+    refuse_unwritable(options.output)
     if options.from_table:
         return _from_tables(options)
     target = read_target(given_settings(options), options.address)

@@ -22,6 +22,7 @@ from autotune.recordings.job_file import JOB_FILE, RecordedJob, trace_name
 from autotune.recordings.memory_file import RecordedMemory
 from autotune.recordings.recorded_steps import CollectiveRow
 from autotune.units import format_bytes, format_seconds, parse_seconds
+from autotune.zoo.architectures import zoo_name
 from runtime_rewriter.recording.settings import RecordSettings
 from runtime_rewriter.world.command import read_command
 
@@ -197,7 +198,8 @@ def _text(job: RecordedJob, output: Path, peak_bytes: int | None) -> str:
 
 def _next_commands(output: Path) -> list[str]:
     """Commands that read the recording."""
-    shown = shlex.quote(str(output))
+    name = str(output)
+    shown = shlex.quote(f"./{name}" if zoo_name(name) else name)
     return [f"autotune replay {shown}", f"autotune optimize {shown} --cluster cluster.yaml"]
 
 

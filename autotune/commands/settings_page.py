@@ -23,10 +23,11 @@ simulators: [linear, gat]
 
 Only `command` is required. Every other key is also an option of `autotune tune`, with dashes
 instead of underscores: `budget_time` is `--budget-time` (and `continue_training` is also
-`--continue`). An option overrides the file. A resumed job keeps the settings it was started with.
+`--continue`). An option overrides the file (`--no-lossy` a `lossy: true`). A resumed job keeps
+the settings it was started with.
 
 Paths in the file are relative to the file. Those in `command` are not: it runs in the current
-directory.
+directory, and no shell reads it, so `$DATA` and `~` stay as they are.
 
 Times have a unit (`50us`, `30s`, `5min`, `1.5h`); a plain number is in seconds. On the command
 line, a list is separated by commas: `--simulators linear,gat`.

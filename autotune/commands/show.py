@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Only the data or only the text of a job: its trials may be thousands."""
     workspace = Workspace.existing(options.directory)
-    with Store.open(workspace.store_path) as store:
+    with Store.open_to_read(workspace.store_path) as store:
         if not options.job:
             if options.report:
                 raise InvalidInput("--report needs a job; use `autotune show JOB --report`")

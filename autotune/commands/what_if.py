@@ -16,6 +16,7 @@ from autotune.commands.render.what_if import answered_data, answered_text
 from autotune.dfg.chrome_trace import write_chrome_trace
 from autotune.dfg.perfetto_trace import write_perfetto_trace
 from autotune.errors import InvalidInput
+from autotune.files import refuse_unwritable
 from autotune.jobs.check import CheckPlan, check_all, progress_items, to_check
 from autotune.jobs.signals import terminable
 from autotune.jobs.sources import named_cluster
@@ -151,11 +152,14 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Read the traces and answer the what-ifs."""
     register_all(options.load)
     wanted = _wanted(options)
-    command = _command(options)
+    command, plan = _command(options), _check_plan(options)
+    budget_s = parse_seconds(options.measure_time, "--measure-time")
+    timelines = options.out / "timeline.json" if options.out is not None else None
+    for path in (options.measure, options.report, timelines):
+        refuse_unwritable(path)
     job = read_job(options.traces, ranks=options.ranks)
     notes: tuple[str, ...] = ()
     if options.measure is not None:
-        budget_s = parse_seconds(options.measure_time, "--measure-time")
         os.environ.setdefault(KINETO_LOG_LEVEL, QUIET)
         with CountedProgress(Terminal(), "part", 1) as progress:
             asked, note = measure_operators(
@@ -166,7 +170,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         answers = answered(job, wanted, progress.begin)
     answers = replace(answers, notes=(*answers.notes, *notes))
     if command is not None:
-        answers = _checked(answers, command, options)
+        answers = _checked(answers, command, plan, options)
     written = []
     if options.out is not None:
         written = write_timelines(answers, options.out, options.timeline_format)
@@ -196,13 +200,18 @@ def _command(options: argparse.Namespace) -> ScriptCommand | None:
     return read_command(options.command)
 
 
-def _checked(found: Answered, command: ScriptCommand, options: argparse.Namespace) -> Answered:
-    plan = CheckPlan(
+def _check_plan(options: argparse.Namespace) -> CheckPlan:
+    return CheckPlan(
         options.pairs,
         options.turn_steps,
         parse_seconds(options.timeout, "--timeout"),
         not options.writes_are_fine,
     )
+
+
+def _checked(
+    found: Answered, command: ScriptCommand, plan: CheckPlan, options: argparse.Namespace
+) -> Answered:
     names = [one.text for one in _asked_to_check(options)]
     answers = to_check(found.answers, names, command.workers)
     parts = progress_items(answers, plan)

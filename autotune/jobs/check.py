@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import socket
 import sys
 import tempfile
@@ -41,6 +42,8 @@ WARMUP_STEPS = 3
 SETTLING_STEPS = 1
 """Steps at the beginning of a turn that do not count: the other script used the caches."""
 POLL_S = 0.5
+LONGEST_ADDRESS = 107
+"""Bytes in the path of a socket (`man 7 unix`, sun_path)."""
 TUNING = "AUTOTUNE_TUNING"
 """As in tuning jobs, "1" tells a script to write nothing that matters."""
 
@@ -193,6 +196,7 @@ class _Side:
         with contextlib.ExitStack() as ending:
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             ending.callback(listener.close)
+            _refuse_long_address(address)
             listener.bind(address)
             listener.listen()
             environment = {**command.environment, TUNING: "1"}
@@ -265,6 +269,14 @@ class _Side:
     def _ended(self, what: str) -> str:
         return (
             f"the script ({self.name}) {what}; its last output:\n{self._launched.tail().rstrip()}"
+        )
+
+
+def _refuse_long_address(address: str) -> None:
+    if len(os.fsencode(address)) > LONGEST_ADDRESS:
+        raise InvalidInput(
+            f"a socket's path may have {LONGEST_ADDRESS} bytes, but TMPDIR makes it {address}; "
+            "set TMPDIR to a shorter folder, such as /tmp"
         )
 
 

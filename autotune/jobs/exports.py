@@ -11,6 +11,7 @@ import numpy as np
 from autotune.errors import InvalidInput
 from autotune.export import Export, Timing
 from autotune.files import is_file, open_regular, write_whole
+from autotune.parsing import read_json
 from autotune.records import CURRENT_SETUP, Decision, Failed, Measured, Role
 from autotune.storage.store import Store
 from autotune.strategy_space.horovod_groups import horovod_groups
@@ -44,8 +45,13 @@ class HorovodCode:
 def write_export(export: Export, path: Path) -> HorovodCode:
     """Write the export, and next to it the same strategy as code for Horovod, if it can be.
 
-    Raises `InvalidInput`, and writes nothing, if the code would replace a file of the user.
+    Raises `InvalidInput`, and writes nothing, if one of them would replace a file of the user.
     """
+    if is_file(path) and not _is_export(path):
+        raise InvalidInput(
+            f"{path} must be absent or an earlier export, but is another file; move it, or choose "
+            "another name for the export"
+        )
     script = path.with_name(f"{path.stem}_horovod.py")
     ours = is_file(script) and _is_our_code(script)
     plan = export.plan() if export.library is Library.HOROVOD else None
@@ -65,6 +71,15 @@ def write_export(export: Export, path: Path) -> HorovodCode:
     export.write(path)
     write_whole(script, groups.script(export.model, export.strategy.id), "the code for Horovod")
     return HorovodCode(written=script)
+
+
+def _is_export(path: Path) -> bool:
+    """Whether a file has the keys of an export, of whatever version and job."""
+    try:
+        data = read_json(path)
+    except InvalidInput:
+        return False
+    return isinstance(data, dict) and {"job_id", "content"} <= data.keys()
 
 
 def _is_our_code(script: Path) -> bool:

@@ -65,6 +65,7 @@ def read_settings(
         )
     script = read_command(words)
     target = read_target(values, address)
+    _refuse_machines_elsewhere(script, target.conditions.network)
     _refuse_unplaced_figures(target, str(values.get("cluster")))
     workers = _workers(values.get("workers"), script.workers, target.cluster)
     fields = {item.field: values[item.name] for item in SETTINGS if item.name in values}
@@ -150,6 +151,16 @@ def _refuse_hosts_elsewhere(cluster: Cluster | None, path: str, network: Network
             f"{path} has {len(cluster.hosts)} hosts, and neither --address nor --testbed is given; "
             "start Ray on these hosts and give --address, use --testbed in place of --cluster "
             "(root), or leave the cluster out to stay on this machine"
+        )
+
+
+def _refuse_machines_elsewhere(script: ScriptCommand, network: Network) -> None:
+    """Raise `InvalidInput` if the command joins machines that are neither in Ray nor emulated."""
+    if network is Network.LOOPBACK and script.nodes > 1:
+        raise InvalidInput(
+            "several machines must be joined by Ray or emulated, but the command joins "
+            f"{script.nodes}, and neither --address nor --testbed is given; start Ray on them and "
+            "give --address, or leave --nnodes out to stay on this machine"
         )
 
 

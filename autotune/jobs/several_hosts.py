@@ -74,8 +74,9 @@ def refuse_other_hosts(
 ) -> None:
     """Raise `InvalidInput` if a command starts the ranks of an export for several hosts on one, or
     the other way round."""
-    on_one = export.conditions.network is Network.HOSTS and len(export.cluster.hosts) == 1
-    if on_one and script.nodes > 1:
+    on_one = not on_several_hosts(export.conditions, export.cluster)
+    emulated = export.conditions.network is Network.EMULATED
+    if on_one and script.nodes > 1 and not emulated:
         raise InvalidInput(
             f"{path} was tuned with all ranks on one host ({hosts_text(export.cluster)}), but the "
             f"command joins {script.nodes}; tune on as many, with --nnodes in the command, or a "
@@ -84,7 +85,7 @@ def refuse_other_hosts(
     hosts = export.cluster.hosts
     starts_elsewhere = script.mpirun_words or script.horovodrun_words
     joins = script.nodes > 1 and script.rendezvous
-    if starts_elsewhere or joins or not on_several_hosts(export.conditions, export.cluster):
+    if starts_elsewhere or joins or on_one:
         return
     problem = "starts all ranks on this machine"
     if script.nodes > 1:

@@ -17,7 +17,7 @@ from autotune.profiling.op_graph import OpGraph
 from autotune.recordings.job_file import JOB_FILE, RecordedJob, recording_at
 from autotune.recordings.memory_file import RecordedMemory, missing_memory_reason
 from autotune.workload import Workload
-from autotune.zoo.architectures import MODELS, workload
+from autotune.zoo.architectures import MODELS, workload, zoo_name
 from autotune.zoo.assumed_device import AssumedDevice
 from autotune.zoo.assumed_models import assumed_ops
 from autotune.zoo.clusters import CLUSTERS, SINGLE_FLOW, single_flow
@@ -55,14 +55,22 @@ class Source:
         return [*timed, *self.notes]
 
 
-def zoo_name(name: str) -> str | None:
-    """The zoo's name of a model, ignoring case and dashes; None if the zoo does not have it."""
-    normalized = name.lower().replace("_", "-")
-    return normalized if normalized in MODELS else None
+def _model_of(name: str) -> str | None:
+    """The zoo's name of a model, or None for what the user has.
+
+    Raises `InvalidInput` if it is both.
+    """
+    model, path = zoo_name(name), Path(name)
+    if model is not None and (is_file(path) or (is_folder(path) and any(path.glob("*.json*")))):
+        raise InvalidInput(
+            f"{name} is a model of the zoo, but also a recording in this folder; write ./{name} "
+            "for the recording, or start autotune in another folder for the model"
+        )
+    return model
 
 
 def named_model(name: str) -> Workload:
-    if (known := zoo_name(name)) is not None:
+    if (known := _model_of(name)) is not None:
         return workload(known)
     path = Path(name)
     if (folder := recording_at(path)) is not None:
@@ -76,6 +84,11 @@ def named_model(name: str) -> Workload:
 
 
 def named_cluster(name: str) -> Cluster:
+    if name.removesuffix(SINGLE_FLOW) in CLUSTERS and is_file(Path(name)):
+        raise InvalidInput(
+            f"{name} is a cluster of the zoo, but also a file in this folder; write ./{name} for "
+            "the file, or start autotune in another folder for the zoo's"
+        )
     if name in CLUSTERS:
         return CLUSTERS[name]
     limited = name.removesuffix(SINGLE_FLOW)
@@ -94,7 +107,7 @@ def read_source(name: str, ranks: str = "") -> Source:
     `ranks`: those of the traces, as in `read_job`. Raises `InvalidInput` if there is none of them,
     or if its times are missing.
     """
-    path, model = Path(name), zoo_name(name)
+    path, model = Path(name), _model_of(name)
     if model is not None:
         graph, row = assumed_ops(model), MODELS[model]
         times = f"{AssumedDevice().text}, for a batch of {row.batch_per_gpu} {row.batch_unit}"

@@ -1,6 +1,7 @@
 """Self-contained HTML pages with a common look.
 
-Everything in them is escaped: names come from the user's script or trace.
+Everything in them is escaped, also what UTF-8 has no bytes for: names come from the user's script,
+trace or file system.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.files import write_whole
+from autotune.printing import printable
 from autotune.units import format_bytes, format_rate, format_seconds
 
 
@@ -26,4 +28,5 @@ def write_page(path: Path, template: str, context: Mapping[str, Any], what: str)
         lstrip_blocks=True,
     )
     environment.filters.update(seconds=format_seconds, bytes=format_bytes, rate=format_rate)
-    write_whole(path, environment.get_template(template).render(**context), what)
+    page = environment.get_template(template).render(**context)
+    write_whole(path, printable(page), what)

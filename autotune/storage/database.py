@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -41,6 +42,35 @@ class Database:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
+        except (OSError, *SQLITE_ERRORS) as error:
+            raise unusable(path, error) from error
+        connection.row_factory = sqlite3.Row
+        return Database(path, connection)
+
+    @staticmethod
+    def open_to_read(path: Path) -> Database:
+        """Open a file for reading; a copy of it if this user may not write it."""
+        if os.access(path, os.W_OK) and os.access(path.parent, os.W_OK):
+            return Database.open(path)
+        return Database.copied(path)
+
+    @staticmethod
+    def copied(path: Path) -> Database:
+        """A copy of a file in memory, made without writing anything.
+
+        Raises `InvalidInput`, also if the copy would lack what a write-ahead log still holds.
+        """
+        log = path.with_name(f"{path.name}-wal")
+        if is_file(log) and log.stat().st_size > 0:
+            raise InvalidInput(
+                f"{path} may not be written by this user, and its last results are still in {log}; "
+                "let its owner run `autotune show` once, which moves them"
+            )
+        try:
+            address = f"{path.resolve().as_uri()}?immutable=1"
+            with contextlib.closing(sqlite3.connect(address, uri=True)) as file:
+                connection = sqlite3.connect(":memory:", isolation_level=None)
+                file.backup(connection)
         except (OSError, *SQLITE_ERRORS) as error:
             raise unusable(path, error) from error
         connection.row_factory = sqlite3.Row

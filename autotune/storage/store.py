@@ -97,7 +97,15 @@ class Store:
 
         Raises `InvalidInput` if the file is unusable and `StoreVersionError` if it is newer.
         """
-        database = Database.open(path)
+        return Store._prepared(Database.open(path))
+
+    @staticmethod
+    def open_to_read(path: Path) -> Store:
+        """Open an existing file as `open` does, also one that this user may not write."""
+        return Store._prepared(Database.open_to_read(path))
+
+    @staticmethod
+    def _prepared(database: Database) -> Store:
         try:
             store = Store(database)
             database.prepare(store._fill_from_version_1)

@@ -360,6 +360,12 @@ MODELS: Mapping[str, Model] = MappingProxyType(
 """Name -> row of Table 1, which has twelve rows for the 11 models of the text."""
 
 
+def zoo_name(name: str) -> str | None:
+    """The zoo's name of a model, ignoring case and dashes; None if the zoo does not have it."""
+    normalized = name.lower().replace("_", "-")
+    return normalized if normalized in MODELS else None
+
+
 def workload(name: str) -> Workload:
     """One replica of a model of Table 1, in gradient-ready order: the forward order reversed."""
     if name not in MODELS:

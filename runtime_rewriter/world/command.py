@@ -11,6 +11,7 @@ from autotune.errors import InvalidInput
 from autotune.files import is_file
 from runtime_rewriter.world import launchers
 from runtime_rewriter.world.horovodrun import read_horovodrun
+from runtime_rewriter.world.interpreters import refuse_other_interpreter
 from runtime_rewriter.world.script_command import ScriptCommand
 from runtime_rewriter.world.starting import launcher_words
 
@@ -20,7 +21,7 @@ def read_command(words: Sequence[str]) -> ScriptCommand:
 
     LAUNCHER: torchrun, accelerate launch, horovodrun, mpirun, python, or the modules of torchrun
     and accelerate after `python -m`.
-    Raises `InvalidInput`.
+    Raises `InvalidInput`, also for a path or version of another Python than ours.
     """
     if not words:
         raise InvalidInput(
@@ -43,6 +44,8 @@ def _read(words: list[str]) -> ScriptCommand:
         return replace(command, environment={**variables, **command.environment})
     if first == "uv":
         return _read(launchers.without_uv(rest))
+    if first.startswith(("python", "torchrun", "accelerate")):
+        refuse_other_interpreter(words[0])
     if first == "torchrun":
         return launchers.read_torchrun(rest)
     if first == "accelerate" and rest[:1] == ["launch"]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from autotune.cli import COMMANDS, main
+from autotune.cli import COMMANDS, argument_parser, main
 from autotune.cluster_file import read_cluster
+from autotune.commands.arguments import given_settings
 from autotune.commands.settings_page import settings_page
 from autotune.errors import InvalidInput
+from autotune.files import refuse_unwritable
 from autotune.jobs.settings import read_settings
+from autotune.jobs.sources import named_cluster, named_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,6 +44,68 @@ def test_every_command_has_a_help_text(capsys, command: str) -> None:
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
     assert f"usage: autotune {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["optimize", "vgg16"], "the following arguments are required: --cluster"),
+        (["replay"], "the following arguments are required"),
+        (["tune", "--workers", "x"], "argument --workers: invalid int value: 'x'"),
+        (["tune", "torchrun", "train.py"], "train.py; put the command that starts the script "),
+        (["nothing"], "invalid choice: 'nothing'"),
+    ],
+)
+def test_wrong_options_are_one_json_object_too(capsys, words: list[str], message: str) -> None:
+    assert main([*words, "--json"]) == 2
+    printed = capsys.readouterr()
+    data = json.loads(printed.out)
+    assert (data["kind"], data["exit_status"]) == ("InvalidInput", 2)
+    assert message in data["error"] and data["error"] in printed.err
+    assert printed.err.startswith("usage: autotune")
+
+
+def test_a_switch_of_the_job_file_can_be_turned_off(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    Path("job.yaml").write_text("command: torchrun --nproc-per-node 2 train.py\nlossy: true\n")
+    for words, lossy in (([], True), (["--no-lossy"], False)):
+        options = argument_parser(["tune"]).parse_args(["tune", "job.yaml", *words])
+        settings = read_settings([], given_settings(options), Path("job.yaml"), None)
+        assert settings.spec.lossy == lossy
+
+
+def test_a_model_of_the_zoo_is_not_taken_for_a_recording_of_its_name(
+    capsys, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("VGG16").mkdir()
+    assert named_model("VGG16").model == "vgg16"  # an empty folder is no recording
+    Path("VGG16", "job.json").write_text("{}")
+    for command in (["optimize", "VGG16", "--cluster", "A2"], ["strategies", "VGG16", "A2"]):
+        assert main(command) == 2
+        assert "is a model of the zoo, but also a recording in this folder; write ./" in (
+            capsys.readouterr().err
+        )
+    Path("A2").write_text("")
+    with pytest.raises(InvalidInput, match=r"A2 is a cluster of the zoo, but also a file"):
+        named_cluster("A2")
+
+
+def test_a_result_that_cannot_be_written_is_refused_before_the_work(
+    capsys, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("taken").mkdir()
+    Path("file").touch()
+    for path, message in (("taken", "but is a directory"), ("file/r", "Not a directory")):
+        for option in ("-o", "--timeline", "--report"):
+            assert main(["optimize", "vgg16", "--cluster", "A2", option, path]) == 2
+            assert message in capsys.readouterr().err
+        assert main(["what-if", "missing.json", "--report", path]) == 2
+        assert message in capsys.readouterr().err
+    refuse_unwritable(tmp_path / "new" / "folder" / "r.html")
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_command_that_no_shell_understands_is_refused(tmp_path, monkeypatch) -> None:

@@ -85,6 +85,21 @@ def test_the_export_of_a_horovod_script_comes_with_its_code(tmp_path: Path) -> N
     assert write_export(current, tmp_path / "current.json") == HorovodCode()
 
 
+def test_an_export_replaces_earlier_exports_only(tmp_path: Path) -> None:
+    history, end = drive(job_spec(), SyntheticWorld({5: 0.06}, noise=0.02))
+    assert isinstance(end, Finish)
+    export, best = build_export("job", job_spec(), history, end.decision, NOW), tmp_path / "b.json"
+    for content in ('{"epoch": 3, "loss": 0.1}', "no JSON", "[]"):
+        best.write_text(content)
+        with pytest.raises(InvalidInput, match=r"b.json must be absent or an earlier export"):
+            write_export(export, best)
+        assert best.read_text() == content
+    best.unlink()
+    write_export(export, best)
+    write_export(replace(export, job_id="another"), best)
+    assert read_export(best).job_id == "another"
+
+
 def test_code_of_an_earlier_export_goes_and_a_file_of_the_user_stays(tmp_path: Path) -> None:
     history, end = drive(job_spec(), SyntheticWorld({5: 0.06}, noise=0.02))
     assert isinstance(end, Finish)

@@ -269,3 +269,25 @@ def test_ranks_get_the_threads_of_the_launcher_of_a_run(
     command: str, on_host: int, threads: str | None
 ) -> None:
     assert launcher_threads(read(command), on_host).get("OMP_NUM_THREADS") == threads
+
+
+def test_a_command_may_name_the_python_of_autotune() -> None:
+    folder = Path(sys.executable).parent
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    Path("torchrun").write_text(f"#!{sys.executable}\nfrom torch.distributed.run import main\n")
+    for launcher in (f"{folder}/python", f"python{version}", "python3", "./torchrun"):
+        assert read(f"{launcher} train.py").target == "train.py"
+
+
+@pytest.mark.parametrize("launcher", ["envs/b/bin/python", "envs/b/bin/torchrun", "python2.7"])
+def test_a_python_of_another_environment_is_refused(launcher: str) -> None:
+    with pytest.raises(InvalidInput, match=f"runs under autotune's own Python, .*{launcher}"):
+        read(f"{launcher} train.py")
+    with pytest.raises(InvalidInput, match="install autotune"):
+        read(f"env A=1 {launcher} train.py")
+
+
+def test_the_first_line_of_a_launcher_names_its_python() -> None:
+    Path("torchrun").write_text("#!/opt/conda/bin/python\n")
+    with pytest.raises(InvalidInput, match=r"names \./torchrun; .* write torchrun without its"):
+        read("./torchrun --nproc-per-node 2 train.py")

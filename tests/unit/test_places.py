@@ -96,6 +96,14 @@ def test_emulated_accelerators_may_wait_for_the_times_of_a_recording() -> None:
     assert read_target({**values, "profile": RECORDING / "job.json"}, None).profile == profile
 
 
+def test_a_command_for_several_machines_needs_ray_on_them_or_a_testbed(cluster_file: Path) -> None:
+    command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", str(SCRIPT)]
+    with pytest.raises(InvalidInput, match="joins 2, and neither --address nor --testbed is given"):
+        read_settings(command, {}, None, None)
+    assert read_settings(command, {}, None, "auto").spec.workers == 2
+    assert read_settings(command, {"testbed": cluster_file}, None, None).spec.workers == 2
+
+
 def test_a_file_of_several_hosts_needs_ray_on_them_or_a_testbed(cluster_file: Path) -> None:
     values = {"cluster": cluster_file}
     rule = "several hosts must be joined by Ray or emulated"

@@ -200,6 +200,12 @@ def test_text_from_the_script_is_escaped_everywhere(tmp_path):
     assert "script" not in Page(text).tags and text.count("&lt;script&gt;") > 20
 
 
+def test_names_that_are_no_utf8_are_shown_with_escapes(job, tmp_path):
+    spec, history, decision = job
+    command = ("python", "caf\udce9.py")
+    assert r"caf\udce9.py" in rendered(tmp_path, replace(spec, command=command), history, decision)
+
+
 def test_the_headline_states_the_gain_its_interval_and_the_command(job, tmp_path):
     spec, history, decision = job
     text = rendered(tmp_path, spec, history, decision)

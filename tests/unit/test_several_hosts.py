@@ -168,8 +168,8 @@ def test_a_run_on_one_of_several_hosts_starts_nothing(capsys) -> None:
 
 def test_an_export_of_one_host_is_not_enacted_on_several() -> None:
     words = ["torchrun", "--nnodes", "2", "--nproc-per-node", "4", "--master-addr", "a", "train.py"]
-    one = export_on(hosts_with(8))
-    with pytest.raises(InvalidInput, match=r"one host .* joins 2; tune on as many, with --nnodes"):
-        refuse_other_hosts(one, read_command(words), words, BEST)
-    refuse_other_hosts(export_on(hosts_with(8), Network.LOOPBACK), read_command(words), words, BEST)
-    refuse_other_hosts(one, read_command(["python", "train.py"]), ["python", "train.py"], BEST)
+    for network in (Network.HOSTS, Network.LOOPBACK):
+        one = export_on(hosts_with(8), network)
+        with pytest.raises(InvalidInput, match=r"one host .* joins 2; tune on as many, with --nn"):
+            refuse_other_hosts(one, read_command(words), words, BEST)
+        refuse_other_hosts(one, read_command(["python", "train.py"]), ["python", "train.py"], BEST)

@@ -548,3 +548,20 @@ def test_a_store_that_another_process_holds_is_named_after_the_wait(path):
         store.database.connection.execute("PRAGMA busy_timeout = 0")
         with pytest.raises(InvalidInput, match="has been locked for 30 s; stop the process"):
             store.create_job("job", job_spec())
+
+
+def test_a_store_that_may_not_be_written_is_read_from_a_copy(path):
+    with Store.open(path) as store:
+        record(store, "job")
+        log = path.with_name(f"{path.name}-wal")
+        assert log.stat().st_size > 0
+        with pytest.raises(InvalidInput, match=r"its last results are still in .*-wal; let"):
+            Database.copied(path)
+    files = {file: file.read_bytes() for file in path.parent.iterdir()}
+    database = Database.copied(path)
+    store = Store(database)
+    assert store.decision("job") == DECISION
+    assert store.history("job") == HISTORY
+    database.prepare(lambda connection: pytest.fail("the copy has this version's schema"))
+    store.close()
+    assert {file: file.read_bytes() for file in path.parent.iterdir()} == files

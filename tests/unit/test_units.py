@@ -47,7 +47,7 @@ NOT_FINITE = "must be finite and at least 0, but is"
         (parse_bytes, True, "needs a size"),
         (parse_bytes_per_s, "1Gbit", "needs a rate such as 1Gbit/s or 10GB/s, but is '1Gbit'"),
         (parse_bytes_per_s, "-1GB/s", "needs a rate"),
-        (parse_seconds, "50", "needs a time such as 50us, 30s or 5min, but is '50'"),
+        (parse_seconds, "50 d", "needs a time such as 50us, 30s or 5min, but is '50 d'"),
         (parse_bytes, -5, rf"memory {NOT_FINITE} -5\.0"),
         (parse_bytes, math.nan, f"{NOT_FINITE} nan"),
         (parse_bytes, "1e400GB", f"{NOT_FINITE} inf"),

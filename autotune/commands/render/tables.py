@@ -10,6 +10,8 @@ from io import StringIO
 from rich.console import Console, RenderableType
 
 WIDTH = 132
+LEAST_WIDTH = 60
+"""Narrower terminals break lines themselves: cells of a few characters are no better."""
 GAP = "  "
 LAST_COLUMN = 36
 """Characters that the last column needs at least, before less important columns are left out."""
@@ -49,7 +51,11 @@ def _cut(line: str, width: int | None) -> str:
 
 
 def table_text(table: RenderableType, width: int = WIDTH) -> str:
-    """The table as text that ends with a line break. Cells are shown as they are, [x] included."""
+    """The table as text that ends with a line break. Cells are shown as they are, [x] included.
+
+    It has `width` columns, or as many as a terminal has.
+    """
+    width = max(LEAST_WIDTH, min(width, terminal_width() or width))
     buffer = StringIO()
     plain = Console(file=buffer, width=width, markup=False, emoji=False, color_system=None)
     plain.print(table)
