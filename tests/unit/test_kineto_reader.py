@@ -22,7 +22,13 @@ from autotune.dfg.graph import Kind
 from autotune.errors import InvalidInput
 from autotune.jobs.sources import read_source
 from autotune.profiling.formats.kineto import read_kineto
-from autotune.profiling.formats.rank_trace import Category, RankTrace, Repair, repair_lines
+from autotune.profiling.formats.rank_trace import (
+    Category,
+    Comm,
+    RankTrace,
+    Repair,
+    repair_lines,
+)
 from autotune.profiling.graph.traced_steps import TracedSteps
 from autotune.profiling.traces import TraceJob, read_job
 from autotune.profiling.traces.job import assemble
@@ -253,6 +259,7 @@ def test_ranks_and_worlds_that_no_job_has_are_refused(info: dict[str, Any]) -> N
 
 WRONG_COLLECTIVES: list[tuple[dict[str, Any], str]] = [
     ({"In msg nelems": 10**30}, "elements in a message"),
+    ({"In msg nelems": "1e30"}, "elements in a message"),
     ({"Group size": 10**9, "Global rank start": 0, "Global rank stride": 1}, "ranks in a group"),
     ({"Group size": 9, "Global rank start": 0, "Global rank stride": 10**9}, "a rank must be"),
     ({"Group size": 1, "Process Group Ranks": f"[{'9' * 5000}]"}, "a rank must be"),
@@ -266,6 +273,18 @@ def test_collectives_that_no_job_has_are_refused_with_their_event(
     event = add(name="record_param_comms", args={"Collective name": "allreduce", **args})
     with pytest.raises(InvalidInput, match=rf"t\.json, event 1: .*{reason}"):
         read_events([add(), event])
+
+
+def test_the_numbers_of_a_collective_are_also_read_as_text() -> None:
+    """As text they counted as unstated: no size, no group and no sequence number."""
+    numbers: dict[str, Any] = {"In msg nelems": 1024, "Seq": 5, "Root Rank": 2}
+    numbers |= {"Group size": 4, "Global rank start": 0, "Global rank stride": 2}
+    texts: dict[str, Any] = {key: str(number) for key, number in numbers.items()}
+    described = {"Collective name": "broadcast", "dtype": "Float"}
+    for stated in (numbers, texts):
+        trace = read_events([add(name="record_param_comms", args={**described, **stated})])
+        expected = Comm("broadcast", 4096.0, "Float", group_ranks=(0, 2, 4, 6), sequence=5, root=2)
+        assert trace.comms == (expected,)
 
 
 def test_tensors_of_annotations_are_limited_by_their_product() -> None:

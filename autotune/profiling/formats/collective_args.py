@@ -13,6 +13,7 @@ from typing import Any
 from autotune.limits import MAX_ELEMENTS, MAX_RANKS
 from autotune.profiling.formats.limits import limited, limited_rank
 from autotune.profiling.formats.rank_trace import MISSING, Category, Comm
+from autotune.profiling.formats.stated_numbers import stated_count, stated_whole
 
 MESSAGE = "autotune.message#"
 """An annotation with this prefix is a message of its own kind; its transaction id follows."""
@@ -113,7 +114,9 @@ def _from_args(name: str, args: Mapping[str, Any]) -> Comm | None:
         return None
     dtype = str(args.get("dtype", ""))
     sizes = (args.get("In msg nelems"), args.get("Out msg nelems"))
-    elements = max(limited(size, MAX_ELEMENTS, "elements in a message") for size in sizes)
+    elements = max(
+        limited(stated_count(size), MAX_ELEMENTS, "elements in a message") for size in sizes
+    )
     recorded = args.get("autotune")  # by this package's recorder
     recorded = recorded if isinstance(recorded, dict) else {}
     transaction = recorded.get("transaction")
@@ -167,7 +170,7 @@ def _ranks(text: Any, args: Mapping[str, Any]) -> tuple[int, ...]:
 
     Those come from start, stride and size.
     """
-    size = limited(args.get("Group size"), MAX_RANKS, "ranks in a group")
+    size = limited(stated_count(args.get("Group size")), MAX_RANKS, "ranks in a group")
     numbers = re.findall(r"\d+", text) if isinstance(text, str) else []
     if not size or len(numbers) == size:
         return tuple(limited_rank(int(number[:20])) for number in numbers)
@@ -186,5 +189,5 @@ def _strided(first: int, stride: int, size: int) -> tuple[int, ...]:
 
 
 def _count(value: Any, default: int = 0) -> int:
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    return value if is_number and 0 <= value < 2**53 else default
+    number = stated_whole(value)
+    return number if 0 <= number < 2**53 else default

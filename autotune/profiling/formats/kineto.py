@@ -47,6 +47,7 @@ from autotune.profiling.formats.rank_trace import (
     SyncWait,
     TraceLane,
 )
+from autotune.profiling.formats.stated_numbers import stated_number, stated_whole
 from autotune.profiling.formats.steps import find_steps
 
 MOST_BAD = 0.05
@@ -205,16 +206,16 @@ class _KinetoReader:
         """Store a block that was allocated or freed; False if the event does not state it all."""
         args = event.get("args")
         args = args if isinstance(args, dict) else {}
-        at = _number(event.get("ts"))
+        at = stated_number(event.get("ts"))
         address, size, total = (
-            _whole(args.get(key)) for key in ("Addr", "Bytes", "Total Allocated")
+            stated_whole(args.get(key)) for key in ("Addr", "Bytes", "Total Allocated")
         )
         known = {"Addr", "Bytes", "Total Allocated", "Device Type"} <= args.keys()
         if at is None or abs(at) > MAX_TIME_US or not known or total < 0:
             return False
-        host = _whole(args["Device Type"]) == 0
+        host = stated_whole(args["Device Type"]) == 0
         self.memory_us.append(at)
-        device = MISSING if host else _whole(args.get("Device Id"))
+        device = MISSING if host else stated_whole(args.get("Device Id"))
         for value in (address, size, total, device):
             self.memory.append(value)
         return True
@@ -231,7 +232,7 @@ class _KinetoReader:
         if category is None:
             self._drop(event)
             return ""
-        start, duration = _number(event.get("ts")), _number(event.get("dur"))
+        start, duration = stated_number(event.get("ts")), stated_number(event.get("dur"))
         if start is None or abs(start) > MAX_TIME_US:
             return f"ts must be at most {MAX_TIME_US:.0f} us from 0, but is {event.get('ts')!r:.40}"
         if duration is None or not 0 <= duration <= MAX_SPAN_US:
@@ -247,16 +248,16 @@ class _KinetoReader:
             self.base_us = float(math.floor(start))
         self.floats["start"].append(start - self.base_us)
         self.floats["duration"].append(duration)
-        self.floats["bytes"].append(max(0.0, _number(args.get("bytes")) or 0.0))
+        self.floats["bytes"].append(max(0.0, stated_number(args.get("bytes")) or 0.0))
         comm = self._comm(name, category, args)
         row = self.ints
         row["category"].append(category)
         row["lane"].append(self._lane(event, args, category))
         row["name"].append(_numbered(self.names, name))
-        row["correlation"].append(_whole(args.get("correlation")))
-        row["external"].append(_whole(args.get("External id", args.get("external id"))))
-        row["function"].append(_whole(args.get("Record function id")))
-        row["sequence"].append(_whole(args.get("Sequence number")))
+        row["correlation"].append(stated_whole(args.get("correlation")))
+        row["external"].append(stated_whole(args.get("External id", args.get("external id"))))
+        row["function"].append(stated_whole(args.get("Record function id")))
+        row["sequence"].append(stated_whole(args.get("Sequence number")))
         row["comm"].append(MISSING if comm is None else _numbered(self.comms, comm))
         row["sync"].append(self._sync(args) if category == Category.DEVICE_SYNC else MISSING)
         inputs = op_inputs(args) if category == Category.HOST_OP else None
@@ -280,7 +281,7 @@ class _KinetoReader:
         if not stack:
             return "it ends and never began"
         began = stack.pop()
-        start, end = _number(began.get("ts")), _number(event.get("ts"))
+        start, end = stated_number(began.get("ts")), stated_number(event.get("ts"))
         duration = None if start is None or end is None else end - start
         return self._complete({**began, "dur": duration})
 
@@ -296,11 +297,11 @@ class _KinetoReader:
         kind, stream, wait_on_stream = (
             str(args.get(key, ""))[:40] for key in ("cuda_sync_kind", "stream", "wait_on_stream")
         )
-        correlation = _whole(args.get("wait_on_cuda_event_record_corr_id"))
+        correlation = stated_whole(args.get("wait_on_cuda_event_record_corr_id"))
         return _numbered(self.syncs, SyncWait(kind, stream, wait_on_stream, correlation))
 
     def _flow(self, event: dict[str, Any], phase: str) -> None:
-        number, at = _whole(event.get("id")), _number(event.get("ts"))
+        number, at = stated_whole(event.get("id")), stated_number(event.get("ts"))
         if number >= 0 and at is not None and self.base_us is not None:
             process, thread = str(event.get("pid"))[:40], str(event.get("tid"))[:40]
             lane = _numbered(self.lanes, (process, thread, False))
@@ -322,7 +323,7 @@ class _KinetoReader:
             if number in self.flow_ends["s"]:
                 from_lane, from_us = self.flow_ends["s"][number]
                 flows.append(Flow(from_lane, from_us * US - first_s, to_lane, to_us * US - first_s))
-        base_ns = _whole(self.fields.get("baseTimeNanoseconds"))
+        base_ns = stated_whole(self.fields.get("baseTimeNanoseconds"))
         rank, world, groups = self._distributed()
         info = {
             key: str(value)[:200]
@@ -379,7 +380,8 @@ class _KinetoReader:
             return {}
         digest = hashlib.sha256(json.dumps(listed, sort_keys=True).encode()).hexdigest()
         info = {"devices": str(len(listed)), "device_list": digest}
-        memories = [_whole(one.get("totalGlobalMem")) for one in listed if isinstance(one, dict)]
+        devices = [one for one in listed if isinstance(one, dict)]
+        memories = [stated_whole(one.get("totalGlobalMem")) for one in devices]
         if known := [size for size in memories if size > 0]:
             info[DEVICE_BYTES] = str(min(known))
         name = listed[0].get("name") if isinstance(listed[0], dict) else None
@@ -405,7 +407,7 @@ class _KinetoReader:
         if isinstance(info, str):
             info = _parsed(info)
         info = info if isinstance(info, dict) else {}
-        rank, world = _whole(info.get("rank")), _whole(info.get("world_size"))
+        rank, world = stated_whole(info.get("rank")), stated_whole(info.get("world_size"))
         groups = {
             comm.group: comm.group_ranks for comm in self.comms if comm.group and comm.group_ranks
         }
@@ -448,24 +450,6 @@ def _category(event: Mapping[str, Any], name: str) -> Category | None:
 def _numbered(numbers: dict[K, int], key: K) -> int:
     """The number of `key`, which is the next one where the key is new."""
     return numbers.setdefault(key, len(numbers))
-
-
-def _number(value: Any) -> float | None:
-    """A finite number, also one written as a string; else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    try:
-        number = float(value)
-    except (ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _whole(value: Any) -> int:
-    number = _number(value)
-    if number is None or abs(number) >= 2**62:
-        return MISSING
-    return value if isinstance(value, int) else int(number)
 
 
 def _parsed(text: str) -> Any:
