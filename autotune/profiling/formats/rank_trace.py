@@ -163,6 +163,10 @@ class Flow:
     to_s: float
 
 
+ANNOTATED, INFERRED, WHOLE = "annotation", "inferred", "whole trace"
+"""Sources of a step: its own annotation, one that repeats once per step, or nothing."""
+
+
 @dataclass(frozen=True)
 class TracedStep:
     """One training step of a rank; `source` states how it was found.
@@ -173,7 +177,7 @@ class TracedStep:
     number: int
     start_s: float
     end_s: float
-    source: str = "annotation"
+    source: str = ANNOTATED
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,14 +12,31 @@ from itertools import pairwise
 
 import numpy as np
 
+from autotune.arrays import IntArray
 from autotune.errors import InvalidInput
-from autotune.profiling.formats.rank_trace import MISSING, Category, RankTrace, Repair, TracedStep
+from autotune.profiling.formats.rank_trace import (
+    INFERRED,
+    MISSING,
+    WHOLE,
+    Category,
+    RankTrace,
+    Repair,
+    TracedStep,
+)
 from autotune.recordings.job_file import ORDINARY_STEPS
 
 _STEP = re.compile(r"ProfilerStep#(\d{1,15})$")
-_REPEATED = ("Optimizer.step#", "Optimizer.zero_grad#", "DistributedDataParallel.forward")
+_UPDATE = "Optimizer.step#"
+_REPEATED = (
+    _UPDATE,
+    "Optimizer.zero_grad#",
+    "DistributedDataParallel.forward",
+    "enumerate(DataLoader)#",
+)
 FEWEST = 2
 """An annotation must occur more often than this before steps are inferred from it."""
+CUT_OFF = 1
+"""Repetitions by which annotations of once per step differ at the edges of a recording."""
 
 
 def find_steps(trace: RankTrace) -> RankTrace:
@@ -39,7 +56,7 @@ def find_steps(trace: RankTrace) -> RankTrace:
     if steps:
         repair = Repair(f"{missing}; {len(steps)} steps inferred from {name!r}")
     else:
-        steps = [TracedStep(0, 0.0, float(trace.end_s.max()), "whole trace")]
+        steps = [TracedStep(0, 0.0, float(trace.end_s.max()), WHOLE)]
         cause = "nothing that repeats once per step"
         repair = Repair(f"{missing} and {cause}; the whole trace is taken as one step")
     return replace(trace, steps=tuple(steps), repairs=(*repairs, repair))
@@ -94,18 +111,25 @@ def _with_work(trace: RankTrace, steps: list[TracedStep]) -> list[TracedStep]:
 def _inferred(trace: RankTrace) -> tuple[list[TracedStep], str]:
     """Steps between the repetitions of an annotation that occurs once per step, and its name.
 
-    Events before the first and after the last repetition are cut off.
+    Annotations with the fewest repetitions come first: an optimizer steps several times per step in
+    a GAN, and once per parameter where each one has its own. Events before the first and after the
+    last repetition are cut off.
     """
+    named = list(enumerate(trace.names))
+    candidates: list[tuple[str, IntArray]] = []
     for prefix in _REPEATED:
-        for number, name in enumerate(trace.names):
-            if not name.startswith(prefix):
-                continue
+        # the order of the names differs between ranks whose recordings begin elsewhere in a step
+        for name, number in sorted((name, at) for at, name in named if name.startswith(prefix)):
             events = np.flatnonzero((trace.name == number) & (trace.category == Category.HOST_MARK))
             if len(events) > FEWEST:
-                cuts_s = (trace.end_s if "step" in prefix else trace.start_s)[events].tolist()
-                steps = [
-                    TracedStep(step, start_s, end_s, "inferred")
-                    for step, (start_s, end_s) in enumerate(pairwise(cuts_s))
-                ]
-                return [step for step in steps if step.end_s > step.start_s], name
-    return [], ""
+                candidates.append((name, events))
+    if not candidates:
+        return [], ""
+    least = min(len(events) for _, events in candidates)
+    name, events = next(one for one in candidates if len(one[1]) <= least + CUT_OFF)
+    cuts_s = (trace.end_s if name.startswith(_UPDATE) else trace.start_s)[events].tolist()
+    steps = [
+        TracedStep(step, start_s, end_s, INFERRED)
+        for step, (start_s, end_s) in enumerate(pairwise(cuts_s))
+    ]
+    return [step for step in steps if step.end_s > step.start_s], name

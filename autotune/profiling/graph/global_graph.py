@@ -51,13 +51,14 @@ class _GraphBuild:
         self.parts, self.joints = parts, joints
         self.graph = DfgBuilder()
         self.begin_s = min(part.ops.begin_s + part.shift_s for part in parts)
-        # joint -> place among the parts -> start on the common clock
+        # joint -> place among the parts -> start on the common clock; the latest start of a joint
         self.starts: dict[int, dict[int, float]] = {}
         for place, part in enumerate(parts):
             for op in part.ops.ops:
                 if op.collective in part.joint_of:
                     starts = self.starts.setdefault(part.joint_of[op.collective], {})
                     starts[place] = op.start_s + part.shift_s
+        self.latest_s = {joint: max(starts.values()) for joint, starts in self.starts.items()}
         self.gates: dict[int, int] = {}
         # (place, op) -> op of the graph that its parents lead to, and that its children follow
         self.entry: dict[tuple[int, int], int] = {}
@@ -111,8 +112,11 @@ class _GraphBuild:
     def _transfer_s(self, place: int, part: RankPart, op: TracedOp, number: int) -> float:
         """Seconds from the latest start among the ranks that the member must wait for."""
         starts, joint = self.starts[number], self.joints[number]
-        awaited = starts.values() if joint.mutual else (starts[place], starts[joint.root])
-        return max(op.end_s + part.shift_s - max(awaited), 0.0)
+        if joint.mutual:
+            begin_s = self.latest_s[number]
+        else:
+            begin_s = max(starts[place], starts[joint.root])
+        return max(op.end_s + part.shift_s - begin_s, 0.0)
 
     def _join(self, place: int, number: int, entry: int, added: int) -> None:
         joint = self.joints[number]

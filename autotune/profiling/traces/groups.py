@@ -1,4 +1,4 @@
-"""The process groups of a step's collectives: data parallelism has one, of all ranks."""
+"""The process groups of collectives: data parallelism has one, of all ranks."""
 
 from __future__ import annotations
 
@@ -36,3 +36,22 @@ def require_one_group(groups: Groups, world_size: int | None) -> None:
         f"collectives are of the ranks {shown}{more}{of_ranks}, as in tensor, pipeline or hybrid "
         "sharded parallelism; use a trace of data-parallel training"
     )
+
+
+class GroupNumbers:
+    """A small number for each group's ranks, by which members are compared.
+
+    A group may have 100 000 ranks, and Python hashes a tuple anew for every member. The tuples that
+    are passed must live as long as this object: each one is recognized by its identity.
+    """
+
+    def __init__(self) -> None:
+        self._number_of: dict[tuple[int, ...], int] = {}
+        self._number_of_object: dict[int, int] = {}
+
+    def number(self, ranks: tuple[int, ...]) -> int:
+        number = self._number_of_object.get(id(ranks))
+        if number is None:
+            number = self._number_of.setdefault(ranks, len(self._number_of))
+            self._number_of_object[id(ranks)] = number
+        return number

@@ -28,6 +28,7 @@ from autotune.profiling.traces.execution_links import ExecutionLink, enriched
 from autotune.profiling.traces.hosts import Hosts, find_hosts
 from autotune.profiling.traces.matching import Joint, match_collectives
 from autotune.profiling.traces.ranks import ranked
+from autotune.profiling.traces.step_numbers import with_common_numbers
 from autotune.recordings.graph_file import NODES, StepGraph
 from autotune.recordings.job_file import JOB_FILE
 from autotune.recordings.memory_file import MEMORY_FILE
@@ -215,16 +216,17 @@ def assemble(
                 "as waiting inside the collectives"
             )
         )
-    steps = _common_steps(traces)
     collectives, links, link_repairs = enriched(
         traces, [rank_collectives(trace) for trace in traces], execution
     )
+    traces, step_repairs = with_common_numbers(traces, collectives)
+    steps = _common_steps(traces)
     step_numbers = [[step.number for step in trace.steps] for trace in traces]
     joints, unmatched = match_collectives(ranks, step_numbers, collectives, world_size)
     if len(traces) > 1 and not joints and any(collectives):
         repairs.append(Repair("no collective could be matched across ranks"))
     repairs += [replace(repair, rank=trace.rank) for trace in traces for repair in trace.repairs]
-    repairs += link_repairs
+    repairs += [*step_repairs, *link_repairs]
     if len(traces) == world_size:
         repairs += unmatched
     first_ns = min(trace.origin_ns for trace in traces)

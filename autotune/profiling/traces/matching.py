@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from autotune.profiling.formats.collective_args import MUTUAL
 from autotune.profiling.formats.rank_trace import MISSING, Comm, Repair
 from autotune.profiling.traces.collectives import TracedCollective
+from autotune.profiling.traces.groups import GroupNumbers
 
 SIZES_AGREE = frozenset({"all_reduce", "broadcast", "reduce", "message"})
 POINT_TO_POINT = frozenset({"send", "recv"})
@@ -68,13 +69,14 @@ def match_collectives(
     `ranks` (R,): rank of each place. `step_numbers`: numbers of each place's steps. Returns the
     joint collectives in the order of the first place that has them, and what did not match.
     """
+    groups = GroupNumbers()
     members_of: dict[_Key, dict[int, int]] = {}
     for place, collectives in enumerate(lists):
         occurrences: Counter[_Key] = Counter()
         for index, one in enumerate(collectives):
             if one.step == MISSING:
                 continue  # at the edges of a trace some ranks record more than others
-            key = _key(one.comm, step_numbers[place][one.step], ranks[place])
+            key = _key(one.comm, step_numbers[place][one.step], ranks[place], groups)
             members_of.setdefault((*key, occurrences[key]), {})[place] = index
             occurrences[key] += 1
     place_of = {rank: place for place, rank in enumerate(ranks)}
@@ -98,7 +100,7 @@ def match_collectives(
         if key[0] == "point to point" or comm.name in POINT_TO_POINT:
             root, expected = _sender(comms), 2
             who += "".join(f" {ranks[place]}" for place in sorted(comms))
-        same = (step, who, comm.group, comm.group_ranks, comm.size_bytes)
+        same = (step, who, comm.group, groups.number(comm.group_ranks), comm.size_bytes)
         family = f"{who}/{comm.group or 'all'}/{comm.size_bytes:.0f}B/{families[same]}"
         families[same] += 1
         joints.append(
@@ -117,16 +119,17 @@ def match_collectives(
     return joints, _repairs(alone)
 
 
-def _key(comm: Comm, step: int, rank: int) -> _Key:
+def _key(comm: Comm, step: int, rank: int, groups: GroupNumbers) -> _Key:
     if comm.transaction:
         return ("transaction", comm.transaction, step)
     if comm.name in POINT_TO_POINT and comm.peer != MISSING:
         ends = (rank, comm.peer) if comm.name == "send" else (comm.peer, rank)
         return ("point to point", ends, step)
+    group = (comm.group, groups.number(comm.group_ranks))
     if comm.sequence != MISSING:
-        return ("sequence", comm.group, comm.group_ranks, comm.name, comm.sequence)
+        return ("sequence", *group, comm.name, comm.sequence)
     size = comm.size_bytes if comm.name in SIZES_AGREE else None
-    return ("order", comm.group, comm.group_ranks, comm.name, size, step)
+    return ("order", *group, comm.name, size, step)
 
 
 def _sender(comms: Mapping[int, Comm]) -> int:
