@@ -55,12 +55,12 @@ class Hosts:
 def find_hosts(
     traces: Sequence[RankTrace], details: dict[str, Any] | None, given: str = ""
 ) -> Hosts:
-    """`given`: a name per rank separated by commas, or the number of consecutive ranks per host.
+    """`given`: a name per trace separated by commas, or the number of consecutive ranks per host.
 
     Raises `InvalidInput` where `given` does not fit the ranks.
     """
     if given:
-        return Hosts(_given(given, len(traces)), "given")
+        return Hosts(_given(given, traces), "given")
     listed = (details or {}).get("ranks")
     records = listed if isinstance(listed, list) else []
     host_of = {
@@ -80,22 +80,33 @@ def find_hosts(
     return best if any(best.names) else Hosts(best.names, "")
 
 
-def _given(text: str, ranks: int) -> tuple[str, ...]:
+def _given(text: str, traces: Sequence[RankTrace]) -> tuple[str, ...]:
     words = [word.strip() for word in text.split(",")]
     if len(words) == 1 and words[0].isdecimal():
         size = int(words[0])
-        if size < 1 or ranks % size:
+        numbers = [
+            place if trace.rank is None else trace.rank for place, trace in enumerate(traces)
+        ]
+        ranks = _world_size(traces, numbers)
+        if size < 1 or (ranks or 0) % size:
+            of_job = "the job's ranks" if ranks is None else f"the {ranks} ranks of the job"
             raise InvalidInput(
-                f"ranks per host must divide the {ranks} ranks with traces, but is {size}; name a "
-                "host per rank instead"
+                f"ranks per host must divide {of_job}, but is {size}; name a host per rank instead"
             )
-        return tuple(f"host {rank // size}" for rank in range(ranks))
-    if len(words) != ranks or not all(words):
+        return tuple(f"host {rank // size}" for rank in numbers)
+    if len(words) != len(traces) or not all(words):
         raise InvalidInput(
-            f"hosts must be a number of ranks per host, or {ranks} names with commas between them, "
-            f"but is {text!r}"
+            f"hosts must be a number of ranks per host, or {len(traces)} names with commas between "
+            f"them, but is {text!r}"
         )
     return tuple(words)
+
+
+def _world_size(traces: Sequence[RankTrace], numbers: Sequence[int]) -> int | None:
+    """As the traces state it, else the number of traces if none seems to lack; else None."""
+    stated = max(trace.world_size or 0 for trace in traces)
+    whole = max(numbers) + 1 == len(numbers)
+    return stated or (len(numbers) if whole else None)
 
 
 def _in_file_name(trace: RankTrace) -> str:
