@@ -290,3 +290,44 @@ def test_an_execution_trace_of_an_absent_rank_is_reported(tmp_path: Path) -> Non
     (tmp_path / "et_rank5.json").write_text(json.dumps(second_form()))
     job = read_job(Job().run().write(tmp_path))
     assert not job.links and any("of no rank here" in repair.what for repair in job.repairs)
+
+
+def contained(folder: Path, places: list[str]) -> TraceJob:
+    """Two ranks of one process id, with their execution traces at `places` in `folder`."""
+    job = Job(ranks=2, steps=2).run()
+    job.events = [
+        [event | {"pid": 1} if "stream" not in event["args"] else event for event in events]
+        for events in (numbered(events, with_ids=True) for events in job.events)
+    ]
+    for place, events in zip(places, job.events, strict=True):
+        (folder / place).parent.mkdir(exist_ok=True)
+        (folder / place).write_text(json.dumps(execution(events, backwards=False)))
+    for rank in range(2):
+        (folder / f"{rank}").mkdir(exist_ok=True)
+    job.write(folder)
+    if places[0].startswith("0/"):
+        for rank in range(2):
+            (folder / f"rank{rank}.json.gz").rename(folder / f"{rank}" / "kineto.json.gz")
+    return read_job(folder)
+
+
+@pytest.mark.parametrize("places", [["0/et.json", "1/et.json"], ["et_0.json", "et_1.json"]])
+def test_ranks_of_one_process_id_have_the_execution_traces_next_to_them(
+    tmp_path: Path, places: list[str]
+) -> None:
+    job = contained(tmp_path, places)
+    assert [(link.rank, link.by_id) for link in job.links] == [(0, 8), (1, 8)]
+    taken = [repair.rank for repair in job.repairs if "by its path" in repair.what]
+    assert sorted(taken) == [0, 1]
+    sources = [Path(trace.source).name for trace in job.execution_traces]
+    assert sources == [Path(place).name for place in places]
+
+
+def test_execution_traces_that_may_be_of_several_ranks_are_left_out_with_the_reason(
+    tmp_path: Path,
+) -> None:
+    """They were said to be of no rank here."""
+    job = contained(tmp_path, ["first.json", "second.json"])
+    assert not job.links and len(job.execution_traces) == 2
+    left_out = [repair.what for repair in job.repairs if "left out" in repair.what]
+    assert len(left_out) == 2 and all("of ranks 0, 1, and may be of any" in one for one in left_out)

@@ -8,11 +8,19 @@ order, only where names and sizes of the whole sequence agree.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
 
 from autotune.profiling.formats.execution_trace import ExecutionTrace
-from autotune.profiling.formats.rank_trace import MISSING, Comm, RankTrace, Repair
+from autotune.profiling.formats.rank_trace import (
+    MISSING,
+    Comm,
+    RankTrace,
+    Repair,
+    listed_numbers,
+)
 from autotune.profiling.traces.collectives import TracedCollective
 
 _Collectives = Sequence[TracedCollective]
@@ -39,10 +47,9 @@ def enriched(
     execution: Sequence[ExecutionTrace],
 ) -> tuple[tuple[tuple[TracedCollective, ...], ...], tuple[ExecutionLink, ...], list[Repair]]:
     """Return the collectives of every rank completed, the links, and what could not be linked."""
-    partners, left_out = _by_process(traces, execution)
+    partners, repairs = _by_process(traces, execution)
     completed: list[tuple[TracedCollective, ...]] = []
     links: list[ExecutionLink] = []
-    repairs: list[Repair] = []
     for place, (trace, traced) in enumerate(zip(traces, collectives, strict=True)):
         other = partners.get(place)
         if other is None:
@@ -54,35 +61,70 @@ def enriched(
         links.append(ExecutionLink(rank, other.schema, other.nodes, by_id, in_order, len(traced)))
         if problem := _problem(links[-1]):
             repairs.append(Repair(problem, rank=trace.rank))
-    for other in left_out:
-        what = f"{other.source} is the execution trace of no rank here; left out"
-        repairs.append(Repair(f"{what} (ranks are recognized by their process ids)"))
     return tuple(completed), tuple(links), repairs
 
 
 def _by_process(
     traces: Sequence[RankTrace], execution: Sequence[ExecutionTrace]
-) -> tuple[dict[int, ExecutionTrace], list[ExecutionTrace]]:
-    """Place of a rank -> its execution trace, and those that belong to no rank.
+) -> tuple[dict[int, ExecutionTrace], list[Repair]]:
+    """Place of a rank -> its execution trace, and a repair for each guess and each one left out.
 
     An execution trace states its process, which is that of one Kineto trace. One of each belong
-    together where the process is not stated.
+    together where the process is not stated. Ranks in containers may have one process id: of these,
+    it is the one whose path has most in common.
     """
     if len(traces) == len(execution) == 1 and not execution[0].process:
         return {0: execution[0]}, []
+    places_of: dict[str, list[int]] = {}
+    for place, trace in enumerate(traces if execution else ()):
+        for process in {lane.process for lane in trace.lanes if not lane.device}:
+            places_of.setdefault(process, []).append(place)
+    words = [_path_words(trace.source) for trace in traces]
     partners: dict[int, ExecutionTrace] = {}
-    left_out = []
-    processes = [
-        {lane.process for lane in trace.lanes if not lane.device} if execution else set()
-        for trace in traces
-    ]
+    repairs = []
     for other in execution:
-        places = [place for place, own in enumerate(processes) if other.process in own]
-        if len(places) == 1 and places[0] not in partners:
-            partners[places[0]] = other
-        else:
-            left_out.append(other)
-    return partners, left_out
+        places = places_of.get(other.process, [])
+        nearest = _nearest(_path_words(other.source), [(place, words[place]) for place in places])
+        ranks = listed_numbers(traces[place].rank or 0 for place in places)
+        if problem := _left_out(ranks, len(nearest), bool(nearest) and nearest[0] in partners):
+            repairs.append(Repair(f"{other.source} {problem}"))
+            continue
+        partners[nearest[0]] = other
+        if len(places) > 1:
+            what = f"taken as this rank's by its path, since ranks {ranks} have its process id"
+            repairs.append(Repair(f"{other.source} is {what}", rank=traces[nearest[0]].rank))
+    return partners, repairs
+
+
+def _left_out(ranks: str, nearest: int, taken: bool) -> str:
+    """Return the reason to leave an execution trace out; "" for one that belongs to one rank."""
+    if not nearest:
+        how = "ranks are recognized by their process ids"
+        return f"is the execution trace of no rank here; left out ({how})"
+    if nearest > 1:
+        how = "a rank's files are recognized by a folder, or by a number in their names"
+        return f"has the process id of ranks {ranks}, and may be of any; left out ({how})"
+    return f"is a second execution trace of one of ranks {ranks}; left out" if taken else ""
+
+
+_Words = tuple[frozenset[str], frozenset[int]]
+
+
+def _nearest(words: _Words, candidates: Sequence[tuple[int, _Words]]) -> list[int]:
+    """The places whose paths have most folders, and then most numbers, in common with `words`."""
+    scores = {
+        place: (len(words[0] & folders), len(words[1] & numbers))
+        for place, (folders, numbers) in candidates
+    }
+    best = max(scores.values(), default=(0, 0))
+    return [place for place, score in scores.items() if score == best]
+
+
+def _path_words(source: str) -> _Words:
+    """The folders of a file, and the numbers in its name."""
+    path = PurePosixPath(source.replace(":", "/"))
+    numbers = (int(number) for number in re.findall(r"\d{1,18}", path.name))
+    return frozenset(path.parts[:-1]), frozenset(numbers)
 
 
 def _problem(link: ExecutionLink) -> str:
