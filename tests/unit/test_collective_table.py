@@ -47,6 +47,42 @@ def test_the_output_of_nccl_tests_states_its_ranks_and_its_times_in_place(tmp_pa
     assert {(row.primitive, row.ranks) for row in named} == {("reduce_scatter", 4)}
 
 
+def unnamed(redop: str, root: int, link_share: float) -> str:
+    """The output of a test whose largest row has this share of bandwidth on the busiest link."""
+    text = NCCL_TESTS.replace("sum -1", f"{redop} {root}")
+    for algorithm in ("159.78", "160.55"):
+        link = f"{float(algorithm) * link_share:.2f}"
+        text = text.replace(f"{algorithm}  {algorithm}", f"{algorithm}  {link}")
+    return text
+
+
+@pytest.mark.parametrize(
+    ("redop", "root", "link_share", "ranks"),
+    [("none", -1, 7 / 8, 8), ("sum", -1, 7 / 8, 8), ("none", 0, 1.0, 2), ("sum", 0, 1.0, 2)],
+)
+def test_output_without_a_name_is_an_all_reduce_only_if_its_bandwidths_are(
+    tmp_path: Path, redop: str, root: int, link_share: float, ranks: int
+) -> None:
+    """Times of an all-gather became fits of an all-reduce."""
+    (*_, row) = read_collective_table(written(tmp_path, unnamed("sum", -1, 2 * 7 / 8)), ranks=8)
+    assert (row.primitive, row.ranks) == ("all_reduce", 8)
+    path = written(tmp_path, unnamed(redop, root, link_share))
+    with pytest.raises(InvalidInput, match="line 11 is not of an all-reduce .* --primitive"):
+        read_collective_table(path, ranks=ranks)
+    (*_, row) = read_collective_table(path, ranks=ranks, primitive="all_gather")
+    assert (row.primitive, row.ranks) == ("all_gather", ranks)
+
+
+def test_ranks_of_nccl_tests_are_counted_once_and_must_be_of_one_test(tmp_path: Path) -> None:
+    """Processes without MPI are tests of one rank each, and counted as the ranks of one."""
+    device = next(line for line in NCCL_TESTS.splitlines() if "Rank  0" in line)
+    repeated = NCCL_TESTS.replace(device, f"{device}\n{device.replace('12345', '99')}")
+    assert read_collective_table(written(tmp_path, repeated))[0].ranks == 2
+    alone = NCCL_TESTS.replace("Rank  1", "Rank  0")
+    with pytest.raises(InvalidInput, match="lists rank 0 on several devices; build nccl-tests"):
+        read_collective_table(written(tmp_path, alone))
+
+
 @pytest.mark.parametrize(
     ("header", "time", "unit_s"),
     [("size(B),time(ns)", 5.0, 1e-9), ("bytes,time_us", 5.0, 1e-6), ("size,seconds", 5.0, 1.0)],

@@ -27,6 +27,13 @@ _RANKS = re.compile(r"ranks|n_?ranks|world_size|num_workers|workers|gpus|n_?gpus
 _PRIMITIVE = re.compile(r"primitive|collective|operation$")
 _UNIT_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _TEST = re.compile(r"\b(\w+)_perf\b")
+_RANK = re.compile(r"#\s+Rank\s+(\d{1,9})\b(.*)")
+_PROCESS = re.compile(r"\bPid\s+\d+")
+BANDWIDTH_ERROR = 0.02
+"""Relative error of the ratio of two bandwidths. From three ranks on, it is at least a quarter lower
+for other collectives."""
+BANDWIDTH_DIGIT = 0.01
+"""GB/s, the last digit of a bandwidth."""
 _NAMES = {"alltoall": "all_to_all"}
 
 
@@ -54,21 +61,80 @@ def _nccl_tests(
 ) -> Iterable[TableRow]:
     comments = [line for line in lines if line.lstrip().startswith("#")]
     header = next(line for line in comments if "busbw" in line and "size" in line)
-    times = [at for at, name in enumerate(header.lstrip("# ").split()) if name == "time"]
+    columns = header.lstrip("# ").split()
+    times = [at for at, name in enumerate(columns) if name == "time"]
     if not times:
         raise InvalidInput(f"{path}: the columns of nccl-tests need a time, but are {header[:120]}")
-    listed = sum(bool(re.match(r"#\s+Rank\s+\d+", line)) for line in comments)
+    listed = _listed_ranks(path, comments)
     named = next((found[1] for line in comments if (found := _TEST.search(line))), "")
     count = _ranks(path, ranks or listed or None)
-    name = _primitive(path, primitive or named or "all_reduce")
-    for number, line in enumerate(lines, start=1):
-        cells = line.split()
-        if not cells or cells[0].startswith("#"):
-            continue
+    rows = [(at, cells) for at, line in enumerate(lines, start=1) if (cells := _cells(line))]
+    for number, cells in rows:
         if len(cells) <= times[0]:
-            raise InvalidInput(f"{path}, line {number}: a row needs a time, but is {line[:80]!r}")
+            shown = " ".join(cells)[:80]
+            raise InvalidInput(f"{path}, line {number}: a row needs a time, but is {shown!r}")
+    if rows and not (primitive or named):
+        _require_all_reduce(path, columns, rows, count)
+    name = _primitive(path, primitive or named or "all_reduce")
+    for number, cells in rows:
         cell = cells[times[-1]] if len(cells) > times[-1] else cells[times[0]]
         yield _row(path, number, name, count, cells[0], cell, 1e-6)
+
+
+def _cells(line: str) -> list[str]:
+    """The cells of a row; none for a comment."""
+    cells = line.split()
+    return [] if cells and cells[0].startswith("#") else cells
+
+
+def _listed_ranks(path: Path, comments: Sequence[str]) -> int:
+    """Count the different ranks that the comments list.
+
+    Without MPI, each process is a test of its own whose only rank is 0, on another device.
+    """
+    device_of: dict[int, str] = {}
+    for line in comments:
+        if match := _RANK.match(line):
+            rank, device = int(match[1]), _PROCESS.sub("", match[2])
+            if device_of.setdefault(rank, device) != device:
+                raise InvalidInput(
+                    f"{path}: a table must be of one test, but lists rank {rank} on several "
+                    "devices; build nccl-tests with MPI=1, or name the output of one test"
+                )
+    return len(device_of)
+
+
+def _require_all_reduce(
+    path: Path, columns: Sequence[str], rows: Sequence[tuple[int, list[str]]], ranks: int
+) -> None:
+    """Refuse a table without a name that is not of an all-reduce.
+
+    nccl-tests states the bandwidth of the busiest link as 2 (n - 1) / n of the algorithm's for an
+    all-reduce of n ranks, and as at most the algorithm's for other collectives
+    (doc/PERFORMANCE.md). With two ranks, the reduction and the root tell them apart.
+    """
+    places = {name: at for at, name in enumerate(columns)}  # of several ones the last, in place
+    line, cells = max(rows, key=lambda row: _figure(row[1], 0))
+    algorithm, link = (_figure(cells, places.get(name, len(cells))) for name in ("algbw", "busbw"))
+    expected = 2 * (ranks - 1) / ranks * algorithm
+    words = {name: cells[places[name]] for name in ("redop", "root") if name in places}
+    others = words.get("redop") == "none" or words.get("root", "-1") != "-1"
+    if others or not abs(link - expected) <= BANDWIDTH_ERROR * expected + BANDWIDTH_DIGIT:
+        shown = ", ".join(f"{name} {word}" for name, word in words.items())
+        raise InvalidInput(
+            f"{path} does not name its collective, and line {line} is not of an all-reduce of "
+            f"{ranks} ranks: {shown or 'without a reduction'}, algbw {algorithm}, busbw {link}, "
+            f"where {expected:.2f} is expected; name it with --primitive, such as --primitive "
+            "all_gather"
+        )
+
+
+def _figure(cells: Sequence[str], at: int) -> float:
+    """The number in a cell, nan where there is none."""
+    try:
+        return float(cells[at])
+    except (IndexError, ValueError):
+        return math.nan
 
 
 def _csv(path: Path, lines: Sequence[str], ranks: int | None, primitive: str) -> Iterable[TableRow]:
