@@ -68,6 +68,47 @@ def test_transfers_without_an_event_between_them_are_one_batch() -> None:
     assert [batch.operations for batch in read_events(apart).batches] == [(0,), (1,), (2, 3)]
 
 
+STAGES = ("NCCL_REDUCESCATTER", "NCCL_REDUCE", "MPI_ALLREDUCE", "NCCL_ALLGATHER")
+
+
+def hierarchical() -> list[dict[str, Any]]:
+    """The sample with four transfers of 3 us, 1 us apart, instead of each one of 15 us."""
+    listed = events()
+    begins = [at for at, event in enumerate(listed) if event.get("name") == "GLOO_ALLREDUCE"]
+    for at in reversed(begins[::2]):  # two begins and two ends follow each other
+        staged = []
+        for place, name in enumerate(STAGES):
+            ts = listed[at]["ts"] + 4 * place
+            staged += [{"ph": "B", "name": name, "ts": ts, "pid": pid} for pid in (1, 2)]
+            staged += [{"ph": "E", "ts": ts + 3, "pid": pid} for pid in (1, 2)]
+        listed[at : at + 4] = staged
+    return listed
+
+
+def test_the_transfers_of_a_hierarchical_all_reduce_are_one_without_hops() -> None:
+    """Only the last one counted as transfer, with hops of a ring, and the others as copies."""
+    timeline = read_events(hierarchical())
+    assert [batch.operations for batch in timeline.batches] == [(0, 1), (2, 3)]
+    first = timeline.operations[0]
+    assert first.transfers == STAGES
+    assert first.transferred_s == pytest.approx((50e-6, 65e-6))
+    assert timeline.batches[0].transfer_s == first.transferred_s
+    step = horovod_steps(timeline)[0]
+    dfg = step_dfg(timeline, step)
+    assert replay(dfg).makespan_s == pytest.approx(step.measured_s)
+    times_s = dict(zip(dfg.names.ops, dfg.duration_s.tolist(), strict=True))
+    (name,) = [name for name in times_s if name.startswith("NCCL_REDUCESCATTER + NCCL_REDUCE + ")]
+    assert times_s[name] == pytest.approx(15e-6) and DERIVED not in name
+    assert times_s["copy in allreduce.1 and 1 more"] < 50e-6
+
+
+def test_a_timeline_before_horovod_0_21_is_refused_by_its_version(tmp_path, capsys) -> None:
+    """It was refused as a trace of Kineto without Kineto's categories."""
+    path = tmp_path / "timeline.json"
+    path.write_text(json.dumps(events()[1:]))  # without the time at which it begins
+    assert "of version 0.21 or later" in error_output(capsys, "replay", path)
+
+
 def test_a_recorded_timeline_shows_the_batches_of_its_threshold() -> None:
     timeline = read(RECORDED.read_bytes())
     assert timeline.ranks == 2

@@ -71,7 +71,7 @@ def timeline_data(shown: ShownTimeline) -> dict[str, Any]:
             for batch in shown.batches
         ],
         "cycle_s": shown.cycle_s,
-        "hops": "derived",
+        "hops": "derived" if any(batch.is_flat for batch in shown.batches) else "whole",
         "repairs": [str(repair) for repair in timeline.repairs],
         **iteration_data(shown.summary),
     }
@@ -122,9 +122,12 @@ def timeline_page(shown: ShownTimeline) -> Page:
 
 def _notes(shown: ShownTimeline) -> list[str]:
     notes = ["computation is not in a timeline; a step counts from its first negotiation"]
-    if shown.timeline.ranks > 1:
+    hierarchical = sum(not batch.is_flat for batch in shown.batches)
+    if hierarchical:
+        notes.append(f"{hierarchical} batches are sent hierarchically, each shown as one transfer")
+    if shown.timeline.ranks > 1 and hierarchical < len(shown.batches):
         notes.append("the hops of a transfer are derived from a ring of its ranks")
-    else:
+    elif shown.timeline.ranks == 1:
         notes.append("no negotiation names its ranks, so a transfer is shown whole")
     if shown.cycle_s is not None:
         notes.append(f"negotiation cycles begin every {format_seconds(shown.cycle_s)} (median)")

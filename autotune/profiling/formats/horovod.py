@@ -1,4 +1,4 @@
-"""Reads timelines that Horovod 0.19 to 0.28 writes (`HOROVOD_TIMELINE`, `hvd.start_timeline`).
+"""Reads timelines that Horovod 0.21 to 0.28 writes (`HOROVOD_TIMELINE`, `hvd.start_timeline`).
 
 Rank 0 alone writes one, in microseconds of a monotonic clock. A process id is a tensor, named by
 metadata. A tensor's events nest: the negotiation, then the operation with its activities.
@@ -6,6 +6,9 @@ metadata. A tensor's events nest: the negotiation, then the operation with its a
     NEGOTIATE_ALLREDUCE   until all ranks have the tensor; X events named by rank mark each of them
     ALLREDUCE             the operation; its end states dtype and shape
       MEMCPY_IN_FUSION_BUFFER, GLOO_ALLREDUCE (or NCCL_, MPI_ ...), MEMCPY_OUT_FUSION_BUFFER
+
+A hierarchical all-reduce has several transfers, such as NCCL_REDUCESCATTER, MPI_ALLREDUCE and
+NCCL_ALLGATHER, with copies between them. They count as one, from the first start to the last end.
 
 Tensors of a fused batch enter the transfer one right after the other: no event of another kind, and
 no end of one of them, lies between. Cached negotiations name no ranks. A version before 0.28 never
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,9 +45,13 @@ US = 1e-6
 NEGOTIATE = "NEGOTIATE_"
 CYCLE = "CYCLE_START"
 COPY_IN, COPY_OUT = "MEMCPY_IN_FUSION_BUFFER", "MEMCPY_OUT_FUSION_BUFFER"
+CROSS = "CROSS_"
+"""In the name of a transfer between one rank of each host."""
+SEVERAL = " + "
+"""Between the names of several transfers."""
 _TRANSFER = re.compile(
-    r"(?:GLOO|MPI|NCCL|CCL|DDL|MLSL)_(?:CROSS_)?(?:ALLREDUCE|ADASUM_ALLREDUCE|ALLGATHER|BCAST|"
-    r"BROADCAST|ALLTOALL|REDUCESCATTER)"
+    rf"(?:GLOO|MPI|NCCL|CCL|DDL|MLSL)_(?:{CROSS})?(?:ALLREDUCE|ADASUM_ALLREDUCE|ALLGATHER|BCAST|"
+    r"BROADCAST|ALLTOALL|REDUCESCATTER|REDUCE)"
 )
 _DIMENSIONS = re.compile(r"\d{1,15}")
 
@@ -55,6 +62,7 @@ class TensorOperation:
 
     - `negotiated_s`: start and end of the negotiation, None where the timeline does not show it.
     - `ready_s`: (rank, when rank 0 learned that it has the tensor); none for cached negotiations.
+    - `transfers`: names of the activities that send, in their order.
     - `copied_in_s`, `transferred_s`, `copied_out_s`: spans of the activities, None for absent ones.
     """
 
@@ -66,22 +74,38 @@ class TensorOperation:
     dtype: str = ""
     negotiated_s: tuple[float, float] | None = None
     ready_s: tuple[tuple[int, float], ...] = ()
-    transfer: str = ""
+    transfers: tuple[str, ...] = ()
     copied_in_s: tuple[float, float] | None = None
     transferred_s: tuple[float, float] | None = None
     copied_out_s: tuple[float, float] | None = None
 
+    @property
+    def transfer(self) -> str:
+        return SEVERAL.join(self.transfers)
+
 
 @dataclass(frozen=True)
 class FusedBatch:
-    """Operations, by index, that one transfer carries; a batch of one is not copied."""
+    """Operations, by index, that are transferred together; a batch of one is not copied.
+
+    `transfers`: names of the activities that send, one after the other.
+    """
 
     operations: tuple[int, ...]
-    transfer: str
+    transfers: tuple[str, ...]
     size_bytes: float
     start_s: float
     transfer_s: tuple[float, float]
     end_s: float
+
+    @property
+    def transfer(self) -> str:
+        return SEVERAL.join(self.transfers)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether all ranks took part in one transfer, which a ring may have carried."""
+        return len(self.transfers) == 1 and CROSS not in self.transfers[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +138,7 @@ class _Open:
     name: str
     start_us: float
     activities: dict[str, tuple[float, float]] = field(default_factory=dict)
-    transfer: str = ""
+    transfers: list[tuple[str, tuple[float, float]]] = field(default_factory=list)
     batch: list[int] | None = None
 
 
@@ -235,7 +259,8 @@ class _TimelineReader:
     def _activity(self, within: _Open, ended: _Open, span: tuple[float, float]) -> None:
         within.activities[ended.name] = span
         if ended.batch is not None:
-            within.transfer, within.batch = ended.name, ended.batch
+            within.batch = ended.batch
+            within.transfers.append((ended.name, span))
 
     def _operation(
         self, tensor: _Tensor, began: _Open, at_us: float, event: dict[str, Any]
@@ -248,6 +273,7 @@ class _TimelineReader:
                 self.batches.append(began.batch)
             began.batch.append(len(self.operations))
         spans = {name: _seconds(span) for name, span in began.activities.items()}
+        sent_us = [span for _, span in began.transfers]
         self.operations.append(
             TensorOperation(
                 tensor=tensor.name,
@@ -260,9 +286,9 @@ class _TimelineReader:
                 if tensor.negotiated_us is None
                 else _seconds(tensor.negotiated_us),
                 ready_s=tuple((rank, ready_us * US) for rank, ready_us in tensor.ready_us),
-                transfer=began.transfer,
+                transfers=tuple(dict.fromkeys(name for name, _ in began.transfers)),
                 copied_in_s=spans.get(COPY_IN),
-                transferred_s=spans.get(began.transfer),
+                transferred_s=_seconds(_hull(sent_us)) if sent_us else None,
                 copied_out_s=spans.get(COPY_OUT),
             )
         )
@@ -303,12 +329,17 @@ def _batch(members: list[int], operations: tuple[TensorOperation, ...]) -> Fused
     spans_s = [one.transferred_s for one in of_batch if one.transferred_s is not None]
     return FusedBatch(
         operations=tuple(sorted(members)),
-        transfer=of_batch[0].transfer,
+        transfers=of_batch[0].transfers,
         size_bytes=sum(one.size_bytes for one in of_batch),
         start_s=min(one.start_s for one in of_batch),
-        transfer_s=(min(start for start, _ in spans_s), max(end for _, end in spans_s)),
+        transfer_s=_hull(spans_s),
         end_s=max(one.end_s for one in of_batch),
     )
+
+
+def _hull(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The first start and the last end."""
+    return min(start for start, _ in spans), max(end for _, end in spans)
 
 
 def _seconds(span_us: tuple[float, float]) -> tuple[float, float]:

@@ -7,8 +7,9 @@ negotiation cycle and the channel, and each starts where the other ends:
     ready (tensor) ─┴▶ wait for the cycle ─▶ negotiation ─▶ copy in ─▶ transfer ─▶ copy out ─▶ ...
 
 The timeline shows when a tensor became ready, not why. The replay keeps that time and the wait for
-the next cycle as measured. A transfer has one event; its hops are derived from the ring that Gloo,
-NCCL and MPI run for large tensors, and their names state it.
+the next cycle as measured. A flat transfer has one event; its hops are derived from the ring that
+Gloo, NCCL and MPI run for large tensors, and their names state it. The transfers of a hierarchical
+all-reduce are one op.
 """
 
 from __future__ import annotations
@@ -156,12 +157,13 @@ def _add_batch(
         )
 
     last = add("copy in", start_s - free_s, Kind.PACK, after)
-    hops = max(2 * (timeline.ranks - 1), 1)
+    sent_bytes = batch.size_bytes * max(2 * (timeline.ranks - 1), 1) / timeline.ranks
+    hops = max(2 * (timeline.ranks - 1), 1) if batch.is_flat else 1
     shown = min(hops, MOST_HOPS)
     for hop in range(shown):
         name = f"{batch.transfer} hop {hop} {DERIVED}" if hops > 1 else batch.transfer
-        sent_bytes = batch.size_bytes * hops / (timeline.ranks * shown)
-        last = add(name, (transferred_s - start_s) / shown, Kind.COLLECTIVE, last, sent_bytes)
+        seconds = (transferred_s - start_s) / shown
+        last = add(name, seconds, Kind.COLLECTIVE, last, sent_bytes / shown)
     return add("copy out", batch.end_s - transferred_s, Kind.UNPACK, last)
 
 

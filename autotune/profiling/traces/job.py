@@ -17,7 +17,12 @@ from autotune.files import MAX_FILE_BYTES
 from autotune.parsing import parse_json
 from autotune.profiling.formats.chakra import chakra_reader
 from autotune.profiling.formats.execution_trace import ExecutionTrace, read_execution_trace
-from autotune.profiling.formats.horovod import BEGINNING, HorovodTimeline, read_horovod
+from autotune.profiling.formats.horovod import (
+    BEGINNING,
+    NEGOTIATE,
+    HorovodTimeline,
+    read_horovod,
+)
 from autotune.profiling.formats.json_stream import Read
 from autotune.profiling.formats.kineto import read_kineto
 from autotune.profiling.formats.rank_trace import RankTrace, Repair, listed_numbers
@@ -147,7 +152,7 @@ def read_job(
             if source.file_name == MEMORY_FILE:
                 continue
             beginning, read = _sniffed(read)
-            if _is_timeline(beginning):
+            if _is_timeline(beginning, source.name):
                 raise InvalidInput(
                     f"a timeline of Horovod is replayed alone, but {source.name} is one among "
                     "other files; name it alone"
@@ -188,7 +193,7 @@ def read_timeline(paths: str | Path | Sequence[str | Path]) -> HorovodTimeline |
             )
         with source.open() as read:
             beginning, read = _sniffed(read)
-            if not _is_timeline(beginning):
+            if not _is_timeline(beginning, source.name):
                 return None
             timeline = read_horovod(read, source.name)
     return timeline
@@ -267,8 +272,18 @@ def _sniffed(read: Read) -> tuple[bytes, Read]:
     return beginning, read_again
 
 
-def _is_timeline(beginning: bytes) -> bool:
-    return BEGINNING in beginning and beginning.lstrip().startswith(b"[")
+def _is_timeline(beginning: bytes, where: str) -> bool:
+    """Whether a file is a timeline of Horovod. Raises `InvalidInput` for one of an old version."""
+    if not beginning.lstrip().startswith(b"["):
+        return False
+    if BEGINNING in beginning:
+        return True
+    if f'"{NEGOTIATE}'.encode() in beginning:
+        raise InvalidInput(
+            "a timeline of Horovod must be of version 0.21 or later, which states when it begins, "
+            f"but {where} does not; record it with a later version"
+        )
+    return False
 
 
 def _job_file(read: Read, where: str) -> dict[str, Any]:
