@@ -149,6 +149,19 @@ def test_a_stream_that_waits_for_another_is_read_from_events_or_inferred(recorde
     assert steps.rank_ops(0, 0).inferred == (0 if recorded else 1)
 
 
+def on_device(event: Event, device: int) -> Event:
+    return {**event, "pid": device, "args": event["args"] | {"device": device}}
+
+
+def test_a_wait_is_for_the_stream_of_its_own_device() -> None:
+    """Two devices have a stream 7, and the wait was for the one that was launched on first."""
+    other = [{**launch(0, 9), "tid": 2}, kernel("other", 6, 20, 9)]
+    second = [on_device(e, 1) if "device" in e["args"] else e for e in stream_wait(True)]
+    dfg = TracedSteps(job_of(other + second)).dfg()
+    assert starts_us(dfg, {"first": 30})["second"] == 40
+    assert starts_us(dfg, {"other": 90})["second"] == 70
+
+
 def test_streams_that_merely_follow_each_other_are_not_tied() -> None:
     events = [event for event in stream_wait(False) if event["name"] != "cudaStreamWaitEvent"]
     assert starts_us(TracedSteps(job_of(events)).dfg(), {"first": 30})["second"] == 70

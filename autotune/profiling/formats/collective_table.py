@@ -30,7 +30,7 @@ _TEST = re.compile(r"\b(\w+)_perf\b")
 _RANK = re.compile(r"#\s+Rank\s+(\d{1,9})\b(.*)")
 _PROCESS = re.compile(r"\bPid\s+\d+")
 BANDWIDTH_ERROR = 0.02
-"""Relative error of the ratio of two bandwidths. From three ranks on, it is at least a quarter lower
+"""Relative error of the ratio of two bandwidths. From three ranks on, it is a quarter lower or more
 for other collectives."""
 BANDWIDTH_DIGIT = 0.01
 """GB/s, the last digit of a bandwidth."""

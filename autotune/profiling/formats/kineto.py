@@ -294,11 +294,13 @@ class _KinetoReader:
         return _numbered(self.lanes, (str(process)[:40], thread[:40], device))
 
     def _sync(self, args: dict[str, Any]) -> int:
-        kind, stream, wait_on_stream = (
-            str(args.get(key, ""))[:40] for key in ("cuda_sync_kind", "stream", "wait_on_stream")
+        kind, stream, wait_on_stream, device = (
+            str(args.get(key, ""))[:40]
+            for key in ("cuda_sync_kind", "stream", "wait_on_stream", "device")
         )
         correlation = stated_whole(args.get("wait_on_cuda_event_record_corr_id"))
-        return _numbered(self.syncs, SyncWait(kind, stream, wait_on_stream, correlation))
+        sync = SyncWait(kind, stream, wait_on_stream, correlation, device)
+        return _numbered(self.syncs, sync)
 
     def _flow(self, event: dict[str, Any], phase: str) -> None:
         number, at = stated_whole(event.get("id")), stated_number(event.get("ts"))

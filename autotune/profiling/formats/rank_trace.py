@@ -145,12 +145,16 @@ class Comm:
 
 @dataclass(frozen=True)
 class SyncWait:
-    """A synchronization event: its kind, its stream, and the event record that it waits for."""
+    """A synchronization event: its kind, its stream, and the event record that it waits for.
+
+    Both streams are of `device`, "" where not stated. Streams of different devices share numbers.
+    """
 
     kind: str
     stream: str
     wait_on_stream: str
     record_correlation: int
+    device: str = ""
 
 
 @dataclass(frozen=True)
@@ -270,6 +274,12 @@ class RankTrace:
             before = np.searchsorted(self.start_s[same], self.start_s[event], side="right")
             launch[event] = same[max(int(before), 1) - 1]
         return launch
+
+    @cached_property
+    def working_devices(self) -> frozenset[str]:
+        """The devices that kernels and copies ran on."""
+        lanes = np.unique(self.lane[np.isin(self.category, DEVICE_WORK)])
+        return frozenset(self.lanes[lane].process for lane in lanes.tolist())
 
     def name_of(self, event: int) -> str:
         return self.names[int(self.name[event])]

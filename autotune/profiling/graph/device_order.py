@@ -104,12 +104,20 @@ class _OrderFinder:
             stream.launched_s.append(launched_s)
             stream.ops.append(op)
 
-    def _lane_of(self, stream: str) -> int:
-        lanes = (lane for lane in self.streams if self.trace.lanes[lane].thread == stream)
-        return next(lanes, MISSING)
+    def _lane_of(self, stream: str, device: str) -> int:
+        """The lane of a device's stream; of any device if none that works is stated."""
+        lanes = self.trace.lanes
+        named = (lane for lane in self._lanes_on(device) if lanes[lane].thread == stream)
+        return next(named, MISSING)
 
-    def _streams_named(self, stream: str) -> list[_Stream]:
-        lane = self._lane_of(stream)
+    def _lanes_on(self, device: str) -> list[int]:
+        if device not in self.trace.working_devices:
+            return list(self.streams)
+        lanes = self.trace.lanes
+        return [lane for lane in self.streams if lanes[lane].process == device]
+
+    def _streams_named(self, stream: str, device: str) -> list[_Stream]:
+        lane = self._lane_of(stream, device)
         return [self.streams[lane]] if lane != MISSING else []
 
     def _find_blocking(self) -> None:
@@ -132,10 +140,13 @@ class _OrderFinder:
         streams = list(self.streams.values())
         if sync is not None and what == "Event":
             record_s = self.record_s.get(sync.record_correlation)
-            streams = [] if record_s is None else self._streams_named(sync.wait_on_stream)
+            awaited = self._streams_named(sync.wait_on_stream, sync.device)
+            streams = [] if record_s is None else awaited
             at_s = at_s if record_s is None else record_s
         elif sync is not None and what == "Stream":
-            streams = self._streams_named(sync.stream)
+            streams = self._streams_named(sync.stream, sync.device)
+        elif sync is not None:
+            streams = [self.streams[lane] for lane in self._lanes_on(sync.device)]
         last = [stream.before(at_s) for stream in streams]
         last = [op for op in last if op != MISSING and self.ends[op] <= until_s]
         if sync is None and what != "Device" and last:
@@ -154,7 +165,8 @@ class _OrderFinder:
                 unstated.append(call)
                 continue
             record_s = self.record_s.get(sync.record_correlation)
-            before, after = self._lane_of(sync.wait_on_stream), self._lane_of(sync.stream)
+            before = self._lane_of(sync.wait_on_stream, sync.device)
+            after = self._lane_of(sync.stream, sync.device)
             if record_s is None or MISSING in (before, after):
                 continue
             first = self.streams[before].before(record_s)
