@@ -20,7 +20,7 @@ then takes the middle.
               + sum_e ((d_e - mean_(family, p)) / sigma_d)^2                    O1
               + sum_p ((theta_p - clock_h) / sigma_h)^2, p on a known host h    O2
               + sum_p ((theta_p - guess_p) / error_p)^2, p guessed by messages  O4
-              + rho sum_k slack_k
+              + rho sum_k slack_k, only where no theta satisfies the order without slack
     subject to  start_e + theta_p <= m_k <= end_e + theta_p + slack_k,   theta_0 = 0
 
 Where clocks drift (`drift`), theta_p becomes theta_p + delta_m (t - middle_m) at the time t of each
@@ -33,9 +33,10 @@ constraints and breaks none is optimal under all.
 
 The weights are one over the squared noise of each term's measurement: sigma_e and sigma_d are
 estimated from the traces, sigma_h is the disagreement of profilers on one host, and error_p comes
-with the guess (`guess`). The penalty on the slack is exact: no constraint is broken while there are
-offsets that break none. Times are in units of sigma_e, each collective's counted from its own
-middle; otherwise the numbers are badly scaled.
+with the guess (`guess`). Slack is 0 wherever offsets satisfy the order of all events: no price of it
+would outweigh the pull of many collectives. Only where the solver finds the order infeasible, slack
+has the price rho. Times are in units of sigma_e, each collective's counted from its own middle;
+otherwise the numbers are badly scaled.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ HOST_NOISE_S = 1e-6
 LEAST_NOISE_S = 1e-6
 """Traces from before 2024 hold whole microseconds."""
 SLACK_PRICE = 1e3
-"""Per sigma_e of slack and member, far above the gain of any offset."""
+"""Per sigma_e of a collective's slack, where no offsets satisfy the order."""
 EASED = (1.0, 30.0, 1000.0)
 """Factors on the noise: times that contradict each other far beyond it are badly scaled."""
 ROUNDS = 4
@@ -141,6 +142,7 @@ class Program:
         )
         self.groups = _family_groups(observed)
         self.bound: IntArray = np.empty(0, dtype=np.int64)
+        self.contradictory = False  # no offsets satisfy the order of the collectives `bound`
         self.repeated = observed.waits & (np.bincount(self.groups)[self.groups] > 1)
         self.free_machines, first_ranks = np.unique(drifts.machine[drifts.free], return_index=True)
         self.rough = drifts.rough[drifts.free][first_ranks]
@@ -190,8 +192,7 @@ class Program:
     def _solved(self, clipping: IntArray, weight: FloatArray) -> FloatArray:
         bound = self.bound
         while True:
-            tries = (self._solved_within(clipping, weight, bound, eased) for eased in EASED)
-            clocks = next((solution for solution in tries if solution is not None), None)
+            clocks = self._solved_under(clipping, weight, bound)
             if clocks is None:
                 raise InvalidInput(
                     "the ranks' clocks could not be aligned: no solution was found; are the traces "
@@ -203,12 +204,31 @@ class Program:
                 return clocks
             bound = np.union1d(bound, broken)
 
+    def _solved_under(
+        self, clipping: IntArray, weight: FloatArray, bound: IntArray
+    ) -> FloatArray | None:
+        """Clocks that keep the order of the collectives `bound`, else those with priced slack."""
+        if not self.contradictory:
+            for eased in EASED:
+                clocks = self._solved_within(clipping, weight, bound, eased, slack=False)
+                if clocks is not None:
+                    return clocks
+                if self.contradictory:
+                    break
+        if not len(bound):
+            return None
+        tries = (
+            self._solved_within(clipping, weight, bound, eased, slack=True) for eased in EASED
+        )
+        return next((solution for solution in tries if solution is not None), None)
+
     def _solved_within(
-        self, clipping: IntArray, weight: FloatArray, bound: IntArray, eased: float
+        self, clipping: IntArray, weight: FloatArray, bound: IntArray, eased: float, *, slack: bool
     ) -> FloatArray | None:
         """Clocks under the constraints of the collectives `bound` only.
 
-        None where the solver fails; `eased` multiplies the noise.
+        None where the solver fails; `eased` multiplies the noise. With `slack` the order may be
+        broken at a price.
         """
         observed, noise = (
             self.observed,
@@ -252,14 +272,15 @@ class Program:
             weights = noise.end_s / (eased * self.error_s)
             cost += cp.sum_squares(cp.multiply(weights, theta[self.guessed]))
         if len(bound):
-            latest, slack = cp.Variable(len(bound)), cp.Variable(len(bound), nonneg=True)
+            latest, late = cp.Variable(len(bound)), cp.Variable(len(bound), nonneg=True)
             within = np.flatnonzero(np.isin(observed.of, bound))
             collective = _picking(np.searchsorted(bound, observed.of[within]), len(bound))
             rules += [start[within] + own_start[within] <= collective @ latest]
             waits = observed.waits[within]
             waiting = within[waits]
-            rules += [collective[waits] @ (latest - slack) <= end[waiting] + own_end[waiting]]
-            cost += SLACK_PRICE * cp.sum(slack)
+            earliest = latest - late if slack else latest
+            rules += [collective[waits] @ earliest <= end[waiting] + own_end[waiting]]
+            cost += SLACK_PRICE * cp.sum(late) if slack else 0.0
         problem = cp.Problem(cp.Minimize(cost), rules)
         with warnings.catch_warnings():
             # "may be inaccurate": by some nanoseconds; slack reports what is broken
@@ -268,6 +289,8 @@ class Program:
                 problem.solve(solver=cp.CLARABEL)
             except cp.error.SolverError:
                 return None
+        infeasible = problem.status in (cp.INFEASIBLE, cp.INFEASIBLE_INACCURATE)
+        self.contradictory = self.contradictory or infeasible
         if theta.value is None:
             return None
         clocks = np.zeros((2, observed.ranks))
