@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from autotune.arrays import FloatArray, IntArray
 from autotune.profiling.formats.rank_trace import (
     ANNOTATED,
     INFERRED,
@@ -54,7 +55,8 @@ def with_common_numbers(
         numbering.settle(place, _Shift(0))
     numbering.settle_all(waiting)
     lowest = 0 if stated else min(numbering.first_number(place) for place in inferred)
-    renumbered, repairs = list(traces), []
+    renumbered = list(traces)
+    repairs: list[Repair] = []
     for place in inferred:
         trace, shift = traces[place], numbering.shifts[place]
         steps = (replace(step, number=step.number + shift.by - lowest) for step in trace.steps)
@@ -98,6 +100,7 @@ class _Numbering:
         self.shifts[place] = shift
         for key, number in self._keys(place).items():
             self.step_of.setdefault(key, number + shift.by)
+        del self.keys[place]
 
     def settle_all(self, waiting: Sequence[int]) -> None:
         """Settle the ranks by the numbers of collectives, and those without any by the clock."""
@@ -175,11 +178,11 @@ class _Numbering:
         ]
         return float(np.median(apart_s)) if apart_s else float("inf")
 
-    def _starts(self, place: int) -> tuple[np.ndarray, np.ndarray]:
+    def _starts(self, place: int) -> tuple[IntArray, FloatArray]:
         """Numbers of a rank's steps, and their starts on the wall clock of the first rank."""
         trace = self.traces[place]
         since_s = (trace.origin_ns - self.traces[0].origin_ns) * 1e-9
-        numbers = np.array([step.number for step in trace.steps])
+        numbers = np.array([step.number for step in trace.steps], dtype=np.int64)
         return numbers, np.array([step.start_s for step in trace.steps]) + since_s
 
 
