@@ -111,8 +111,8 @@ def test_an_order_that_no_offset_explains_is_met_with_slack_and_reported() -> No
 def test_the_order_of_events_limits_the_offsets_that_the_ends_suggest() -> None:
     """The second rank's link is slower: its ends are 10 ms late on clocks that agree.
 
-    It ended the last one 2 ms after the first had begun, so its clock is at most 2 ms late. The many
-    ends before pull harder together than a price of slack did.
+    It ended the last one 2 ms after the first had begun, so its clock is at most 2 ms late. The
+    many ends before pull harder together than a price of slack did.
     """
     starts = np.arange(600.0)[:, None] + np.zeros((600, 2))
     ends = starts + np.array([0.1, 0.11])

@@ -67,7 +67,7 @@ def test_output_without_a_name_is_an_all_reduce_only_if_its_bandwidths_are(
     (*_, row) = read_collective_table(written(tmp_path, unnamed("sum", -1, 2 * 7 / 8)), ranks=8)
     assert (row.primitive, row.ranks) == ("all_reduce", 8)
     path = written(tmp_path, unnamed(redop, root, link_share))
-    with pytest.raises(InvalidInput, match="line 11 is not of an all-reduce .* --primitive"):
+    with pytest.raises(InvalidInput, match=r"line 11 is not of an all-reduce .* --primitive"):
         read_collective_table(path, ranks=ranks)
     (*_, row) = read_collective_table(path, ranks=ranks, primitive="all_gather")
     assert (row.primitive, row.ranks) == ("all_gather", ranks)

@@ -22,13 +22,7 @@ from autotune.dfg.graph import Kind
 from autotune.errors import InvalidInput
 from autotune.jobs.sources import read_source
 from autotune.profiling.formats.kineto import read_kineto
-from autotune.profiling.formats.rank_trace import (
-    Category,
-    Comm,
-    RankTrace,
-    Repair,
-    repair_lines,
-)
+from autotune.profiling.formats.rank_trace import Category, Comm, RankTrace, Repair, repair_lines
 from autotune.profiling.graph.traced_steps import TracedSteps
 from autotune.profiling.traces import TraceJob, read_job
 from autotune.profiling.traces.job import assemble

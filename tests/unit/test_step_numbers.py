@@ -55,10 +55,7 @@ def from_iteration(events: list[Event], first: int) -> list[Event]:
 
 
 def job_of(
-    first: tuple[int, ...],
-    sequences: bool,
-    offset_s: float = 0.0,
-    stated: tuple[int, ...] = (),
+    first: tuple[int, ...], sequences: bool, offset_s: float = 0.0, stated: tuple[int, ...] = ()
 ) -> TraceJob:
     """Two ranks or more, of which each is recorded from iteration `first` on.
 

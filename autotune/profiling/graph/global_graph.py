@@ -112,10 +112,8 @@ class _GraphBuild:
     def _transfer_s(self, place: int, part: RankPart, op: TracedOp, number: int) -> float:
         """Seconds from the latest start among the ranks that the member must wait for."""
         starts, joint = self.starts[number], self.joints[number]
-        if joint.mutual:
-            begin_s = self.latest_s[number]
-        else:
-            begin_s = max(starts[place], starts[joint.root])
+        pair = place, joint.root
+        begin_s = self.latest_s[number] if joint.mutual else max(starts[one] for one in pair)
         return max(op.end_s + part.shift_s - begin_s, 0.0)
 
     def _join(self, place: int, number: int, entry: int, added: int) -> None:

@@ -14,13 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from autotune.profiling.formats.execution_trace import ExecutionTrace
-from autotune.profiling.formats.rank_trace import (
-    MISSING,
-    Comm,
-    RankTrace,
-    Repair,
-    listed_numbers,
-)
+from autotune.profiling.formats.rank_trace import MISSING, Comm, RankTrace, Repair, listed_numbers
 from autotune.profiling.traces.collectives import TracedCollective
 
 _Collectives = Sequence[TracedCollective]

@@ -17,12 +17,7 @@ from autotune.files import MAX_FILE_BYTES
 from autotune.parsing import parse_json
 from autotune.profiling.formats.chakra import chakra_reader
 from autotune.profiling.formats.execution_trace import ExecutionTrace, read_execution_trace
-from autotune.profiling.formats.horovod import (
-    BEGINNING,
-    NEGOTIATE,
-    HorovodTimeline,
-    read_horovod,
-)
+from autotune.profiling.formats.horovod import BEGINNING, NEGOTIATE, HorovodTimeline, read_horovod
 from autotune.profiling.formats.json_stream import Read
 from autotune.profiling.formats.kineto import read_kineto
 from autotune.profiling.formats.rank_trace import RankTrace, Repair, listed_numbers
