@@ -90,8 +90,8 @@ def test_the_transfers_of_a_hierarchical_all_reduce_are_one_without_hops() -> No
     timeline = read_events(hierarchical())
     assert [batch.operations for batch in timeline.batches] == [(0, 1), (2, 3)]
     first = timeline.operations[0]
-    assert first.transfers == STAGES
     assert first.transferred_s == pytest.approx((50e-6, 65e-6))
+    assert first.transfers == STAGES
     assert timeline.batches[0].transfer_s == first.transferred_s
     step = horovod_steps(timeline)[0]
     dfg = step_dfg(timeline, step)

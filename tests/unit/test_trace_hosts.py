@@ -92,11 +92,11 @@ def test_ranks_of_one_host_name_are_separated_if_the_order_of_events_demands_it(
 
 def test_a_number_of_ranks_per_host_counts_ranks_and_not_traces(tmp_path: Path) -> None:
     """Ranks 8 to 11 were on the host of ranks 0 to 3, since theirs were the next traces."""
-    Job(ranks=12, steps=1).run().write(tmp_path)
-    for rank in range(4, 8):
+    Job(ranks=16, steps=1).run().write(tmp_path)
+    for rank in (*range(4, 8), *range(12, 16)):
         (tmp_path / f"rank{rank}.json.gz").unlink()
-    job = read_job(tmp_path, hosts="4")
-    assert job.hosts.names == ("host 0",) * 4 + ("host 2",) * 4
+    job = read_job(tmp_path, hosts="8")
+    assert job.hosts.names == ("host 0",) * 4 + ("host 1",) * 4
     assert job.rank_numbers[4:] == (8, 9, 10, 11)
-    with pytest.raises(InvalidInput, match="must divide the 12 ranks of the job, but is 8"):
-        read_job(tmp_path, hosts="8")
+    with pytest.raises(InvalidInput, match="must divide the 16 ranks of the job, but is 5"):
+        read_job(tmp_path, hosts="5")
