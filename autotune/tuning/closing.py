@@ -27,10 +27,7 @@ def closing_instruction(spec: JobSpec, history: History) -> Instruction:
         for trial in history.ab_trials
     )
     blocks = [trial for trial in history.ab_trials if trial.request.round == number]
-    if sum(isinstance(trial.outcome, Failed) for trial in blocks) > 1:
-        reason = (
-            "the current setup failed twice during the closing comparison, so nothing was proven"
-        )
+    if reason := _nothing_proven_reason(spec, history, number, blocks):
         return Finish(Decision(CURRENT_SETUP, reason, None, best))
     tuned, current = _blocks(blocks, best), _blocks(blocks, CURRENT_SETUP)
     rule = PairRule(
@@ -42,17 +39,47 @@ def closing_instruction(spec: JobSpec, history: History) -> Instruction:
     ended = enough_pairs(tuned, current, rule) if len(tuned) == len(current) else None
     if ended is not None:
         return Finish(decide(spec, history, best, tuned, current, ended))
-    side = best if next_is_tuned(len(tuned), len(current)) else CURRENT_SETUP
+    is_tuned = next_is_tuned(len(tuned), len(current), current_first=number > 0)
+    side = best if is_tuned else CURRENT_SETUP
     # Blocks have a fixed length: the number of pairs adapts, and short blocks drift less.
     return RunTrial(trial_request(spec, history, side, Role.AB, round_=number))
 
 
-def next_is_tuned(tuned: int, current: int) -> bool:
+def next_is_tuned(tuned: int, current: int, current_first: bool = False) -> bool:
     """Whether the tuned side's block is next after these numbers of blocks.
 
-    The order is ABBA ABBA ..., which cancels a linear drift of the machine.
+    The order is ABBA ABBA ..., which cancels a linear drift of the machine, or BAAB BAAB ....
     """
-    return tuned % 2 == 0 if tuned == current else tuned < current
+    return (tuned % 2 == 0) != current_first if tuned == current else tuned < current
+
+
+def _nothing_proven_reason(
+    spec: JobSpec, history: History, number: int, blocks: list[TrialFinished]
+) -> str:
+    """Why the comparison ends without a result; empty if it goes on.
+
+    `number`: contenders that failed before this one, whose `blocks` are given. After a failure the
+    current setup runs first, since a hang takes long: its failure shows that strategies are not
+    the cause.
+    """
+    failed = [trial.outcome for trial in blocks if isinstance(trial.outcome, Failed)]
+    if len(failed) > 1:
+        return "the current setup failed twice during the closing comparison, so nothing was proven"
+    if number == 0 or len(failed) < len(blocks):
+        return ""
+    strategies = "1 strategy" if number == 1 else f"{number} strategies"
+    failures = f"{strategies} failed in the closing comparison"
+    if failed:
+        return (
+            f"{failures}, and right after that the current setup failed too, so nothing was "
+            f"proven: {failed[0].message}"
+        )
+    stays = "so the current setup stays; the report says why each failed"
+    if number >= spec.finalists:
+        return f"{failures} and the setting finalists allows no more contenders, {stays}"
+    if history.elapsed_s >= spec.max_seconds:
+        return f"{failures} and the time is over, {stays}"
+    return ""
 
 
 def _no_candidate_reason(history: History) -> str:

@@ -179,7 +179,11 @@ class JobSpec:
     )
     max_repeats: int = setting(1, "trials", "maximum repeats of a disturbed trial", at_least=0)
     finalists: int = setting(
-        3, "closing comparison", "strategies measured again before the comparison", at_least=1
+        3,
+        "closing comparison",
+        "strategies measured again, if time is left, before the comparison; at most this many are "
+        "compared",
+        at_least=1,
     )
     ab_pairs: int = setting(20, "closing comparison", "maximum pairs of blocks")
     ab_precision: float = setting(

@@ -59,7 +59,7 @@ def look_instruction(spec: JobSpec, history: History) -> RunTrial | None:
     """Measure the finalists again after the search; None once `contender` may choose.
 
     As in the search, references are run before, after and between the looks, and disturbed looks
-    are repeated, as long as the time suffices for the closing comparison.
+    are repeated. No look begins that would leave too little time for the closing comparison.
     """
     if history.ab_trials or not history.ranking():
         return None
@@ -69,15 +69,20 @@ def look_instruction(spec: JobSpec, history: History) -> RunTrial | None:
     looks = [trial for trial in history.candidates if is_second_look(history, trial)]
     for strategy_id in finalists(spec, history):
         tried = [look for look in looks if look.request.strategy_id == strategy_id]
-        if not tried or _look_again(spec, history, tried):
+        if _fits(spec, history) and (not tried or _look_again(spec, history, tried)):
             attempt = 1 + len(tried)
             return candidate_trial(spec, history, strategy_id, len(history.rounds), attempt, None)
     return reference_trial(spec, history) if since_reference else None
 
 
+def _fits(spec: JobSpec, history: History) -> bool:
+    """Whether there is time for one more trial and the shortest closing comparison."""
+    return least_budget_s(spec, history) <= spec.max_seconds
+
+
 def _look_again(spec: JobSpec, history: History, looks: Sequence[TrialFinished]) -> bool:
     """Whether all looks at a finalist were disturbed, and another one is allowed."""
-    if len(looks) > spec.max_repeats or least_budget_s(spec, history) > spec.max_seconds:
+    if len(looks) > spec.max_repeats:
         return False
     measured = all(isinstance(look.outcome, Measured) for look in looks)
     return measured and all(look.request.number in history.disturbed for look in looks)

@@ -15,7 +15,7 @@ from autotune.records import CURRENT_SETUP, Measured, Role, Stopped, TrialReques
 from autotune.rng import generator
 from autotune.strategy_space.strategy import Compressor
 from autotune.tuning.events import Proposed, TrialFinished, event_from_data, event_to_data
-from autotune.tuning.finalists import contender
+from autotune.tuning.finalists import contender, second_looks
 from autotune.tuning.history import History
 from autotune.tuning.instructions import Abort, ProfileWorkload, Propose, RunTrial
 from autotune.tuning.job import JobSpec
@@ -37,7 +37,7 @@ FAST = {5: 0.06, 3: 0.07}
 IDS = [strategy(number).id for number in range(32)]
 SEARCH = "r" + "ccccr" + "ccccr" + "cccc"
 LOOK = "r" + "cc" + "r"
-AB = "abba" * 3
+AB, BA = "abba" * 3, "baab" * 3
 WHOLE = SEARCH + LOOK + AB
 LOOKED = "rc" + SEARCH[:-1] + "crcr" + AB
 """With first looks at the current setup and the first candidate."""
@@ -59,8 +59,16 @@ def current_pair(request: TrialRequest) -> bool:
     return request.role is Role.AB and request.strategy_id == CURRENT_SETUP
 
 
+def tuned_block(request: TrialRequest) -> bool:
+    return request.role is Role.AB and request.strategy_id != CURRENT_SETUP
+
+
 def trial(number: int):
     return lambda request: request.number == number
+
+
+def from_trial(number: int):
+    return lambda request: request.number >= number
 
 
 def test_a_job_starts_with_the_profile_then_the_reference_then_the_first_round():
@@ -79,6 +87,8 @@ ALL_FAILED = "the report says why each failed"
 FASTER = "faster than the current setup"
 NO_FASTER = "not significantly faster"
 SLOWER = "slower than the current setup"
+NO_MORE = "2 strategies failed in the closing comparison and the setting finalists allows no more"
+FAILED_TOO = "right after that the current setup failed too, so nothing was proven: rank 1 exited"
 W = SyntheticWorld
 DECISIONS = {
     "insignificant": (W({5: 0.0999}, noise=0.05), None, LOOKED, NO_FASTER),
@@ -89,7 +99,9 @@ DECISIONS = {
     "all refused": (W(FAST, refuses=candidate), None, "r" + "c" * 12, ALL_FAILED),
     "all six refused": (W(FAST, refuses=candidate, available=6), None, "rcccccc", ALL_FAILED),
     "second look fails": (W(FAST, fails=second_look), 3, WHOLE, FASTER),
-    "comparison fails": (W(FAST, fails=late_pair), 3, SEARCH + LOOK + "abba" + AB, FASTER),
+    "comparison fails": (W(FAST, fails=late_pair), 3, SEARCH + LOOK + "abba" + BA, FASTER),
+    "all comparisons fail": (W(FAST, fails=tuned_block), None, SEARCH + LOOK + "aba", NO_MORE),
+    "network fails": (W(FAST, fails=from_trial(19)), None, SEARCH + LOOK + "ab", FAILED_TOO),
     "current setup fails": (W(FAST, fails=current_pair), None, SEARCH + LOOK + "abb", "twice"),
     "it fails once": (W(FAST, fails=trial(20)), 5, SEARCH + LOOK + "ab" + AB[1:], FASTER),
 }
@@ -264,6 +276,19 @@ def test_the_next_contender_gets_the_pairs_that_fit_into_the_time_left(after_s, 
     assert all_fit == (fitting >= 20) and fitting > 6
 
 
+def test_no_further_contender_begins_after_the_time_is_over():
+    spec = job_spec(max_seconds=100.0)
+
+    class Hanging(SyntheticWorld):
+        def _run(self, history, request):
+            event = super()._run(history, request)
+            return replace(event, elapsed_s=101.0) if tuned_block(request) else event
+
+    history, decision = decided(spec, Hanging(FAST, fails=tuned_block))
+    assert roles(history) == SEARCH + LOOK + "a"
+    assert decision.strategy_id == CURRENT_SETUP and "the time is over" in decision.reason
+
+
 def test_the_winner_is_one_of_the_finalists_that_were_measured_twice():
     """The finalists turn out slower than in their first trial, and than a third strategy."""
 
@@ -300,6 +325,18 @@ def test_the_time_budget_leaves_room_for_the_closing_comparison():
     history, decision = decided(job_spec(max_seconds=0.5), SyntheticWorld(FAST))
     assert decision.strategy_id == CURRENT_SETUP and not history.candidates
     assert "the budget ended before a strategy could be tried" in decision.reason
+
+
+def test_no_second_look_takes_the_time_of_the_closing_comparison():
+    """The comparison needs twelve blocks, each of which takes a twentieth of the time.
+
+    The search may exceed the rest by its last trial and the reference after it.
+    """
+    block_s = 0.1 * (job_spec().warmup_steps + job_spec().timed_steps)
+    spec = job_spec(max_trials=1000, finalists=3, max_seconds=20 * block_s)
+    history, decision = decided(spec, SyntheticWorld(FAST, default_s=0.1))
+    assert decision.comparison is not None and not second_looks(history)
+    assert history.elapsed_s <= spec.max_seconds + 2 * block_s
 
 
 def test_a_job_whose_space_holds_no_strategy_states_the_reason_of_its_round():
