@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import tracemalloc
 from fractions import Fraction
 
 import numpy as np
@@ -18,6 +19,7 @@ from autotune.cluster import Cluster, Host
 from autotune.errors import InvalidInput
 from autotune.optimizer.bounds import least_transfer_s
 from autotune.rng import generator
+from autotune.strategy_space.builders.servers import least_loaded
 from autotune.strategy_space.constraints import (
     balance_load,
     exchange_shares,
@@ -229,3 +231,33 @@ def test_between_equal_hosts_all_serve_alike_and_a_slow_one_serves_nothing():
     assert servers_of(Cluster("c", tuple(even))).shares == pytest.approx((0.25,) * 4)
     assert servers_of(Cluster("c", tuple(uneven))).ranks == (0, 1, 2)
     assert servers_of(Cluster.local(3)).shares == pytest.approx((1 / 3,) * 3)
+
+
+def test_a_large_draw_equals_one_of_all_numbers_at_once_in_a_part_of_the_memory():
+    sizes, weights = generator(0).integers(1, 10**9, 6000), np.linspace(1, 2, 2000)
+    tracemalloc.start()
+    placements = balance_load(sizes, weights, generator(1))
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 8 * sizes.size * weights.size
+    descending = np.argsort(-sizes, kind="stable")
+    noise = generator(1).gumbel(size=(sizes.size, weights.size))
+    load, placed_before = np.zeros(weights.size), 0
+    for row, shard in enumerate(descending):
+        device = int((placed_before * (weights / weights.sum()) + noise[row] - load).argmax())
+        assert placements[shard] == device
+        load[device] += sizes[shard]
+        placed_before += sizes[shard]
+
+
+SERVERS = st.lists(
+    st.tuples(st.integers(0, 10**12), st.sampled_from([0.1, 0.25, 0.3])), min_size=1, max_size=6
+)
+
+
+@given(SERVERS, st.integers(0, 10**9))
+def test_the_least_loaded_server_equals_a_slow_twin_also_in_ties(loaded, shard_bytes):
+    """Repeated servers tie, and the first one wins."""
+    loads, shares = zip(*(loaded * 2), strict=True)
+    done = [(load + shard_bytes) / share for load, share in zip(loads, shares, strict=True)]
+    assert least_loaded(loads, shares, shard_bytes) == done.index(min(done))

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
 from autotune.strategy_space.builders.collectives import (
@@ -144,10 +147,11 @@ def served_in_buckets(workload: Workload, cluster: Cluster, bucket_bytes: int) -
         raise InvalidInput(f"a bucket needs at least 1 byte, but has {bucket_bytes}")
     buckets = large_alone(workload, bucket_bytes, bucket_bytes)
     servers = servers_of(cluster)
-    loads = [0] * len(servers.ranks)
+    shares = np.array(servers.shares)
+    loads = np.zeros(len(shares), dtype=np.int64)
     shards: dict[tuple[str, int], Shard] = {}
     for number, message in enumerate(plan(buckets, workload, cluster.world_size).messages):
-        server = least_loaded(loads, servers.shares, message.grad_bytes)
+        server = least_loaded(loads, shares, message.grad_bytes)
         loads[server] += message.grad_bytes
         group = number if len(message.slices) > 1 else None
         shard = Shard(Synchronizer.PARAMETER_SERVER, placement=servers.ranks[server], group=group)
@@ -184,10 +188,10 @@ def byteps_across_steps(workload: Workload, cluster: Cluster) -> Strategy:
     return replace(byteps_like(workload, cluster), cross_step=True, in_flight=MOST_IN_FLIGHT)
 
 
-def least_loaded(loads_bytes: Sequence[float], shares: Sequence[float], shard_bytes: int) -> int:
+def least_loaded(loads_bytes: ArrayLike, shares: ArrayLike, shard_bytes: int) -> int:
     """Index of the server that would finish this shard first, at a rate like its share."""
-    done = [(load + shard_bytes) / share for load, share in zip(loads_bytes, shares, strict=True)]
-    return done.index(min(done))
+    done = (np.asarray(loads_bytes) + shard_bytes) / np.asarray(shares)
+    return int(done.argmin())
 
 
 def _served(
@@ -204,10 +208,11 @@ def _served(
         sizes.extend(
             (extent * row_bytes, position, number) for number, extent in enumerate(extents)
         )
-    loads = [0] * len(servers.ranks)
+    shares = np.array(servers.shares)
+    loads = np.zeros(len(shares), dtype=np.int64)
     placed: list[dict[int, Shard]] = [{} for _ in workload.variables]
     for shard_bytes, position, number in sorted(sizes, key=lambda entry: -entry[0]):
-        server = least_loaded(loads, servers.shares, shard_bytes)
+        server = least_loaded(loads, shares, shard_bytes)
         loads[server] += shard_bytes
         shard = Shard(Synchronizer.PARAMETER_SERVER, placement=servers.ranks[server])
         placed[position][number] = shard
