@@ -57,8 +57,9 @@ class SearchResult:
     """The best states, overall and by family.
 
     A family is a value of `Strategy.limit`: within the step, across steps with one message in
-    flight, or with more. `optima`: the fastest state of each climb by plan, without plans to avoid
-    and states less than `APART` from these. `dropped`: proposals outside the space or refused.
+    flight, or with more. `optima`: the fastest state of each climb by `Plan.enacted_id`, without
+    plans to avoid and states less than `APART` from these. `dropped`: proposals outside the space
+    or refused.
     """
 
     best: State | None = None
@@ -75,7 +76,8 @@ class SearchResult:
 class Search:
     """One search over one problem, whose deadline it keeps.
 
-    `allowed` may refuse further plans. `avoid`: ids of plans that never become `optima`.
+    `allowed` may refuse further plans. `avoid`: the `Plan.enacted_id` of plans that never become
+    `optima`.
     """
 
     def __init__(
@@ -194,13 +196,13 @@ class Search:
                     self._keep(state, step_s, one_pass.name)
             gained = step_s <= before_s * (1 - WORTH)
         if self._climbed is not None:
-            plan_id = self.replays.plan_of(self._climbed[1]).id
-            self.result.optima.setdefault(plan_id, self._climbed)
+            enacted_id = self.replays.plan_of(self._climbed[1]).enacted_id
+            self.result.optima.setdefault(enacted_id, self._climbed)
         return state, step_s
 
     def _note(self, state: State, step_s: float) -> None:
         """Remember the fastest state of this climb that need not be avoided."""
-        if self._avoid and self.replays.plan_of(state).id in self._avoid:
+        if self._avoid and self.replays.plan_of(state).enacted_id in self._avoid:
             self._avoided_s.append(step_s)
             return
         apart = all(abs(step_s - avoided_s) >= APART * avoided_s for avoided_s in self._avoided_s)

@@ -70,7 +70,7 @@ def suggestions(
     replays, and keeps its replays. The sets of compressors share the budget; each also begins with
     the best of the previous set. With `begin` the search starts only from these strategies; sets
     without one of them have no share, and families that are not near the best are left out.
-    `avoid`: ids of plans that are not among `others`.
+    `avoid`: `Plan.enacted_id` of plans that are not among `others`.
     """
 
     def lower(

@@ -66,22 +66,24 @@ class BayesianProposer:
         assert history.profiled is not None
         workload = history.profiled.workload
         failed_s = FAILED_FACTOR * history.references[0][1]
+        tried = dict.fromkeys(trial.request.strategy_id for trial in history.candidates)
         times = {
-            trial.plan_id: history.measured_s.get(trial.request.strategy_id, failed_s)
-            for trial in history.candidates
+            planned.plan.enacted_id: history.measured_s.get(strategy_id, failed_s)
+            for strategy_id in tried
+            if (planned := history.planned(strategy_id)) is not None
         }
         told: set[str] = set()
         repeats = asked = 0
         while repeats < BAYES_ASKS:
             asked += 1
             planned = PlannedStrategy.of(search.ask(), workload, self._spec.workers)
-            plan_id = planned.plan.id
+            enacted_id = planned.plan.enacted_id
             refusal = self._allowed.refusal_reason(planned.plan, workload)
-            if plan_id not in times and refusal is None:
+            if enacted_id not in times and refusal is None:
                 return planned, asked
-            search.tell(planned.strategy.id, times.get(plan_id, failed_s))
-            repeats = repeats + 1 if plan_id in told else 0
-            told.add(plan_id)
+            search.tell(planned.strategy.id, times.get(enacted_id, failed_s))
+            repeats = repeats + 1 if enacted_id in told else 0
+            told.add(enacted_id)
             if deadline.passed():
                 break
         return None, asked

@@ -43,14 +43,15 @@ CUT_SHORT = (
     "so that the same job may be proposed something else next time"
 )
 NEIGHBOURS = 600
-"""Most neighbours of an incumbent that are scored, all by replay."""
+"""Most untried neighbours of an incumbent that a round scores, all by replay."""
 
 
 @dataclass
 class Pool:
     """Candidates, the reasons of refused ones, and whether the search for them ran out of time.
 
-    `known`: ids of plans that are no candidates any more. `slices`: of all plans together.
+    `known`: `Plan.enacted_id` of plans that are no candidates any more. `slices`: of all plans
+    together.
     """
 
     known: set[str]
@@ -123,16 +124,23 @@ class PoolBuilder:
             self._add(pool, (("sampled", strategy) for strategy in sampled), history, sampling)
         return pool
 
-    def neighbours(self, history: History, start: Strategy, deadline: Deadline) -> Pool:
-        """Collect strategies that were passed over, and neighbours of `start`."""
+    def neighbours(
+        self, history: History, start: Strategy, round_: int, deadline: Deadline
+    ) -> Pool:
+        """Collect strategies that were passed over, and up to `NEIGHBOURS` neighbours of `start`.
+
+        They are another sample in every round.
+        """
         assert history.profiled is not None
         workload, cluster = history.profiled.workload, history.profiled.cluster
         pool = Pool(_tried(history))
         with collection_paused():
             self._add(pool, _passed_over(history), history, NO_DEADLINE, optimized=True)
-            around = neighbourhood(start, workload, cluster, self._allowed.space(history))
-            neighbours = (("neighbour", strategy) for strategy in islice(around, NEIGHBOURS))
-            self._add(pool, neighbours, history, deadline.share(0.5))
+            rng = generator(self._spec.seed, "neighbours", round_)
+            space = self._allowed.space(history)
+            around = neighbourhood(start, workload, cluster, space, rng)
+            neighbours = (("neighbour", strategy) for strategy in around)
+            self._add(pool, neighbours, history, deadline.share(0.5), most=NEIGHBOURS)
         return pool
 
     def _mutated(
@@ -194,17 +202,19 @@ class PoolBuilder:
         deadline: Deadline,
         optimized: bool = False,
         built: bool = False,
+        most: float = math.inf,
     ) -> None:
-        """Add the new strategies that can be enacted until the deadline, or `most_slices`.
+        """Add at most `most` new strategies that can be enacted, until the deadline.
 
-        The pool has at least one candidate before the deadline counts.
+        They end at about `most_slices` of the whole pool. The pool has at least one candidate
+        before the deadline counts.
         """
         assert history.profiled is not None
-        workload = history.profiled.workload
+        workload, most = history.profiled.workload, most + len(pool.candidates)
         for origin, strategy in strategies:
             planned = PlannedStrategy.of(strategy, workload, self._spec.workers)
-            if planned.plan.id not in pool.known:
-                pool.known.add(planned.plan.id)
+            if planned.plan.enacted_id not in pool.known:
+                pool.known.add(planned.plan.enacted_id)
                 refusal = self._allowed.refusal_reason(planned.plan, workload)
                 if refusal is None:
                     pool.candidates.append(Candidate(planned, origin, optimized, built))
@@ -214,7 +224,7 @@ class PoolBuilder:
             if pool.candidates and deadline.passed():
                 pool.cut_short = True
                 break
-            if pool.slices > self._most_slices:
+            if pool.slices > self._most_slices or len(pool.candidates) >= most:
                 break
 
     @staticmethod
@@ -231,8 +241,9 @@ class PoolBuilder:
 
 
 def _tried(history: History) -> set[str]:
-    """Ids of the plans that trials have run."""
-    return {trial.plan_id for trial in history.trials if trial.plan_id is not None}
+    """Return what trials have enacted, as `Plan.enacted_id`."""
+    planned = (history.planned(id_) for id_ in {t.request.strategy_id for t in history.trials})
+    return {each.plan.enacted_id for each in planned if each is not None}
 
 
 def _other_fusions(

@@ -163,7 +163,7 @@ class Proposer:
         """
         start = history.planned(incumbent)
         assert start is not None, "the current setup is no incumbent"
-        pool = self._builder.neighbours(history, start.strategy, deadline)
+        pool = self._builder.neighbours(history, start.strategy, round_, deadline)
         what = f"neighbours of {incumbent}, each to be compared with it"
         if not pool.candidates:
             reason = pool.explained(f"{what}: all were tried")

@@ -342,7 +342,8 @@ class Scorer:
             if strategy_id not in self._measured and deadline.passed():
                 break
             features = self._features(history, planned, strategy_id, shards <= self._trained_shards)
-            examples.append(Example(features, history.measured_s[strategy_id], domain))
+            step_s, group = history.measured_s[strategy_id], planned.plan.enacted_id
+            examples.append(Example(features, step_s, domain, group))
         order = generator(self._spec.seed, "examples").permutation(len(examples))
         return [examples[index] for index in order]
 

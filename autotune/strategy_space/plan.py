@@ -60,6 +60,7 @@ class TensorSlice:
 class Message:
     """Slices that are sent together. An empty `ranks` means every rank of the world.
 
+    `group`: the label that the slices' shards shared; it only enters the id of the plan.
     `shares` and `pieces` belong to a direct exchange (see `Shard`).
     """
 
@@ -177,6 +178,20 @@ class Plan:
     def id(self) -> str:
         """The hash that all ranks compare."""
         return content_id("plan", self)
+
+    @cached_property
+    def enacted_id(self) -> str:
+        """The hash of what the ranks do: plans that differ only in the labels of groups share it.
+
+        Nothing reads the label once the shards of a group are one message.
+        """
+        if all(message.group is None for message in self.messages):
+            return self.id
+        unlabelled = (
+            message if message.group is None else replace(message, group=None)
+            for message in self.messages
+        )
+        return replace(self, messages=tuple(unlabelled)).id
 
     @cached_property
     def wire_bytes(self) -> int:

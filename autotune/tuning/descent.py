@@ -1,4 +1,4 @@
-"""The end of a search: a descent from the fastest strategy through its whole neighbourhood.
+"""The end of a search: a descent from the fastest strategy to neighbours that are faster.
 
 Rounds of a descent propose neighbours of one strategy, the incumbent. Each neighbour is measured
 right before or after the incumbent, so that a machine whose speed drifts slows both. A neighbour

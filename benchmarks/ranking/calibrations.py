@@ -68,7 +68,7 @@ class Calibrations:
         )
         if key not in self._known:
             planned = {
-                enacted.id: PlannedStrategy(strategy, enacted)
+                enacted.enacted_id: PlannedStrategy(strategy, enacted)
                 for strategy, enacted, _ in campaign.measured
             }
             constants = calibrate(

@@ -41,7 +41,10 @@ FEWEST = 3
 
 @dataclass(frozen=True)
 class Residual:
-    """One plan of a domain. `kinds`: groups of kinds -> the plan's kind in that group."""
+    """One plan of a domain, by its `Plan.enacted_id`.
+
+    `kinds`: groups of kinds -> the plan's kind in that group.
+    """
 
     domain: str
     plan_id: str
@@ -73,10 +76,10 @@ def residuals_of(campaigns: Iterable[Campaign]) -> list[Residual]:
     """Replay every measured plan under its campaign's probe, profile and costs."""
     rows = []
     for campaign in campaigns:
-        plans = {plan.id: plan for _, plan, _ in campaign.measured}
+        plans = {plan.enacted_id: plan for _, plan, _ in campaign.measured}
         times_s: dict[str, list[float]] = {}
         for _, plan, measured_s in campaign.measured:
-            times_s.setdefault(plan.id, []).append(measured_s)
+            times_s.setdefault(plan.enacted_id, []).append(measured_s)
         for plan_id, plan in plans.items():
             rows.append(
                 Residual(

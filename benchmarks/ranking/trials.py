@@ -63,8 +63,9 @@ class Campaign:
 class Point:
     """One plan in one campaign, whose name is `example.domain`; its time is the median there.
 
-    `model_id` depends on names and shapes, since two names may mean one model. `noise`: relative
-    standard deviation of the median. `searched`: the tuner's optimizer proposed the plan.
+    `model_id` depends on names and shapes, since two names may mean one model. `plan_id`: its
+    `Plan.enacted_id`. `noise`: relative standard deviation of the median. `searched`: the tuner's
+    optimizer proposed the plan.
     """
 
     example: Example
@@ -143,7 +144,7 @@ def of_domain(domain: Domain) -> Campaign:
         left_out,
         repeat_noise(domain) or reference_noise(domain) or 0.0,
         frozenset(
-            trial.plan.id
+            trial.plan.enacted_id
             for trial in domain.candidates
             if trial.plan is not None and _OPTIMIZED in trial.source
         ),
@@ -228,8 +229,8 @@ def _points(campaign: Campaign, name: str, replayed: ReplayedTimes) -> list[Poin
     first: dict[str, tuple[Strategy, Plan]] = {}
     times_s: dict[str, list[float]] = {}
     for strategy, enacted, measured_s in campaign.measured:
-        first.setdefault(enacted.id, (strategy, enacted))
-        times_s.setdefault(enacted.id, []).append(measured_s)
+        first.setdefault(enacted.enacted_id, (strategy, enacted))
+        times_s.setdefault(enacted.enacted_id, []).append(measured_s)
     points = []
     for plan_id, (strategy, enacted) in first.items():
         features = campaign.extractor.features(PlannedStrategy(strategy, enacted))

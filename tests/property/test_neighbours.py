@@ -21,11 +21,14 @@ from autotune.strategy_space.builders.collectives import (
     per_variable,
 )
 from autotune.strategy_space.builders.servers import ps_load_balanced
-from autotune.strategy_space.moves.neighbours import mutate, neighbourhood
+from autotune.strategy_space.moves.choices import InTurn
+from autotune.strategy_space.moves.draft import Draft
+from autotune.strategy_space.moves.neighbours import MOVES, mutate, neighbourhood
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Compressor, Shard, SparseHandling, Synchronizer
 from autotune.workload import Variable
+from autotune.zoo.assumed_models import assumed_ops
 
 MODEL = model(*(Variable(f"v{9 - i}", (500, 100)) for i in range(9)))
 LOSSY = SearchSpace.default(lossy=True)
@@ -193,7 +196,7 @@ def test_the_neighbourhood_is_inside_the_space_and_names_each_neighbour_once(
     workload, on, space, seed
 ):
     start = sample(workload, on, space, generator(seed))
-    found = list(islice(neighbourhood(start, workload, on, space), 60))
+    found = list(islice(neighbourhood(start, workload, on, space, generator(seed)), 60))
     assert start not in found and len(set(found)) == len(found)
     for neighbour in found:
         assert_inside(space, neighbour, workload, on)
@@ -205,7 +208,7 @@ def test_every_random_move_leads_into_the_neighbourhood():
     workload = model(*(Variable(f"v{9 - i}", (2, 100)) for i in range(5)), table, forward_s=0.1)
     on = cluster(1e9, 2e8, 1e8)
     start = sample(workload, on, LOSSY, generator(4))
-    found = set(neighbourhood(start, workload, on, LOSSY))
+    found = set(neighbourhood(start, workload, on, LOSSY, generator(0)))
     rings = {neighbour.ring_order for neighbour in found}
     for neighbour in neighbours(start, 1500, LOSSY, workload, on):
         assert neighbour in found or neighbour.ring_order not in rings
@@ -213,7 +216,38 @@ def test_every_random_move_leads_into_the_neighbourhood():
 
 def test_the_first_neighbours_are_of_all_kinds():
     start = all_reduce_chunks(MODEL, 5)
-    first = list(islice(neighbourhood(start, MODEL, FOUR, LOSSY), 12))
+    first = list(islice(neighbourhood(start, MODEL, FOUR, LOSSY, generator(0)), 12))
     assert any(neighbour.cross_step for neighbour in first)
     assert any(map(is_cut, first)) and any(map(is_reordered, first))
     assert {len(messages_of(neighbour)) for neighbour in first} >= {1, 3}
+
+
+def test_the_first_neighbours_are_a_fair_sample_of_messages_and_variables():
+    workload = assumed_ops("vgg16").workload()
+    rng = generator(0)
+    around = neighbourhood(per_variable(workload), workload, FOUR, SearchSpace.default(), rng)
+    choices = [choice for one in islice(around, 600) for choice in one.variables]
+    switched = {c.variable for c in choices if c.shards[0].synchronizer is not REDUCE}
+    assert switched == set(workload.index)
+    third_largest = sorted(workload.variables, key=lambda variable: variable.grad_bytes)[-3]
+    assert third_largest.name in {choice.variable for choice in choices if choice.partition}
+
+
+def test_another_seed_gives_the_same_neighbours_in_another_order():
+    space = SearchSpace((REDUCE, SERVER), max_shards=1)
+    start = all_reduce_chunks(MODEL, 3)
+    one, same, other = (
+        list(neighbourhood(start, MODEL, FOUR, space, generator(seed))) for seed in (0, 0, 1)
+    )
+    assert one == same != other and set(one) == set(other)
+
+
+@pytest.mark.parametrize("kind", MOVES, ids=lambda move: move.__name__)
+def test_a_kind_of_move_that_changes_nothing_asks_for_no_choices(kind):
+    """In a lossless job; a draft for each of thousands of messages would take the round's time."""
+    start = per_variable(MODEL)
+    changed = [
+        kind(Draft(start, MODEL, FOUR, SearchSpace.default(), choices))
+        for choices in InTurn(generator(0))
+    ]
+    assert any(changed) or len(changed) == 1

@@ -276,7 +276,7 @@ def test_other_climbs_end_apart_near_the_best_and_outside_avoided_plans() -> Non
     assert all(one.name.endswith(", another climb") for one in first.others)
 
     def ids(suggested):
-        return {plan(one.strategy, workload, 4).id for one in suggested}
+        return {plan(one.strategy, workload, 4).enacted_id for one in suggested}
 
     tried, begin = ids([*first.best, *first.others]), [one.strategy for one in first.best]
     again = suggestions(steps, space, begin=begin, avoid=tried, budget=budget, seed=1)
@@ -325,7 +325,7 @@ def test_mixed_precision_scales_the_computation_by_a_measured_factor() -> None:
         return optimize(workload, NETWORK, space, budget=SMALL, passes=[halved])
 
     plain, half = optimized(MixedPrecision()), optimized(MixedPrecision(compute_factor=0.5))
-    assert _compressors(plain.strategy) == {Compressor.FP16}
+    assert Compressor.FP16 in _compressors(plain.strategy)
     assert plain.predicted_step_s >= workload.compute_s
     assert half.predicted_step_s < min(plain.predicted_step_s, half.enacted_step_s)
     assert any("as the caller measured" in note for note in half.assumed)

@@ -215,7 +215,7 @@ def test_the_folder_is_a_dataset_in_which_a_ranking_has_each_plan_once(whole, tm
     (whole.dataset / "outcome.md").write_text("a section")
     [domain] = read_dataset(whole.dataset)
     points = points_of(of_datasets([whole.dataset]), ReplayedTimes(tmp_path / "replayed"))
-    measured_plans = {trial.plan_id for trial in domain.candidates}
+    measured_plans = {trial.plan.enacted_id for trial in domain.candidates}
     assert sorted(point.plan_id for point in points) == sorted(measured_plans)
     assert len(points) < len(domain.candidates) / 2
     fastest_s = min(point.example.step_s for point in points)

@@ -295,6 +295,17 @@ def test_ids_are_those_of_the_first_release(name, strategy_id, plan_id):
     assert Plan.from_json(planned.to_json()) == planned
 
 
+def test_labels_of_groups_are_in_the_id_of_a_plan_and_not_in_what_it_enacts():
+    def labelled(c, b):
+        return plan(strategy(shard(group=2), c=shard(group=c), b=shard(group=b)), MODEL, 2)
+
+    one, same, apart = labelled(0, 0), labelled(7, 7), labelled(0, 1)
+    alone = plan(strategy(), MODEL, 2)
+    assert one.id != same.id and one.enacted_id == same.enacted_id
+    assert apart.id != alone.id and apart.enacted_id == alone.enacted_id == alone.id
+    assert one.enacted_id != apart.enacted_id
+
+
 def test_plans_spell_a_parameter_server_push_pull_and_strategies_do_not():
     chosen = strategy(c=served(1))
     message = json.loads(plan(chosen, MODEL, 2).to_json())["messages"][0]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import count, islice
 
 import pytest
 
@@ -22,18 +23,20 @@ from autotune.records import (
     Role,
     TrialRequest,
 )
+from autotune.rng import generator
 from autotune.sampler.bayesian_proposer import BAYES_ASKS
 from autotune.sampler.encodings import Encoding, FusionScalars, SpaceChoices
-from autotune.sampler.pool import CUT_SHORT
+from autotune.sampler.pool import CUT_SHORT, NEIGHBOURS
 from autotune.sampler.proposer import Proposer, uncalibrated
-from autotune.sampler.scoring import FEWEST_CALIBRATED
+from autotune.sampler.scoring import FEWEST_CALIBRATED, Scorer
 from autotune.simulators.registry import SIMULATORS
+from autotune.strategy_space.builders.collectives import ddp_default, per_variable
 from autotune.strategy_space.builders.registry import seed_strategies
 from autotune.strategy_space.enactable import refusal_reason
 from autotune.strategy_space.moves.neighbours import neighbourhood
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.space import SearchSpace
-from autotune.strategy_space.strategy import Compressor
+from autotune.strategy_space.strategy import Compressor, Strategy
 from autotune.tuning.events import Profiled, Proposal, Proposed, TrialFinished
 from autotune.tuning.history import History
 from autotune.tuning.job import JobSpec, Search
@@ -173,13 +176,65 @@ def test_a_round_of_the_descent_proposes_untried_neighbours_of_the_incumbent() -
     descending = Proposer(spec, {}, budgets=budgets).propose(history, 1, 1000, start.id)
     assert descending.incumbent == start.id
     assert 0 < len(descending.proposals) < descending.considered  # without those that are slow
-    around = neighbourhood(start, SMALL, SLOW_NETWORK, SearchSpace.default())
+    around = neighbourhood(start, SMALL, SLOW_NETWORK, SearchSpace.default(), generator(0))
     near = {strategy.id for strategy in around}
     near |= {proposal.strategy.id for proposal in first.passed_over}
     tried = {trial.plan_id for trial in history.trials}
     for proposal in descending.proposals:
         assert proposal.strategy.id in near
         assert plan(proposal.strategy, SMALL, 4).id not in tried
+
+
+def after_trials(history: History, strategies: Sequence[Strategy], model: Workload) -> History:
+    """The history after a round of these strategies, each measured once."""
+    proposals = tuple(Proposal(strategy, "sampled", 0.5) for strategy in strategies)
+    history = history.then(Proposed(0, proposals, "replay", "", len(proposals), (), 2.0))
+    for number, strategy in enumerate(strategies, start=len(history.trials)):
+        plan_id = plan(strategy, model, 4).id
+        history = history.then(finished(number, strategy.id, plan_id, 0.5))
+    return history
+
+
+def test_a_round_of_the_descent_scores_as_many_neighbours_however_many_were_tried() -> None:
+    spec = job()
+    start = per_variable(SMALL)
+    rng = generator(spec.seed, "neighbours", 1)
+    around = neighbourhood(start, SMALL, SLOW_NETWORK, SearchSpace.default(), rng)
+    begun = profiled(spec, model=SMALL).then(finished(0, CURRENT_SETUP, None, 0.5))
+    history = after_trials(begun, [start, *islice(around, 3)], SMALL)
+    descending = Proposer(spec, {}).propose(history, 1, 4, start.id)
+    assert descending.considered == NEIGHBOURS and len(descending.proposals) == 4
+
+
+def relabelled(strategy: Strategy) -> Strategy:
+    """The same merged shards under other labels."""
+    choices = []
+    for choice in strategy.variables:
+        shards = [
+            one if one.group is None else replace(one, group=one.group + 5) for one in choice.shards
+        ]
+        choices.append(replace(choice, shards=tuple(shards)))
+    return replace(strategy, variables=tuple(choices))
+
+
+def test_a_strategy_that_was_tried_under_other_labels_is_not_proposed_again() -> None:
+    spec = job(search=Search.NO_SIMULATOR)
+    untried = profiled(spec, model=SMALL).then(finished(0, CURRENT_SETUP, None, 0.5))
+    proposals = Proposer(spec, {}).propose(untried, 0, 1000).proposals
+    others = [relabelled(one.strategy) for one in proposals]
+    assert {other.id for other in others} != {one.strategy.id for one in proposals}
+    history = after_trials(untried, others, SMALL)
+    assert Proposer(spec, {}).propose(history, 0, 1000).proposals == ()
+
+
+def test_measured_strategies_that_enact_the_same_are_one_group() -> None:
+    spec, strategy = job(), ddp_default(SMALL)
+    twins = [strategy, relabelled(strategy), per_variable(SMALL)]
+    begun = profiled(spec, model=SMALL).then(finished(0, CURRENT_SETUP, None, 0.5))
+    examples = Scorer(spec, {}).examples(after_trials(begun, twins, SMALL))
+    groups = {example.features.strategy_id: example.group for example in examples}
+    one, same, other = (groups[twin.id] for twin in twins)
+    assert one == same != other
 
 
 def test_proposals_depend_on_the_speed_of_the_machine_only_if_they_say_so() -> None:

@@ -72,21 +72,21 @@ OPTIONS += ["--transfers", "cluster", "--seeds", str(SEEDS)]
 
 
 def distinct_plans(cluster: Cluster) -> list[Strategy]:
-    """Return `PLANS` sampled strategies, no two with the same plan."""
+    """Return `PLANS` sampled strategies, no two of which enact the same."""
     by_plan: dict[str, Strategy] = {}
     for strategy in sample_many(WORKLOAD, cluster, SearchSpace.default(), 3 * PLANS[cluster.id], 7):
-        by_plan.setdefault(plan(strategy, WORKLOAD, cluster.world_size).id, strategy)
+        by_plan.setdefault(plan(strategy, WORKLOAD, cluster.world_size).enacted_id, strategy)
     return list(by_plan.values())[: PLANS[cluster.id]]
 
 
 def true_s(cluster: Cluster, strategies: list[Strategy]) -> dict[str, float]:
-    """Return plan id -> step time, of which the analytic estimate is a part."""
+    """Return `Plan.enacted_id` -> step time, of which the analytic estimate is a part."""
     noise = generator(3, "noise", cluster.id)
     times = {}
     for strategy in strategies:
         planned = PlannedStrategy.of(strategy, WORKLOAD, cluster.world_size)
         analytic_s = extract(planned, WORKLOAD, cluster).analytic_step_s
-        times[planned.plan.id] = analytic_s * math.exp(0.3 * noise.standard_normal())
+        times[planned.plan.enacted_id] = analytic_s * math.exp(0.3 * noise.standard_normal())
     return times
 
 
@@ -103,10 +103,11 @@ def record(store: Store, cluster: Cluster) -> dict[str, float]:
     trials = [(strategy, 1.0) for strategy in strategies]
     trials += [(strategies[0], 3.0), (strategies[1], None)]
     for number, (strategy, factor) in enumerate(trials):
-        plan_id = plan(strategy, WORKLOAD, cluster.world_size).id
+        enacted = plan(strategy, WORKLOAD, cluster.world_size)
         request = TrialRequest(number, strategy.id, Role.CANDIDATE, 1, 2)
-        outcome = Measured(((times[plan_id] * factor,) * 2,), 0.0) if factor else CRASHED
-        events.append(TrialFinished(request, outcome, plan_id, 3.0 + number))
+        step_s = times[enacted.enacted_id]
+        outcome = Measured(((step_s * factor,) * 2,), 0.0) if factor else CRASHED
+        events.append(TrialFinished(request, outcome, enacted.id, 3.0 + number))
     for seq, event in enumerate(events):
         store.append(job, seq, event)
     first = next(iter(times))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import Protocol, TypeVar
 
@@ -52,37 +53,71 @@ class Drawn:
         return random_ring(cluster, self._rng)
 
 
+class _Question:
+    """A question after the same answers; `left`: options that have more combinations, in turn."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self.count = len(order)
+        self.left = deque(order)
+        self.following: dict[int, _Question] = {}
+        """Option -> the next question of the run, if it has been asked."""
+
+
 class InTurn:
     """Every combination of choices in turn: iterate, and run the move anew each time.
+
+    The options of a question take turns, in an order that `rng` draws, until they have no further
+    combination. So the first combinations are a fair sample: every option of the first question
+    comes once before one comes twice.
 
     The choices of a run may depend on earlier ones of the same run and on nothing else. Shares,
     pairs of many items and rings are samples of what could be drawn.
     """
 
-    def __init__(self) -> None:
-        self._path: list[tuple[int, int]] = []  # (chosen, options) of each question of the run
-        self._asked = 0
+    def __init__(self, rng: np.random.Generator) -> None:
+        self._rng = rng
+        self._first: _Question | None = None
+        self._asked: list[_Question] = []  # the questions of the present run
 
     def __iter__(self) -> Iterator[InTurn]:
         """Yield itself once for each combination."""
         while True:
-            self._asked = 0
+            self._asked = []
             yield self
-            del self._path[self._asked :]
-            while self._path and self._path[-1][0] + 1 == self._path[-1][1]:
-                self._path.pop()
-            if not self._path:
+            if self._is_over():
                 return
-            chosen, options = self._path[-1]
-            self._path[-1] = chosen + 1, options
+
+    def _is_over(self) -> bool:
+        """Let the options of the run's questions take turns; return whether none is left."""
+        exhausted = True
+        for question in reversed(self._asked):
+            option = question.left.popleft()
+            if exhausted:
+                question.following.pop(option, None)
+            else:
+                question.left.append(option)
+            exhausted = not question.left
+        return exhausted
 
     def pick(self, count: int) -> int:
-        if self._asked == len(self._path):
-            self._path.append((0, count))
-        chosen, options = self._path[self._asked]
-        assert options == count, "a move asked something else in the same situation"
-        self._asked += 1
-        return chosen
+        question = self._next(count)
+        assert question.count == count, "a move asked something else in the same situation"
+        self._asked.append(question)
+        return question.left[0]
+
+    def _next(self, count: int) -> _Question:
+        """Return the question after the answers of this run so far."""
+        if not self._asked:
+            self._first = self._first or self._new(count)
+            return self._first
+        before = self._asked[-1]
+        option = before.left[0]
+        if option not in before.following:
+            before.following[option] = self._new(count)
+        return before.following[option]
+
+    def _new(self, count: int) -> _Question:
+        return _Question(self._rng.permutation(count).tolist())
 
     def pick_two(self, count: int) -> tuple[int, int]:
         if count > MOST_PAIRS:

@@ -18,12 +18,13 @@ from autotune.strategy_space.moves.owners import changed_owners
 from autotune.strategy_space.moves.ring import swapped_ring
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.shares import MOST_PIECES
-from autotune.strategy_space.space import SearchSpace
+from autotune.strategy_space.space import CompressorSetting, SearchSpace
 from autotune.strategy_space.strategy import (
     ROOTED,
     SPARSE_COMPRESSORS,
     SPARSE_SYNCHRONIZERS,
     Compressor,
+    Shard,
     SparseHandling,
     Strategy,
 )
@@ -60,15 +61,22 @@ def mutate(
 
 
 def neighbourhood(
-    strategy: Strategy, workload: Workload, cluster: Cluster, space: SearchSpace
+    strategy: Strategy,
+    workload: Workload,
+    cluster: Cluster,
+    space: SearchSpace,
+    rng: np.random.Generator,
 ) -> Iterator[Strategy]:
-    """Every strategy that `mutate` can reach in one move, each once; see `choices.InTurn`.
+    """Every strategy that `mutate` can reach in one move, each once, in an order that `rng` draws.
 
-    The kinds of moves take turns, so that the first neighbours are of all kinds.
+    The kinds of moves take turns, and so do the choices of each kind (`choices.InTurn`). So the
+    first neighbours are a fair sample of the kinds and of the places in the strategy.
     """
     known = plan(strategy, workload, cluster.world_size)
     met = {strategy}
-    runs = [_results(move, strategy, workload, cluster, space, known) for move in _moves(space)]
+    runs = [
+        _results(move, strategy, workload, cluster, space, rng, known) for move in _moves(space)
+    ]
     while runs:
         for run in list(runs):
             neighbour = next(run, None)
@@ -85,12 +93,16 @@ def _results(
     workload: Workload,
     cluster: Cluster,
     space: SearchSpace,
+    rng: np.random.Generator,
     known: Plan,
 ) -> Iterator[Strategy]:
-    for choices in InTurn():
+    """The results of all choices of a move; `strategy` itself where a choice changes nothing.
+
+    So a move whose choices change nothing does not hold up the other kinds.
+    """
+    for choices in InTurn(rng):
         draft = Draft(strategy, workload, cluster, space, choices, known)
-        if move(draft):
-            yield draft.written()
+        yield draft.written() if move(draft) else strategy
 
 
 def _moves(space: SearchSpace) -> tuple[Move, ...]:
@@ -213,22 +225,27 @@ def _rejoin(draft: Draft, holder: DraftMessage, members: list[Member]) -> None:
 
 def _recompress(draft: Draft) -> bool:
     """Give a message another compressor, or another parameter of the same."""
+    settings = {kind: draft.space.settings_of(kind) for kind in draft.space.compressors}
     choices = [
         (message, kind)
         for message in draft.messages
         for kind in draft.space.compressors_for(message.dtype)
-        if draft.sparse_of(message) is SparseHandling.DENSE or kind in SPARSE_COMPRESSORS
+        if (kind is not message.shard.compressor or settings[kind] != (_setting(message.shard),))
+        and (draft.sparse_of(message) is SparseHandling.DENSE or kind in SPARSE_COMPRESSORS)
     ]
+    if not choices:
+        return False
     message, compressor = choices[draft.pick(len(choices))]
     shard = message.shard
-    current = (shard.compressor, shard.ratio, shard.rank)
-    settings = [s for s in draft.space.settings_of(compressor) if s != current]
-    if not settings:
-        return False
+    others = [setting for setting in settings[compressor] if setting != _setting(shard)]
     pieces = 1 if compressor.error_feedback else shard.pieces
-    setting = settings[draft.pick(len(settings))]
+    setting = others[draft.pick(len(others))]
     message.shard = replace(shard, pieces=pieces, **setting._asdict())
     return True
+
+
+def _setting(shard: Shard) -> CompressorSetting:
+    return CompressorSetting(shard.compressor, shard.ratio, shard.rank)
 
 
 def _swap_order(draft: Draft) -> bool:
