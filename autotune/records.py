@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -215,6 +216,17 @@ class Decision:
     comparison: Comparison | None
     best_candidate_id: str | None
     explanation: str = field(default="", metadata=LATER)
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Differences of the replay's constants from what was probed or assumed.
+
+    `logs` by factor, `limits` by their name; see `simulators.constants`.
+    """
+
+    logs: Mapping[str, float] = field(default_factory=dict)
+    limits: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ class Proposer:
         if self._scorer.calibration_given_up:
             reason = uncalibrated(self._scorer.is_calibrated)
             proposed = replace(proposed, reason=f"{proposed.reason}; {reason}")
-        return replace(proposed, contradicted=contradicted)
+        return replace(proposed, contradicted=contradicted, constants=self._scorer.constants)
 
     def _propose_sampled(
         self, history: History, round_: int, count: int, deadline: Deadline

@@ -14,12 +14,12 @@ import numpy as np
 from autotune.arrays import FloatArray, IntArray
 from autotune.features.extract import Extractor, StrategyFeatures, job_extractor
 from autotune.optimizer.budget import NO_DEADLINE, Deadline
-from autotune.records import RankingQuality
+from autotune.records import Constants, RankingQuality
 from autotune.rng import generator
 from autotune.sampler.correction import NO_EXPERIENCE, corrected_times, experience
 from autotune.sampler.past_jobs import PastJobs, evenly, no_past_jobs, past_residuals
 from autotune.simulators.calibration import OutOfTime, calibrate
-from autotune.simulators.constants import Constants, with_constants
+from autotune.simulators.constants import with_constants
 from autotune.simulators.contradictions import contradicted
 from autotune.simulators.evaluation import REPLAY, UNLEARNED, choose_ranker, evaluate, k_fold
 from autotune.simulators.gaussian_process import Experience
@@ -265,8 +265,13 @@ class Scorer:
         """Settings of the replays of `extractor`."""
         stated, profiled = self._as_stated(history), history.profiled
         assert profiled is not None
-        constants = Constants() if self._calibrated is None else self._calibrated[1]
+        constants = self.constants or Constants()
         return ReplaySettings(stated.costs, constants, tuple(profiled.op_fusions))
+
+    @property
+    def constants(self) -> Constants | None:
+        """Those that `calibrate` found last; None: the stated ones."""
+        return None if self._calibrated is None else self._calibrated[1]
 
     def calibrate(self, history: History, deadline: Deadline = NO_DEADLINE) -> tuple[str, ...]:
         """Fit the constants of the replays to the measurements so far.

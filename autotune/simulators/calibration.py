@@ -35,12 +35,12 @@ import numpy as np
 
 from autotune.arrays import FloatArray
 from autotune.features.extract import Extractor
+from autotune.records import Constants
 from autotune.simulators.combination import fitted_weight
 from autotune.simulators.constants import (
     LIMIT_COST,
     LIMITS,
     LINKS,
-    Constants,
     link_of,
     stated_costs,
     widths,
@@ -162,7 +162,7 @@ class _Fit:
         self.names = list(of_factor)
         self._widths = np.array(list(of_factor.values()))
         self._links = np.array([self.names.index(LINKS), *self._positions_of_links()])
-        rows = np.array([_timeline_row(extractor, planned) for planned in trials])
+        rows = np.array([_timeline_row(extractor, planned) for planned in self._in_time()])
         self._misfit: FloatArray = MISFIT.offset_sd**2 + MISFIT.shared_sd**2 * MISFIT.near(
             rows, rows
         )
@@ -240,12 +240,14 @@ class _Fit:
     def _replayed(self, x: FloatArray, limits: Mapping[str, int]) -> FloatArray:
         logs = dict(zip(self.names, x.tolist(), strict=True))
         steps = with_constants(self._extractor, Constants(logs, limits)).steps
-        seconds = []
+        return np.log([steps.step_s(planned.plan) for planned in self._in_time()])
+
+    def _in_time(self) -> Iterator[PlannedStrategy]:
+        """Yield the trials; raise `OutOfTime` before the first one for which there is no time."""
         for planned in self._trials:
             if self._out_of_time():
                 raise OutOfTime
-            seconds.append(steps.step_s(planned.plan))
-        return np.log(seconds)
+            yield planned
 
     def _slope(self, point: _Point) -> FloatArray:
         """J by forward differences."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from autotune.features.extract import Extractor
 from autotune.lowering.costs import Constant, RuntimeCosts
 from autotune.lowering.device_costs import costs_of
 from autotune.lowering.link_rates import with_link_rates
+from autotune.records import Constants
 
 LINKS, START, COLLECTIVE_CPU = "links", "start", "collective cpu"
 _LINK_OF = "link of "
@@ -69,14 +70,6 @@ LIMIT_COST = 4.0
 MOST_HOSTS = 16
 """Hosts whose links have factors of their own; each one takes more replays."""
 _DEFAULTS = RuntimeCosts()
-
-
-@dataclass(frozen=True)
-class Constants:
-    """Differences from what was probed or assumed: `logs` by factor, `limits` by their name."""
-
-    logs: Mapping[str, float] = field(default_factory=dict)
-    limits: Mapping[str, int] = field(default_factory=dict)
 
 
 def link_of(host: str) -> str:

@@ -13,7 +13,8 @@ from autotune.cluster import Cluster
 from autotune.features.extract import Extractor
 from autotune.lowering.costs import RuntimeCosts
 from autotune.parsing import parse, read_json
-from autotune.simulators.constants import Constants, with_constants
+from autotune.records import Constants
+from autotune.simulators.constants import with_constants
 from autotune.strategy_space.op_fusion import OpFusionChoice
 from autotune.workload import Workload
 

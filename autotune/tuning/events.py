@@ -17,6 +17,7 @@ from autotune.parsing import parse
 from autotune.records import (
     REAL_CONDITIONS,
     Conditions,
+    Constants,
     Failed,
     FailureKind,
     Measured,
@@ -120,6 +121,7 @@ class Proposed:
     `incumbent`: the strategy whose neighbours a round of the descent proposes, else "".
     `passed_over`: found by the optimizer and not proposed; later rounds may propose them.
     `contradicted`: constants of the replay that the trials so far contradict, a line each.
+    `constants`: those of the replays that predicted the proposals; None: the stated ones.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -134,6 +136,7 @@ class Proposed:
     incumbent: str = field(default="", metadata=LATER)
     passed_over: tuple[Proposal, ...] = field(default=(), metadata=LATER)
     contradicted: tuple[str, ...] = field(default=(), metadata=LATER)
+    constants: Constants | None = field(default=None, metadata=LATER)
 
 
 @dataclass(frozen=True)

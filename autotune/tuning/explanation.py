@@ -18,10 +18,12 @@ from autotune.arrays import BoolArray, FloatArray
 from autotune.features.extract import job_extractor
 from autotune.lowering.replayed import LoweredSteps
 from autotune.lowering.steady import SteadySteps
-from autotune.records import CURRENT_SETUP, Conditions, Decision, Measured
+from autotune.records import CURRENT_SETUP, Conditions, Constants, Decision, Measured
+from autotune.simulators.constants import with_constants
 from autotune.simulators.evaluation import UNLEARNED
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Compressor, Synchronizer
+from autotune.tuning.events import Proposal, Proposed
 from autotune.tuning.history import History
 from autotune.units import format_seconds
 
@@ -52,8 +54,9 @@ KINDS: tuple[PlanKind, ...] = (
 
 @dataclass(frozen=True)
 class Explanation:
-    """One strategy. `steps`: one replayed step of it. `reasons` are for people.
+    """One strategy. `reasons` are for people.
 
+    `steps`: one step of it, replayed with the constants of the prediction.
     `predicted_sd`: relative standard deviation of a measurement around the prediction, if known.
     """
 
@@ -91,19 +94,35 @@ class Explanation:
 
 
 class Explainer:
-    """Explains strategies of one profiled job, by replays as its predictions used them."""
+    """Explains strategies of one profiled job.
+
+    A prediction is explained by replays with the constants of its round. `replays` have those of
+    the last round, for steps that are compared with each other.
+    """
 
     def __init__(self, history: History, conditions: Conditions) -> None:
         profiled = history.profiled
         assert profiled is not None
         self._history = history
-        self.replays: LoweredSteps = job_extractor(
+        self._stated = job_extractor(
             profiled.workload,
             profiled.cluster,
             conditions.accelerators,
             profiled.software,
             profiled.op_fusions,
-        ).steps
+        )
+        self._known: list[tuple[Constants | None, LoweredSteps]] = []
+        rounds = history.rounds
+        self.replays = self._replays_with(rounds[-1].constants if rounds else None)
+
+    def _replays_with(self, constants: Constants | None) -> LoweredSteps:
+        for known, replays in self._known:
+            if known == constants:
+                return replays
+        stated = self._stated
+        extractor = stated if constants is None else with_constants(stated, constants)
+        self._known.append((constants, extractor.steps))
+        return extractor.steps
 
     def explain(self, strategy_id: str) -> Explanation | None:
         """None for a strategy without a prediction or a measurement."""
@@ -112,8 +131,9 @@ class Explainer:
         planned = self._history.planned(strategy_id)
         if proposal is None or measured_s is None or planned is None or not proposal.predicted_s:
             return None
-        steps, predicted_s = self.replays.steady(planned.plan, 1), proposal.predicted_s
-        reasons = self._reasons(strategy_id, planned.plan, predicted_s, measured_s, steps.step_s)
+        replays = self._replays_with(self._round_of(strategy_id).constants)
+        steps, predicted_s = replays.steady(planned.plan, 1), proposal.predicted_s
+        reasons = self._reasons(proposal, planned.plan, measured_s, replays, steps.step_s)
         return Explanation(
             strategy_id, predicted_s, measured_s, steps, reasons, proposal.predicted_sd
         )
@@ -126,11 +146,17 @@ class Explainer:
         explained = [self.explain(id_) for id_ in missed[:most]]
         return [each for each in explained if each is not None], len(missed)
 
-    @cached_property
-    def current_steps(self) -> SteadySteps | None:
-        """One replayed step of the current setup; None if its messages are not known."""
-        current = self._history.current_plan
-        return None if current is None else self.replays.steady(current, 1)
+    def exposed_s(self, strategy_id: str) -> tuple[float, float] | None:
+        """Exposed seconds of a step with the strategy and with the current setup, by `replays`.
+
+        None if the messages of one of them are not known.
+        """
+        current, planned = self._history.current_plan, self._history.planned(strategy_id)
+        if current is None or planned is None:
+            return None
+        plans = (planned.plan, current)
+        now_s, before_s = (max(self.replays.steady(plan, 1).exposed_s, 0.0) for plan in plans)
+        return now_s, before_s
 
     @property
     def _tolerance(self) -> float:
@@ -147,15 +173,22 @@ class Explainer:
         }
 
     def _reasons(
-        self, strategy_id: str, plan: Plan, predicted_s: float, measured_s: float, replayed_s: float
+        self,
+        proposal: Proposal,
+        plan: Plan,
+        measured_s: float,
+        replays: LoweredSteps,
+        replayed_s: float,
     ) -> tuple[str, ...]:
+        strategy_id, predicted_s = proposal.strategy.id, proposal.predicted_s
+        assert predicted_s is not None, "only a prediction is explained"
         missing_s = measured_s - predicted_s
         if abs(missing_s) <= self._tolerance * predicted_s:
             return (f"within ± {self._tolerance:.0%}, the noise of measurements",)
         parts = [
             self._correction(strategy_id, predicted_s, replayed_s),
             self._overrun(strategy_id),
-            self._shared(replayed_s),
+            self._shared(replays, replayed_s),
         ]
         # A part explains only a miss of its own direction.
         parts = [
@@ -178,14 +211,18 @@ class Explainer:
         self, strategy_id: str, predicted_s: float, replayed_s: float
     ) -> tuple[float, str]:
         """Compare the ranking with the replay."""
-        ranker = next(
-            event.ranker
-            for event in self._history.rounds
-            if any(proposal.strategy.id == strategy_id for proposal in event.proposals)
-        )
+        ranker = self._round_of(strategy_id).ranker
         who = "its ranking" if ranker in UNLEARNED else f"the {ranker} simulator"
         predicted = f"{who} predicted {format_seconds(predicted_s)}"
         return replayed_s - predicted_s, f"{predicted}, the replay {format_seconds(replayed_s)}"
+
+    def _round_of(self, strategy_id: str) -> Proposed:
+        """Return the round whose prediction of the strategy is explained, its first one."""
+        return next(
+            proposed
+            for proposed in self._history.rounds
+            if any(proposal.strategy.id == strategy_id for proposal in proposed.proposals)
+        )
 
     def _overrun(self, strategy_id: str) -> tuple[float, str]:
         """Real work of emulated accelerators that took longer than the profile."""
@@ -195,11 +232,12 @@ class Explainer:
         text = f"emulated accelerators overran by up to {format_seconds(late_s)} per step"
         return late_s, text
 
-    def _shared(self, replayed_s: float) -> tuple[float, str]:
+    def _shared(self, replays: LoweredSteps, replayed_s: float) -> tuple[float, str]:
         """The miss that the current setup has in common, without its overrun."""
-        steps, current_s = self.current_steps, self._history.reference_s
-        if steps is None or current_s is None:
+        current, current_s = self._history.current_plan, self._history.reference_s
+        if current is None or current_s is None:
             return 0.0, ""
+        steps = replays.steady(current, 1)
         assert self._history.profiled is not None
         overrun = self._history.overruns.get(CURRENT_SETUP, 0.0)
         late_s = overrun * self._history.profiled.workload.compute_s
@@ -256,11 +294,9 @@ def explained(decision: Decision, explainer: Explainer) -> Decision:
     if explanation is None:
         return decision
     parts = [explanation.line]
-    if explainer.current_steps is not None:
-        now, before = (
-            format_seconds(max(steps.exposed_s, 0.0))
-            for steps in (explanation.steps, explainer.current_steps)
-        )
+    exposed_s = explainer.exposed_s(explanation.strategy_id)
+    if exposed_s is not None:
+        now, before = map(format_seconds, exposed_s)
         parts.append(f"replayed, {now} of each step are exposed, {before} with the current setup")
     name = "" if decision.strategy_id == best else f"{best}: "
     return replace(decision, explanation=name + "; ".join(parts))

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from autotune.arrays import IntArray
+from autotune.records import Constants
 from autotune.simulators.calibration import calibrate
-from autotune.simulators.constants import Constants, with_constants
+from autotune.simulators.constants import with_constants
 from autotune.strategy_space.plan import PlannedStrategy
 from benchmarks.ranking.trials import Campaign, Point, ReplayedTimes, points_of
 

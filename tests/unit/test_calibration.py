@@ -13,18 +13,11 @@ from autotune.arrays import FloatArray
 from autotune.cluster import Cluster, CollectiveFit, Host
 from autotune.features.extract import Extractor
 from autotune.lowering.costs import ASSUMED, Constant, RuntimeCosts
+from autotune.records import Constants
 from autotune.rng import generator
 from autotune.sampler.random import samples
 from autotune.simulators.calibration import Calibration, OutOfTime, calibrate
-from autotune.simulators.constants import (
-    LIMITS,
-    LINKS,
-    OF_COSTS,
-    Constants,
-    link_of,
-    widths,
-    with_constants,
-)
+from autotune.simulators.constants import LIMITS, LINKS, OF_COSTS, link_of, widths, with_constants
 from autotune.simulators.contradictions import contradicted
 from autotune.strategy_space.plan import PlannedStrategy
 from autotune.strategy_space.space import SearchSpace
@@ -165,6 +158,13 @@ def test_a_calibration_ends_when_its_time_has_passed() -> None:
         calibrate(extractor(), trials(5), np.ones(5), lambda: next(asked) > 50)
     assert next(asked) == 52
     assert calibrate(extractor(), [], np.zeros(0)).constants == Constants()
+
+
+def test_no_trial_is_replayed_after_the_time_has_passed() -> None:
+    given = extractor()
+    with pytest.raises(OutOfTime):
+        calibrate(given, trials(5), np.ones(5), lambda: True)
+    assert given.steps.replayed == 0
 
 
 def test_no_changed_constant_changes_no_replay() -> None:

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 from synthetic_job import WORKLOAD, SyntheticWorld, drive, job_spec, strategy
 
-from autotune.records import CURRENT_SETUP, Accelerators, Conditions, Decision, Measured, Network
+from autotune.canonical import canonical_json
+from autotune.records import (
+    CURRENT_SETUP,
+    Accelerators,
+    Conditions,
+    Constants,
+    Decision,
+    Measured,
+    Network,
+)
+from autotune.simulators.constants import START
 from autotune.strategy_space.plan import plan
-from autotune.tuning.events import Event, Profiled, Proposed, TrialFinished
+from autotune.tuning.events import (
+    Event,
+    Profiled,
+    Proposed,
+    TrialFinished,
+    event_from_data,
+    event_to_data,
+)
 from autotune.tuning.explanation import NOT_EXPLAINED, Explainer, explained
 from autotune.tuning.history import History
 from autotune.units import format_seconds
@@ -161,3 +179,52 @@ def test_a_prediction_of_known_uncertainty_is_shown_with_its_interval() -> None:
     low, high = explanation.predicted_s * 0.9067, explanation.predicted_s * 1.103
     interval = f"(95% interval {format_seconds(low)} to {format_seconds(high)})"
     assert interval in explanation.line
+
+
+SLOW_START = Constants({START: 5.0})
+
+
+def with_constants_of_rounds(history: History, *constants: Constants | None) -> History:
+    """The history with a round of each of these constants, the first ones for its proposals.
+
+    Strategies are predicted by the replay with the constants of their round.
+    """
+    rounds = [
+        Proposed(number, (), "none", "", 0, (), history.elapsed_s, constants=one)
+        for number, one in enumerate(constants)
+    ]
+    profiled = history.events[0]
+    replays = Explainer(History((profiled, rounds[0]), SPEC.deviation), REAL).replays
+
+    def changed(event: Event) -> Event:
+        if not isinstance(event, Proposed):
+            return event
+        proposals = tuple(
+            replace(one, predicted_s=replays.step_s(plan(one.strategy, WORKLOAD, 2)))
+            for one in event.proposals
+        )
+        return replace(event, proposals=proposals, constants=constants[0])
+
+    events = tuple(changed(event) for event in history.events)
+    return History((*events, *rounds[1:]), SPEC.deviation)
+
+
+@pytest.mark.parametrize("constants", [(SLOW_START,), (SLOW_START, None), (None, SLOW_START)])
+def test_a_prediction_is_explained_with_the_constants_of_its_round(constants) -> None:
+    history = with_constants_of_rounds(job(), *constants)
+    explainer = Explainer(history, REAL)
+    explanation = explainer.explain(strategy(0).id)
+    assert explanation is not None
+    assert "its ranking predicted" not in explanation.reason
+    assert explanation.steps.step_s == pytest.approx(explanation.predicted_s)
+    enacted, stated_s = plan(strategy(0), WORKLOAD, 2), replayed_s(job(), 0)
+    latest_s = explainer.replays.step_s(enacted)
+    assert latest_s == stated_s if constants[-1] is None else latest_s > 1.1 * stated_s
+
+
+def test_the_constants_of_a_round_are_stored_with_its_event() -> None:
+    event = Proposed(
+        1, (), "replay", "", 0, (), 1.0, constants=Constants({START: 0.5}, {"lane": 2})
+    )
+    assert event_from_data(json.loads(canonical_json(event_to_data(event)))) == event
+    assert "constants" not in event_to_data(replace(event, constants=None))

@@ -269,6 +269,7 @@ def test_a_round_says_that_its_replay_could_not_be_calibrated_in_time() -> None:
     slower = Proposer(spec, {}, budgets=SHORT, clock=lambda: next(looks) * seconds_per_look)
     in_time = slower.propose(history, 1, 4)
     assert "calibration" not in in_time.reason
+    assert stated.constants is None and in_time.constants is not None
     planned = plan(in_time.proposals[0].strategy, SMALL, 4)
     trial = finished(FEWEST_CALIBRATED + 1, in_time.proposals[0].strategy.id, planned.id, 0.4)
     seconds_per_look = 1000.0
