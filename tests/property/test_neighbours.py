@@ -223,12 +223,14 @@ def test_the_first_neighbours_are_of_all_kinds():
 
 
 def test_the_first_neighbours_are_a_fair_sample_of_messages_and_variables():
-    workload = assumed_ops("vgg16").workload()
+    """They reach the last messages of the issue order, and large variables that are ready late."""
+    workload = assumed_ops("bert-base").workload()
     rng = generator(0)
     around = neighbourhood(per_variable(workload), workload, FOUR, SearchSpace.default(), rng)
     choices = [choice for one in islice(around, 600) for choice in one.variables]
     switched = {c.variable for c in choices if c.shards[0].synchronizer is not REDUCE}
-    assert switched == set(workload.index)
+    assert {variable.name for variable in workload.variables[-3:]} & switched
+    assert len(switched) > len(workload.variables) / 2
     third_largest = sorted(workload.variables, key=lambda variable: variable.grad_bytes)[-3]
     assert third_largest.name in {choice.variable for choice in choices if choice.partition}
 
