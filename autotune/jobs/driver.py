@@ -114,6 +114,7 @@ def carry_out(
     `LaunchError` if the script cannot be tuned.
     """
     history = store.history(job_id)
+    restarts = bool(history.trials)  # an interrupted job continues
     before_s, began_s = history.elapsed_s, time.monotonic() if began_s is None else began_s
     if history.profiled is not None:
         _same_model(history.profiled.workload, world.model_id())
@@ -132,6 +133,9 @@ def carry_out(
             raise LaunchError(instruction.message)
         event = _execute(instruction, spec, history, world, proposer)
         event = replace(event, elapsed_s=before_s + time.monotonic() - began_s)
+        if isinstance(event, TrialFinished):
+            event = replace(event, restarted=restarts)
+            restarts = isinstance(event.outcome, Failed) and not event.refused
         store.append(job_id, len(history.events), event)
         history = history.then(event)
         for observer in observers:

@@ -29,7 +29,7 @@ def closing_instruction(spec: JobSpec, history: History) -> Instruction:
     blocks = [trial for trial in history.ab_trials if trial.request.round == number]
     if reason := _nothing_proven_reason(spec, history, number, blocks):
         return Finish(Decision(CURRENT_SETUP, reason, None, best))
-    tuned, current = _blocks(blocks, best), _blocks(blocks, CURRENT_SETUP)
+    tuned, current = _sides(blocks)
     rule = PairRule(
         spec.confidence,
         spec.ab_precision,
@@ -97,12 +97,21 @@ def _no_candidate_reason(history: History) -> str:
     )
 
 
-def _blocks(trials: list[TrialFinished], strategy_id: str) -> list[Measured]:
-    return [
-        trial.outcome
-        for trial in trials
-        if trial.request.strategy_id == strategy_id and isinstance(trial.outcome, Measured)
-    ]
+def _sides(blocks: list[TrialFinished]) -> tuple[list[Measured], list[Measured]]:
+    """The measured blocks of the tuned side and of the current setup.
+
+    A block without a partner before a restart is left out: the machine may have changed.
+    """
+    tuned: list[Measured] = []
+    current: list[Measured] = []
+    for block in blocks:
+        if block.restarted:
+            pairs = min(len(tuned), len(current))
+            del tuned[pairs:], current[pairs:]
+        if isinstance(block.outcome, Measured):
+            is_current = block.request.strategy_id == CURRENT_SETUP
+            (current if is_current else tuned).append(block.outcome)
+    return tuned, current
 
 
 def decide(

@@ -5,6 +5,8 @@ right before or after the incumbent, so that a machine whose speed drifts slows 
 that was faster is measured again, until it wins or loses; a winner is the next incumbent. The
 incumbent's time becomes the median of more and more trials, so that it cannot stay by luck.
 
+Trials before and after an interruption of the job, or a failure, are in no pair.
+
 A trial during which the machine changed is unusable, and repeated as often as a job's `max_repeats`
 allows. After that a neighbour has lost, and the incumbent's next trial is used all the same.
 
@@ -46,7 +48,8 @@ class Descent:
 
     `trials`: measured trials since then, in order, as strategy ids. `d`: the pairs of each
     neighbour. `left`: proposed neighbours without a verdict, in order. `unusable`: places in
-    `trials` that are in no pair.
+    `trials` that are in no pair. `begins`: places whose trials are in no pair with the one
+    before, since the script was started again (`TrialFinished.restarted`).
     """
 
     incumbent: str
@@ -55,6 +58,7 @@ class Descent:
     winner: str | None
     left: tuple[str, ...]
     unusable: frozenset[int] = frozenset()
+    begins: frozenset[int] = frozenset()
 
     @property
     def next_trial(self) -> str | None:
@@ -75,7 +79,7 @@ class Descent:
         """Whether a trial needs none of the incumbent next to it."""
         if place in self.unusable or self.trials[place] == self.incumbent:
             return True
-        return bool(_beside(self.trials, place, self.incumbent, self.unusable))
+        return bool(_beside(self.trials, place, self.incumbent, self.unusable, self.begins))
 
 
 def descent(history: History, max_repeats: int) -> Descent | None:
@@ -91,12 +95,12 @@ def descent(history: History, max_repeats: int) -> Descent | None:
         first -= 1
     rounds = history.rounds[first:]
     began = next(at for at, event in enumerate(history.events) if event is rounds[0])
-    measured = _measured(history, began)
+    measured, begins = _measured(history, began)
     trials = tuple(trial.request.strategy_id for trial in measured)
     unsteady = frozenset(place for place, trial in enumerate(measured) if trial.unsteady)
     unusable = unsteady - _used_anyway(trials, unsteady, incumbent, max_repeats)
     medians_s = [(trial.request.strategy_id, _median_s(trial)) for trial in measured]
-    d = pairs_of(medians_s, incumbent, unusable)
+    d = pairs_of(medians_s, incumbent, unusable, begins)
     disturbed = Counter(trials[place] for place in unusable)
     used = Counter(id_ for place, id_ in enumerate(trials) if place not in unusable)
     proposals: list[Proposal] = [one for proposed in rounds for one in proposed.proposals]
@@ -109,35 +113,45 @@ def descent(history: History, max_repeats: int) -> Descent | None:
     }
     winner = next((id_ for id_, found in verdicts.items() if found is Verdict.WON), None)
     left = tuple(id_ for id_ in ids if verdicts[id_] is Verdict.OPEN)
-    return Descent(incumbent, trials, d, winner, left, unusable)
+    return Descent(incumbent, trials, d, winner, left, unusable, begins)
 
 
 def pairs_of(
-    trials: Sequence[tuple[str, float]], incumbent: str, unusable: Collection[int] = ()
+    trials: Sequence[tuple[str, float]],
+    incumbent: str,
+    unusable: Collection[int] = (),
+    begins: Collection[int] = (),
 ) -> dict[str, tuple[float, ...]]:
     """d of every neighbour's trials next to one of the incumbent; `trials`: (id, median) in order.
 
     If the incumbent ran before and after, d is the mean of both. Trials at places in `unusable` are
-    in no pair, and separate those around them.
+    in no pair, and separate those around them. Those in `begins` are separate from the ones before.
     """
     ids = [id_ for id_, _ in trials]
     d: dict[str, tuple[float, ...]] = {}
     for place, (id_, median_s) in enumerate(trials):
         if id_ == incumbent or place in unusable:
             continue
-        beside = _beside(ids, place, incumbent, unusable)
+        beside = _beside(ids, place, incumbent, unusable, begins)
         if beside:
             ratios = [math.log(median_s / trials[other][1]) for other in beside]
             d[id_] = (*d.get(id_, ()), fmean(ratios))
     return d
 
 
-def _beside(ids: Sequence[str], place: int, incumbent: str, unusable: Collection[int]) -> list[int]:
+def _beside(
+    ids: Sequence[str],
+    place: int,
+    incumbent: str,
+    unusable: Collection[int],
+    begins: Collection[int],
+) -> list[int]:
     """The places right before and after `place` with a usable trial of the incumbent."""
-    around = (place - 1, place + 1)
+    before = [] if place in begins else [place - 1]
+    after = [] if place + 1 in begins else [place + 1]
     return [
         other
-        for other in around
+        for other in (*before, *after)
         if 0 <= other < len(ids) and ids[other] == incumbent and other not in unusable
     ]
 
@@ -171,18 +185,21 @@ def verdict(d: Sequence[float], noise: float) -> Verdict:
     return Verdict.LOST if len(d) >= PAIRS else Verdict.OPEN
 
 
-def _measured(history: History, began: int) -> list[TrialFinished]:
-    """Measured candidate trials since event `began`.
+def _measured(history: History, began: int) -> tuple[list[TrialFinished], frozenset[int]]:
+    """Measured candidate trials since event `began`, and `Descent.begins`.
 
     References need not agree around them, since each is compared with the trial next to it.
     """
-    return [
-        event
-        for event in history.events[began:]
-        if isinstance(event, TrialFinished)
-        and event.request.role is Role.CANDIDATE
-        and isinstance(event.outcome, Measured)
-    ]
+    measured: list[TrialFinished] = []
+    begins: set[int] = set()
+    for event in history.events[began:]:
+        if not isinstance(event, TrialFinished):
+            continue
+        if event.restarted:
+            begins.add(len(measured))
+        if event.request.role is Role.CANDIDATE and isinstance(event.outcome, Measured):
+            measured.append(event)
+    return measured, frozenset(begins)
 
 
 def _median_s(trial: TrialFinished) -> float:

@@ -163,7 +163,9 @@ class TrialFigures:
 class TrialFinished:
     """A trial and its outcome. `plan_id` is None for the current setup.
 
-    `conditions` repeat the job's, so that a single trial states its own.
+    `conditions` repeat the job's, so that a single trial states its own. `restarted`: since the
+    trial before, the script was started again after a failure or an interruption of the job. Its
+    own end does not count, which short scripts reach in every trial.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -173,6 +175,7 @@ class TrialFinished:
     plan_id: str | None
     elapsed_s: float
     conditions: Conditions = REAL_CONDITIONS
+    restarted: bool = field(default=False, metadata=LATER)
 
     @cached_property
     def interval(self) -> Interval | None:
