@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from autotune.cluster import Cluster
-from autotune.lowering.lower import Lowering
 from autotune.memory.fitting import MemoryFit, fit_memory
 from autotune.memory.peak import MemoryEstimate, highest_peak
 from autotune.recordings.memory_file import RecordedMemory
@@ -37,7 +36,6 @@ class MemoryBudget:
             self.memory.profile,
             self.budget_bytes,
             replica=self.memory.replica(0, cluster.host_of_rank),
-            step_s=lambda fitted: Lowering(fitted, cluster).step_s(start),
             batch=self.memory.batch,
             fixed=self.memory.fixed or PROPORTIONAL,
         )

@@ -8,13 +8,17 @@ It minimizes the seconds of the chosen runs, with no segment above the budget:
     again_u - sum_(v != u) saved_(v, b_u) x_v <= budget                  if x_u = 1
     sum of x_u over the runs that hold a region <= 1                     for every region
 
-again_u: most bytes while run u alone is repeated, at segment b_u. The solver's choice is checked on
-the profile of the whole step before it counts.
+again_u: most bytes while run u alone is repeated, at segment b_u. The second line is linear with
+raised_i, the most bytes that the inputs of disjoint runs add to segment i (negative savings):
+
+    max(again_u + raised_(b_u) - budget, 0) x_u - sum_(v != u) saved_(v,b_u) x_v <= raised_(b_u)
+
+The solver's choice is checked on the profile of the whole step before it counts.
 
 | symbol | meaning | shape | unit |
 |---|---|---|---|
 | U, S | candidate runs of regions, segments | - | - |
-| saved | bytes that a run saves in a segment | (U, S) | B |
+| saved | bytes that a run saves in a segment; negative where it holds its input | (U, S) | B |
 | cost | time to compute a run again | (U,) | s |
 """
 
@@ -25,9 +29,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotune.arrays import IntArray
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
+from autotune.lowering.lower import Lowering
 from autotune.memory.accumulation import accumulated, accumulated_workload
 from autotune.memory.peak import MemoryEstimate, peak_memory
 from autotune.memory.recomputation import (
@@ -37,14 +41,8 @@ from autotune.memory.recomputation import (
     recomputed,
     recomputed_workload,
 )
-from autotune.recordings.memory_profile import (
-    PROPORTIONAL,
-    FixedShare,
-    Lifetime,
-    MemoryProfile,
-    Replica,
-    touched,
-)
+from autotune.memory.saved_bytes import raised_bytes, saved_bytes
+from autotune.recordings.memory_profile import PROPORTIONAL, FixedShare, MemoryProfile, Replica
 from autotune.strategy_space.plan import Plan
 from autotune.units import format_bytes
 from autotune.workload import Workload
@@ -65,8 +63,9 @@ class MemoryFit:
     """The chosen pass, and the profile, workload, memory and step time with it.
 
     `runs`: regions, of the profile before the pass, that are computed twice. `parts`:
-    micro-batches. `before`, `before_step_s`: without any pass. `bound_s`: no choice of runs costs
-    fewer seconds; 0 without runs, and if runs and parts are combined, which nothing optimizes.
+    micro-batches. `before`, `before_step_s`: without any pass. `bound_s`: no choice of runs within
+    the budget costs fewer seconds; 0 without runs, and if runs and parts are combined, which
+    nothing optimizes.
     """
 
     workload: Workload
@@ -92,7 +91,7 @@ def fit_memory(
     profile: MemoryProfile,
     budget_bytes: int,
     *,
-    step_s: StepSeconds,
+    step_s: StepSeconds | None = None,
     replica: Replica | None = None,
     batch: int | None = None,
     fixed: FixedShare = PROPORTIONAL,
@@ -100,15 +99,19 @@ def fit_memory(
     """The fastest way to stay within the budget.
 
     The candidates are the step unchanged, with regions computed twice, or with the batch in parts;
-    both passes together only if neither suffices. `step_s` predicts a step. `batch`: samples of a
-    step, a multiple of the number of parts. `fixed`: the share of the passes' times that every part
-    pays. Raises `InvalidInput`, with the lowest peak of each pass, if nothing fits.
+    both passes together only if neither suffices. `step_s` predicts a step, by default with a
+    replay of the plan. `batch`: samples of a step, a multiple of the number of parts. `fixed`: the
+    share of the passes' times that every part pays. Raises `InvalidInput`, with the lowest peak of
+    each pass, if nothing fits.
     """
 
     def estimate(candidate: MemoryProfile, trained: Workload) -> MemoryEstimate:
         return peak_memory(candidate, trained, plan, cluster, replica=replica)
 
-    fitter = _Fitter(workload, profile, budget_bytes, estimate, step_s, fixed)
+    def replayed_s(trained: Workload) -> float:
+        return Lowering(trained, cluster).step_s(plan)
+
+    fitter = _Fitter(workload, profile, budget_bytes, estimate, step_s or replayed_s, fixed)
     if fitter.before.peak_bytes <= budget_bytes:
         return fitter.fit(profile, workload)
     fits = [fit for fit in (fitter.recompute(), fitter.accumulate(batch)) if fit is not None]
@@ -186,12 +189,14 @@ class _Fitter:
         return None
 
     def recompute_and_accumulate(self, batch: int | None) -> MemoryFit | None:
-        """The fewest parts, a power of two, that fit with every region computed twice."""
-        runs = tuple(
+        """The fewest parts, a power of two, with every region that drops tensors computed twice."""
+        lifetimes = self._profile.lifetimes
+        singles = (
             Run(number, number)
             for number, region in enumerate(self._profile.regions)
             if recomputation_error(region) is None
         )
+        runs = tuple(run for run in singles if any(map(run.drops, lifetimes)))
         for parts in _parts(batch):
             if not runs or parts & (parts - 1) != 0:
                 continue
@@ -258,11 +263,13 @@ def choose_runs(
         return ChosenRuns((), before.peak_bytes <= budget_bytes, before.peak_bytes)
     program = _Program(profile, workload, runs, before, estimate)
     lowest_bytes, solved_bytes = before.peak_bytes, float(budget_bytes)
+    bound_s: float | None = None
     for _ in range(MAX_SOLVES):
         solution = program.solve(solved_bytes)
         if solution is None:
             break
-        chosen, bound_s = solution
+        chosen, solved_s = solution
+        bound_s = solved_s if bound_s is None else bound_s  # only the first solve is for the budget
         peak_bytes = program.peak_bytes(chosen)
         lowest_bytes = min(lowest_bytes, peak_bytes)
         if peak_bytes <= budget_bytes:
@@ -294,7 +301,8 @@ class _Program:
                 for passes in passes_of
             ]
         )
-        self._saved = np.array([_saved_bytes(profile, run) for run in runs])
+        self._saved = np.array([saved_bytes(profile, run) for run in runs])
+        self._raised = raised_bytes(runs, self._saved)
         self._live = before.live_bytes
         self._at = np.array([passes[-1].backward for passes in passes_of])
         self._again = np.array([self._most_again(run) for run in runs])
@@ -304,11 +312,12 @@ class _Program:
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         count = len(self._runs)
-        tight = np.flatnonzero(self._live > budget)
+        tight = np.flatnonzero(self._live + self._raised > budget)
         saved_tight = self._saved[:, tight].T.astype(np.float64)
         saved_again = self._saved[:, self._at].T.astype(np.float64)  # (repeated run, saving run)
         np.fill_diagonal(saved_again, 0.0)
-        slack = np.maximum(self._again - budget, 0.0)
+        most_raised = self._raised[self._at].astype(np.float64)
+        slack = np.maximum(self._again + most_raised - budget, 0.0)
         holds = np.array(
             [
                 [run.first <= number <= run.last for run in self._runs]
@@ -317,7 +326,7 @@ class _Program:
             dtype=float,
         )
         rows = np.vstack([-saved_tight, np.diag(slack) - saved_again, holds])
-        upper = np.concatenate([budget - self._live[tight], np.zeros(count), np.ones(len(holds))])
+        upper = np.concatenate([budget - self._live[tight], most_raised, np.ones(len(holds))])
         # Bytes are in units of the budget: next to the ones of `holds` they would be huge.
         scale = np.ones(len(rows))
         scale[: len(tight) + count] = max(budget, 1.0)
@@ -356,19 +365,3 @@ class _Program:
             repeated = estimate.live_bytes[new.backward - length : new.backward]
             most = max(most, int(repeated.max()))
         return most
-
-
-def _saved_bytes(profile: MemoryProfile, run: Run) -> IntArray:
-    """Bytes that the run alone saves in every segment of the profile, shape (S,)."""
-    absent = []
-    for used in run.passes(profile.regions):
-        if used.backward <= used.last + 1:
-            continue
-        for lifetime in profile.lifetimes:
-            born, dies = lifetime.born, lifetime.dies
-            if not run.drops(lifetime) or born is None or dies is None:
-                continue
-            if used.first <= born <= used.last and dies >= used.backward:
-                gap = (used.last + 1, used.backward - 1)
-                absent.append(Lifetime(lifetime.bytes, lifetime.kind, *gap))
-    return touched(absent, len(profile.segments))

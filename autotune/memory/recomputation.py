@@ -6,7 +6,8 @@ before its backward pass (Chen et al., arXiv 1604.06174).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autotune.errors import InvalidInput
@@ -45,6 +46,22 @@ class Run:
             return False
         return not (lifetime.returned and region == self.last)
 
+    def input_until(self, lifetime: Lifetime, regions: Sequence[Region]) -> int | None:
+        """The segment up to which the run holds a tensor that would end earlier: its input.
+
+        torch's checkpoint keeps what it is called with until its backward pass has ended. None for
+        a tensor that the region in front of the run does not return, or that ends no earlier.
+        """
+        born, dies, before = lifetime.born, lifetime.dies, self.first - 1
+        if born is None or dies is None or not lifetime.returned or lifetime.region != before:
+            return None
+        if not neighbours(regions[before], regions[self.first]):
+            return None
+        for used, entered in zip(regions[before].passes, regions[self.first].passes, strict=True):
+            if used.first <= born <= used.last and born <= dies < entered.backward:
+                return entered.backward
+        return None
+
 
 def recomputation_error(region: Region) -> str | None:
     """Why a region may not be computed twice; None if it may."""
@@ -63,10 +80,9 @@ def neighbours(region: Region, following: Region) -> bool:
 def recomputed(profile: MemoryProfile, runs: Sequence[Run]) -> MemoryProfile:
     """The profile with `runs` computed twice. Raises `InvalidInput` if a run is not allowed."""
     _check(profile, runs)
+    regions = profile.regions
     repeats = sorted(
-        (used.backward, used.first, used.last)
-        for run in runs
-        for used in run.passes(profile.regions)
+        (used.backward, used.first, used.last) for run in runs for used in run.passes(regions)
     )
     order: list[tuple[int, bool]] = []  # (segment of the profile, whether it is a repetition)
     for at in range(len(profile.segments)):
@@ -74,26 +90,38 @@ def recomputed(profile: MemoryProfile, runs: Sequence[Run]) -> MemoryProfile:
             if backward == at:
                 order.extend((repeated, True) for repeated in range(first, last + 1))
         order.append((at, False))
-    moved = {at: new for new, (at, again) in enumerate(order) if not again}
-    repeated = {at: new for new, (at, again) in enumerate(order) if again}
-    segments = tuple(
-        _repetition(profile.segments[at]) if again else profile.segments[at] for at, again in order
+    step = _NewStep(
+        moved={at: new for new, (at, again) in enumerate(order) if not again},
+        repeated={at: new for new, (at, again) in enumerate(order) if again},
+        repeating={
+            at: (run, used)
+            for run in runs
+            for used in run.passes(regions)
+            for at in range(used.first, used.last + 1)
+        },
+        entered={run.first - 1: run for run in runs},
+        regions=regions,
     )
-    lifetimes = [
-        lifetime
-        for before in profile.lifetimes
-        for lifetime in _recomputed(before, profile.regions, runs, moved, repeated)
-    ]
+    lost_bytes, lost_again_bytes = step.lost_relief_bytes(profile.lifetimes)
+    segments = tuple(
+        _repetition(profile.segments[at], lost_again_bytes[at])
+        if again
+        else _relieved_less(profile.segments[at], lost_bytes[at])
+        for at, again in order
+    )
+    lifetimes = [one for before in profile.lifetimes for one in step.lifetimes(before)]
     if stash_bytes := STASH_BYTES.get(profile.device, 0):
         lifetimes += [
-            Lifetime(stash_bytes, TensorRole.ACTIVATION, moved[first], moved[backward] - 1)
+            Lifetime(
+                stash_bytes, TensorRole.ACTIVATION, step.moved[first], step.moved[backward] - 1
+            )
             for backward, first, _ in repeats
         ]
-    regions = tuple(
-        replace(region, passes=tuple(_moved(used, moved) for used in region.passes))
-        for region in profile.regions
+    new_regions = tuple(
+        replace(region, passes=tuple(_moved(used, step.moved) for used in region.passes))
+        for region in regions
     )
-    return replace(profile, segments=segments, lifetimes=tuple(lifetimes), regions=regions)
+    return replace(profile, segments=segments, lifetimes=tuple(lifetimes), regions=new_regions)
 
 
 def recomputed_workload(
@@ -143,33 +171,74 @@ def _check(profile: MemoryProfile, runs: Sequence[Run]) -> None:
                 )
 
 
-def _repetition(segment: Segment) -> Segment:
-    return replace(segment, phase=Phase.RECOMPUTE, reads=(), readies=())
+@dataclass(frozen=True)
+class _NewStep:
+    """A step with repetitions. Keys are segments of the step without them.
+
+    - `moved`, `repeated`: the new numbers of a segment and of its repetition.
+    - `repeating`: the run and the pass that repeat the segment.
+    - `entered`: region -> the run behind it, if the region is the run's neighbour.
+    """
+
+    moved: Mapping[int, int]
+    repeated: Mapping[int, int]
+    repeating: Mapping[int, tuple[Run, Pass]]
+    entered: Mapping[int, Run]
+    regions: Sequence[Region]
+
+    def lifetimes(self, lifetime: Lifetime) -> Iterator[Lifetime]:
+        """One lifetime in the new segments: moved, cut in two, or repeated with its segments."""
+        born, dies = lifetime.born, lifetime.dies
+        if born is None or dies is None:
+            yield lifetime
+            return
+        run, used = self.repeating.get(born, (None, None))
+        if run is not None and used is not None and run.drops(lifetime) and dies >= used.backward:
+            yield replace(lifetime, born=self.moved[born], dies=self.moved[used.last])
+            yield replace(lifetime, born=self.repeated[born], dies=self.moved[dies])
+            return
+        until = self._input_until(lifetime)
+        end = dies if until is None else until
+        yield replace(lifetime, born=self.moved[born], dies=self.moved[end])
+        if self._repeats(born, dies):
+            yield replace(lifetime, born=self.repeated[born], dies=self.repeated[dies])
+
+    def lost_relief_bytes(self, lifetimes: Sequence[Lifetime]) -> tuple[Counter[int], Counter[int]]:
+        """Segment -> bytes that no longer end in it, and that do not end in its repetition.
+
+        A segment's relief may be due to them.
+        """
+        lost: Counter[int] = Counter()
+        lost_again: Counter[int] = Counter()
+        for one in lifetimes:
+            if one.born is None or one.dies is None:
+                continue
+            if self._input_until(one) is not None:
+                lost[one.dies] += one.bytes
+            if one.dies in self.repeated and not self._repeats(one.born, one.dies):
+                lost_again[one.dies] += one.bytes
+        return lost, lost_again
+
+    def _input_until(self, lifetime: Lifetime) -> int | None:
+        run = None if lifetime.region is None else self.entered.get(lifetime.region)
+        return None if run is None else run.input_until(lifetime, self.regions)
+
+    def _repeats(self, born: int, dies: int) -> bool:
+        """Whether one repetition creates and frees a tensor, as the first pass does."""
+        again = self.repeating.get(born)
+        return again is not None and again == self.repeating.get(dies) and born <= dies
 
 
-def _moved(used: Pass, moved: dict[int, int]) -> Pass:
+def _repetition(segment: Segment, lost_bytes: int) -> Segment:
+    again = replace(segment, phase=Phase.RECOMPUTE, reads=(), readies=())
+    return _relieved_less(again, lost_bytes)
+
+
+def _relieved_less(segment: Segment, lost_bytes: int) -> Segment:
+    if not lost_bytes:
+        return segment
+    return replace(segment, relief_bytes=max(0, segment.relief_bytes - lost_bytes))
+
+
+def _moved(used: Pass, moved: Mapping[int, int]) -> Pass:
     return Pass(moved[used.first], moved[used.last], moved[used.backward])
-
-
-def _recomputed(
-    lifetime: Lifetime,
-    regions: Sequence[Region],
-    runs: Sequence[Run],
-    moved: dict[int, int],
-    repeated: dict[int, int],
-) -> Iterator[Lifetime]:
-    """One lifetime in the new segments: moved, cut in two, or repeated with its segments."""
-    born, dies = lifetime.born, lifetime.dies
-    if born is None or dies is None:
-        yield lifetime
-        return
-    for run in runs:
-        if run.drops(lifetime):
-            for used in run.passes(regions):
-                if used.first <= born <= used.last and dies >= used.backward:
-                    yield replace(lifetime, born=moved[born], dies=moved[used.last])
-                    yield replace(lifetime, born=repeated[born], dies=moved[dies])
-                    return
-    yield replace(lifetime, born=moved[born], dies=moved[dies])
-    if born in repeated and dies in repeated and born <= dies:
-        yield replace(lifetime, born=repeated[born], dies=repeated[dies])

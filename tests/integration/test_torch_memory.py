@@ -137,7 +137,18 @@ def test_gradients_that_the_script_keeps_are_always_there() -> None:
 @pytest.mark.parametrize(
     "activation", [nn.Tanh, nn.GELU]
 )  # one keeps its output for the way back, the other its input
-@pytest.mark.parametrize("again", [((0, 7),), ((0, 3),), ((0, 3), (4, 7)), ((2, 5),)])
+@pytest.mark.parametrize(
+    "again",
+    [
+        ((0, 7),),
+        ((0, 3),),
+        ((0, 3), (4, 7)),
+        ((2, 5),),
+        ((1, 2),),  # its input is held, which a Tanh by itself does not keep
+        ((3, 6),),
+        ((0, 2), (3, 6)),
+    ],
+)
 def test_the_predicted_peak_with_regions_computed_twice_is_that_of_torchs_checkpoint(
     again: tuple[tuple[int, int], ...], activation: type[nn.Module]
 ) -> None:
@@ -150,7 +161,8 @@ def test_the_predicted_peak_with_regions_computed_twice_is_that_of_torchs_checkp
     runs = [[f"body.{number}" for number in range(first, last + 1)] for first, last in again]
     real = allocated_peak(lambda: training(computed_again(Stack(parts=parts()), runs)))
     assert predicted == pytest.approx(real, rel=0.02)
-    assert predicted < recorded.live_bytes.max() or again == ((0, 7),)
+    saves_nothing = [((0, 7),), *([((1, 2),), ((3, 6),)] if activation is nn.Tanh else [])]
+    assert predicted < recorded.live_bytes.max() or again in saves_nothing
 
 
 @pytest.mark.parametrize("parts", [2, 5])

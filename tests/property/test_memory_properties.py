@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, combinations
 
@@ -84,7 +84,9 @@ def layered(draw: st.DrawFn, most: int = 5) -> MemoryProfile:
         activation = (TensorRole.ACTIVATION, n, back)
         held.append(Lifetime(draw(SIZES), *activation, region=n))
         if n + 1 < layers:
-            held.append(Lifetime(draw(SIZES), *activation, region=n, returned=True))
+            dies = draw(st.sampled_from((n + 1, back)))  # the next layer keeps it or not
+            result = Lifetime(draw(SIZES), TensorRole.ACTIVATION, n, dies, region=n, returned=True)
+            held.append(result)
         held.append(Lifetime(draw(SIZES), TensorRole.GRADIENT, back, last, f"v{n}"))
         held.append(Lifetime(draw(SIZES), TensorRole.TEMPORARY, back, back))
         held.append(Lifetime(draw(SIZES), TensorRole.TEMPORARY, n, n))
@@ -94,11 +96,17 @@ def layered(draw: st.DrawFn, most: int = 5) -> MemoryProfile:
 
 
 class HeldTensors:
-    """The live tensors of a step, and their peak."""
+    """The live tensors of a step, and their peak. `runs` hold their inputs."""
 
-    def __init__(self, profile: MemoryProfile) -> None:
+    def __init__(self, profile: MemoryProfile, runs: Sequence[Run]) -> None:
         self.lifetimes = profile.lifetimes
         self.fixed = sum(one.bytes for one in profile.lifetimes if one.born is None)
+        self.dies = [one.dies for one in profile.lifetimes]
+        for number, one in enumerate(profile.lifetimes):
+            for run in runs:
+                if one.returned and one.region == run.first - 1 and one.dies is not None:
+                    held_until = 2 * len(profile.regions) - 1 - run.first
+                    self.dies[number] = max(one.dies, held_until)
         self.held: dict[int, int] = {}
         self.peak = 0
 
@@ -110,10 +118,7 @@ class HeldTensors:
         self.peak = max(self.peak, self.fixed + sum(self.held.values()))
 
     def leave(self, at: int) -> None:
-        self._keep(lambda one: one.dies != at)
-
-    def _keep(self, stays: Callable[[Lifetime], bool]) -> None:
-        self.held = {n: size for n, size in self.held.items() if stays(self.lifetimes[n])}
+        self.held = {n: size for n, size in self.held.items() if self.dies[n] != at}
 
     def compute_again(self, run: Run) -> None:
         for at in range(run.first, run.last + 1):
@@ -121,13 +126,13 @@ class HeldTensors:
             self.leave(at)
 
     def drop(self, run: Run) -> None:
-        self._keep(lambda one: not run.drops(one))
+        self.held = {n: size for n, size in self.held.items() if not run.drops(self.lifetimes[n])}
 
 
 def replayed(profile: MemoryProfile, runs: Sequence[Run]) -> int:
     """The peak of a step with `runs` computed twice, by a walk with a set of live tensors."""
     layers = len(profile.regions)
-    tensors = HeldTensors(profile)
+    tensors = HeldTensors(profile, runs)
     for at in range(2 * layers + 1):
         for run in runs:
             if at >= layers and 2 * layers - 1 - at == run.last:

@@ -13,8 +13,8 @@ from synthetic_cluster import cluster
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
 from autotune.memory.accumulation import accumulated, accumulated_workload
-from autotune.memory.fitting import MemoryFit, fit_memory
-from autotune.memory.peak import peak_memory
+from autotune.memory.fitting import MemoryFit, choose_runs, fit_memory
+from autotune.memory.peak import MemoryEstimate, peak_memory
 from autotune.memory.plan_buffers import bytes_always, plan_buffers
 from autotune.memory.recomputation import Run, recomputed, recomputed_workload
 from autotune.recordings.memory_profile import (
@@ -143,6 +143,48 @@ def test_neighbors_that_are_recomputed_together_drop_their_interface() -> None:
         recomputed(replace(two_layers(), regions=apart), [Run(0, 1)])
 
 
+def alternating(input_dies: int = 1, relief_bytes: int = 0) -> MemoryProfile:
+    """Linear layers that keep their inputs, each with a Tanh that keeps its output: 1000 bytes."""
+    forward = [Segment(Phase.FORWARD, 0.005) for _ in range(4)]
+    forward[2] = replace(forward[2], relief_bytes=relief_bytes)
+    backward = [Segment(Phase.BACKWARD, 0.005) for _ in range(4)]
+    ends = (input_dies, 6, 3, 4)
+    lifetimes = tuple(
+        Lifetime(1000, TensorRole.ACTIVATION, number, dies, region=number, returned=True)
+        for number, dies in enumerate(ends)
+    )
+    regions = tuple(
+        Region(f"{number}", (Pass(number, number, 7 - number),), chain="", position=number)
+        for number in range(4)
+    )
+    segments = (*forward, *backward, Segment(Phase.UPDATE))
+    return MemoryProfile(WORKLOAD.id, "meta", segments, lifetimes, regions)
+
+
+@pytest.mark.parametrize(("input_dies", "relief_bytes"), [(1, 0), (2, 1000)])
+def test_a_run_holds_its_input_until_its_backward_pass(input_dies: int, relief_bytes: int) -> None:
+    """The second reading: the input ends before the linear layer creates its output."""
+    after = recomputed(alternating(input_dies, relief_bytes), [Run(1, 2)])
+    # forward 0 to 3, backward 3, forward 1 and 2 again, backward 2 to 0, update
+    assert after.live_bytes.tolist() == [
+        *(1000, 2000, 3000, 3000),
+        2000,
+        *(2000, 2000),
+        *(2000, 2000, 0),
+        0,
+    ]
+
+
+def test_a_tensor_from_one_run_to_the_next_exists_only_between_them() -> None:
+    after = recomputed(alternating(), [Run(0, 0), Run(1, 2)])
+    assert after.live_bytes[-1] == 0
+
+
+def test_the_budget_is_not_met_by_a_run_that_only_exchanges_its_output_for_its_input() -> None:
+    chosen = choose_runs(alternating(), WORKLOAD, 2500, lambda profile, _: peak_memory(profile))
+    assert chosen.fits and chosen.runs == (Run(0, 2),)
+
+
 @pytest.mark.parametrize(
     ("region", "rule"),
     [({"why_not": "it changes buffers"}, "changes buffers"), ({"passes": ()}, "not used")],
@@ -152,6 +194,32 @@ def test_regions_that_may_not_be_computed_twice_are_refused(region, rule: str) -
     wrong = replace(two_layers(), regions=(replace(first, **region), second))
     with pytest.raises(InvalidInput, match=rule):
         recomputed(wrong, [Run(0, 0)])
+
+
+def test_the_bound_of_the_seconds_is_that_of_the_budget_itself() -> None:
+    """Recomputation takes 200 bytes that the program does not know, so it is solved for less."""
+    phases = (*(Phase.FORWARD,) * 3, *(Phase.BACKWARD,) * 2, Phase.UPDATE)
+    seconds = (1.0, 2.0, 0.1, 2.0, 4.0, 0.1)
+    profile = MemoryProfile(
+        WORKLOAD.id,
+        "meta",
+        tuple(Segment(phase, second) for phase, second in zip(phases, seconds, strict=True)),
+        (
+            Lifetime(300, TensorRole.ACTIVATION, 0, 4, region=0),
+            Lifetime(600, TensorRole.ACTIVATION, 1, 3, region=1),
+            Lifetime(1000, TensorRole.TEMPORARY, 2, 2),
+        ),
+        (Region("a", (Pass(0, 0, 4),)), Region("b", (Pass(1, 1, 3),))),
+    )
+
+    def estimate(candidate: MemoryProfile, trained: Workload) -> MemoryEstimate:
+        peak = peak_memory(candidate)
+        again = any(one.phase is Phase.RECOMPUTE for one in candidate.segments)
+        return replace(peak, peak_bytes=peak.peak_bytes + 200 * again)
+
+    chosen = choose_runs(profile, WORKLOAD, 1700, estimate)
+    assert chosen.fits and chosen.runs == (Run(1, 1),)  # Run(0, 0) has a peak of 1600 + 200
+    assert chosen.bound_s == pytest.approx(1.0)
 
 
 def test_a_batch_in_parts_has_smaller_activations_and_whole_gradients() -> None:
