@@ -12,11 +12,13 @@ from synthetic_cluster import cluster
 
 from autotune.canonical import canonical_json
 from autotune.cluster import Cluster
+from autotune.commands.render.memory import ShownMemory, memory_data, memory_table
 from autotune.errors import InvalidInput
 from autotune.lowering.replayed import LoweredSteps
 from autotune.memory.accumulation import accumulated, accumulated_workload
 from autotune.memory.budget import MemoryBudget
 from autotune.memory.peak import highest_peak
+from autotune.memory.recomputation import Run
 from autotune.optimizer.optimize import optimize
 from autotune.recordings.job_file import ClockPair, RankRecord, RecordedJob
 from autotune.recordings.memory_file import MEMORY_FILE, RecordedMemory
@@ -130,6 +132,20 @@ def test_recomputation_is_chosen_if_micro_batches_are_expensive() -> None:
         assert within.fit is not None and within.fit.estimate.peak_bytes <= within.budget_bytes
         chosen.append((bool(within.fit.runs), within.fit.parts > 1))
     assert chosen == [(False, True), (True, False)]
+
+
+def test_every_run_of_regions_is_named_as_one_checkpoint() -> None:
+    within = budget_of(replica(FixedShare(0.6, 0.6)), 0.85)
+    within.fit_workload(MODEL)
+    assert within.fit is not None
+    fit = replace(within.fit, runs=(Run(0, 3), Run(5, 5)), parts=1)
+    shown = ShownMemory(fit.estimate, within.memory, within.budget_bytes, fit)
+    assert "recomputed: body.0 to body.3 as one checkpoint, body.5\n" in memory_table(shown)
+    data = memory_data(shown)
+    assert data is not None
+    first = [f"body.{number}" for number in range(4)]
+    assert data["passes"]["runs"] == [first, ["body.5"]]
+    assert data["passes"]["recomputed"] == [*first, "body.5"]
 
 
 def test_plans_whose_buffers_do_not_fit_are_not_allowed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,6 @@ PARTS = {
     "library": "kept by libraries",
 }
 """Names for people, by `TensorRole`."""
-SHOWN_REGIONS = 6
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,11 @@ class ShownMemory:
     fit: MemoryFit | None = None
 
     @property
-    def regions(self) -> list[str]:
-        """Names of the recomputed regions."""
+    def runs(self) -> list[list[str]]:
+        """Names of the recomputed regions, one list for each run."""
         runs = () if self.fit is None else self.fit.runs
-        return [
-            self.recorded.profile.regions[number].name
-            for run in runs
-            for number in range(run.first, run.last + 1)
-        ]
+        regions = self.recorded.profile.regions
+        return [[one.name for one in regions[run.first : run.last + 1]] for run in runs]
 
     @property
     def during(self) -> str:
@@ -75,8 +72,8 @@ def memory_data(shown: ShownMemory | None) -> dict[str, Any] | None:
     }
     if shown.fit is not None:
         data["passes"] = {
-            "recomputed": shown.regions,
-            "runs": [[run.first, run.last] for run in shown.fit.runs],
+            "recomputed": [name for run in shown.runs for name in run],
+            "runs": shown.runs,
             "micro_batches": shown.fit.parts,
             "price_s": shown.fit.price_s,
             "peak_before_bytes": shown.fit.before.peak_bytes,
@@ -143,9 +140,8 @@ def _passes(shown: ShownMemory) -> list[str]:
     what = []
     if fit.parts > 1:
         what.append(f"the batch in {fit.parts} parts (gradient accumulation)")
-    if names := shown.regions:
-        more = f" and {len(names) - SHOWN_REGIONS} more" if len(names) > SHOWN_REGIONS else ""
-        what.append(f"recomputed: {', '.join(names[:SHOWN_REGIONS])}{more}")
+    if shown.runs:
+        what.append(f"recomputed: {', '.join(map(_checkpoint, shown.runs))}")
     price = f"predicted price {format_seconds(fit.price_s)} a step with DDP's default buckets"
     lines = [
         f"to fit into {format_bytes(shown.budget_bytes)} instead of "
@@ -153,3 +149,9 @@ def _passes(shown: ShownMemory) -> list[str]:
         f"{price} ({format_seconds(fit.before_step_s)} to {format_seconds(fit.step_s)})",
     ]
     return lines + [f"assumed, not measured: {one}" for one in shown.assumed]
+
+
+def _checkpoint(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    return f"{names[0]} to {names[-1]} as one checkpoint"
