@@ -20,7 +20,14 @@ from autotune.files import refuse_unwritable
 from autotune.jobs.check import CheckPlan, check_all, progress_items, to_check
 from autotune.jobs.signals import terminable
 from autotune.jobs.sources import named_cluster
-from autotune.jobs.what_if import Wanted, answered, checked_workers, items, measure_operators
+from autotune.jobs.what_if import (
+    Wanted,
+    answered,
+    checked_workers,
+    items,
+    measure_operators,
+    ranks_read,
+)
 from autotune.profiling.traces.job import read_job
 from autotune.recordings.memory_file import RecordedMemory
 from autotune.reports.whatif_page import write_whatif_report
@@ -161,7 +168,8 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     notes: tuple[str, ...] = ()
     if options.measure is not None:
         os.environ.setdefault(KINETO_LOG_LEVEL, QUIET)
-        with CountedProgress(Terminal(), "part", 1) as progress:
+        parts = ranks_read(job, wanted.rank) + 1
+        with CountedProgress(Terminal(), "part", parts) as progress:
             asked, note = measure_operators(
                 job, wanted.rank, options.measure, budget_s, progress.begin
             )

@@ -57,19 +57,34 @@ def working_operators(base: Base) -> dict[Operator, float]:
     return dict(sorted(seconds.items(), key=lambda one: -one[1]))
 
 
+def measuring_device(base: Base) -> str:
+    """The device of torch whose kind the trace's operators ran on: "cuda" or "cpu".
+
+    Raises `InvalidInput` if this machine has no GPU for the operators of one.
+    """
+    import torch
+
+    if not base.on_device.any():
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise InvalidInput(
+            "the operators of a trace with work of a GPU are timed on a GPU, but torch finds none "
+            "on this machine; run --measure on a machine with one"
+        )
+    return "cuda"
+
+
 def measured_operators(
     base: Base, *, device: str = "", budget_s: float = DEFAULT_BUDGET_S
 ) -> Iterator[MeasuredOperator]:
     """Time every distinct operator of a base, the longest first, until the budget is spent.
 
-    `device`: of torch; by default "cuda" if there is one, else "cpu". Operators that mainly call
-    others are not timed: these are timed themselves. Needs torch.
+    `device`: of torch; by default `measuring_device`. Operators that mainly call others are not
+    timed: these are timed themselves. Needs torch.
     """
-    import torch
-
     from runtime_rewriter.probe.operators import Invocation, operator_times
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or measuring_device(base)
     seconds = working_operators(base)
     known: list[tuple[Operator, Invocation]] = []
     for operator, step_s in seconds.items():

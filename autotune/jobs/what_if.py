@@ -127,10 +127,15 @@ def _ordinary_share(job: TraceJob) -> OrdinaryShare | None:
     return OrdinaryShare(compared.ratio, compared.low, compared.high)
 
 
+def ranks_read(job: TraceJob, rank: int | None) -> int:
+    """How many ranks have to be read to predict the asked one, or the slowest."""
+    return 1 if rank is not None else len(job.ranks)
+
+
 def items(job: TraceJob, wanted: Wanted) -> int:
     """How often `answered` calls `progress`."""
-    ranks = 1 if wanted.rank is not None else len(job.ranks)
-    return ranks + len(wanted.asked) + (wanted.curves and wanted.cluster is not None)
+    curves = wanted.curves and wanted.cluster is not None
+    return ranks_read(job, wanted.rank) + len(wanted.asked) + curves
 
 
 def curve_workers(wanted: Wanted) -> tuple[int, ...]:
@@ -229,19 +234,20 @@ def _memory(
 def measure_operators(
     job: TraceJob, rank: int | None, path: Path, budget_s: float, progress: Progress
 ) -> tuple[str, str]:
-    """Time the operators of a rank (None: the first) on this machine.
+    """Time the operators of the rank that is predicted (`rank`, or the slowest) on this machine.
 
     Returns the what-ifs that use the times, and a line for people: `kernel_times=path`, and for a
     CPU's trace `amp_cpu` and `fused_adam_cpu` with times of their own, which take another
-    `budget_s` and a tenth of it. Raises `InvalidInput` if no operator can be timed, and for a rank
-    without a trace.
+    `budget_s` and a tenth of it. Raises `InvalidInput` if no operator can be timed, for a rank
+    without a trace, and for the trace of a GPU on a machine without one.
     """
     if find_spec("torch") is None:
         raise MissingExtra(
             f"--measure times operators with torch, which is missing; {install_extra('torch')}"
         )
-    place = 0 if rank is None else _place_of(job, rank)
-    base = recorded_base(job, place)
+    bases, _ = _bases(job, rank, progress)
+    place = _chosen(job, bases, rank)
+    base = bases[place]
     known = working_operators(base)
     measured = []
     progress(f"timing {len(known)} operators")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from autotune.jobs.half_times import cast_times, half_times, write_half_times
 from autotune.jobs.operator_times import (
     MeasuredOperator,
     measured_operators,
+    measuring_device,
     working_operators,
     write_operator_times,
 )
@@ -27,7 +29,15 @@ from autotune.whatif.changes.kernel_times import inputs_text
 from autotune.whatif.question import Question
 from autotune.whatif.recording.recorded import recorded_base
 from autotune.whatif.registry import combined
-from runtime_rewriter.probe.operators import Invocation, operator_times
+from runtime_rewriter.probe.operators import (
+    MOST_REPEATS,
+    ROUNDS,
+    WARM_UP,
+    Invocation,
+    operator_times,
+    queued_s,
+)
+from runtime_rewriter.pytorch.exchange.device import Device
 
 RECURRENT = ((8, 4, 16), (64, 16), (64, 16), (64,), (64,), (4, 16), (4, 16))
 """Input, weights, biases and states of an LSTM layer of torch, over 8 positions."""
@@ -39,24 +49,27 @@ def literals(values: tuple[str, ...]) -> tuple[str, ...]:
     return tuple("ScalarList" if value == "[]" else "Scalar" for value in values)
 
 
-@pytest.fixture(scope="module")
-def cpu_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Recorded steps of a small convolutional model on the CPU."""
+def record(path: Path, batch: int = 2) -> Path:
+    """Record steps of a small convolutional model on the CPU."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(144, 5)
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    path = tmp_path_factory.mktemp("trace") / "rank0.json"
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
         for _ in range(4):
             optimizer.zero_grad()
-            model(torch.rand(2, 3, 8, 8)).sum().backward()
+            model(torch.rand(batch, 3, 8, 8)).sum().backward()
             optimizer.step()
             profiler.step()
     profiler.export_chrome_trace(str(path))
     return path
+
+
+@pytest.fixture(scope="module")
+def cpu_trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record(tmp_path_factory.mktemp("trace") / "rank0.json")
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +133,8 @@ def test_the_parameters_of_an_optimizer_are_what_its_step_changes_in_place(
 
 def test_a_spent_budget_and_unknown_inputs_are_reasons(tmp_path: Path) -> None:
     base = recorded_base(layered([conv(1), Work("aten::neg", MUL_KERNEL)]), 0)
-    measured = {one.operator.name: one for one in measured_operators(base, budget_s=-1)}
+    timed = measured_operators(base, device="cpu", budget_s=-1)
+    measured = {one.operator.name: one for one in timed}
     assert "was spent before" in measured["aten::cudnn_convolution"].reason
     assert "inputs are unknown" in measured["aten::neg"].reason
     with pytest.raises(InvalidInput, match="no operator could be timed: the budget"):
@@ -129,6 +143,47 @@ def test_a_spent_budget_and_unknown_inputs_are_reasons(tmp_path: Path) -> None:
         working_operators(recorded_base(layered([Work("aten::neg", MUL_KERNEL)]), 0))
     with pytest.raises(InvalidInput, match="record host events"):
         working_operators(recorded_base(layered([Work("", "gemm")]), 0))
+
+
+def test_the_rank_that_is_predicted_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 1 takes longer, with other shapes: times of rank 0 would select nothing there."""
+    folder, times = tmp_path / "traces", tmp_path / "times.csv"
+    folder.mkdir()
+    begun_us: list[float] = []
+    for rank, batch in enumerate((2, 4000)):
+        path = record(folder / f"rank{rank}.json", batch)
+        trace = json.loads(path.read_text())
+        trace["distributedInfo"] = {"backend": "gloo", "rank": rank, "world_size": 2}
+        timed = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+        begun_us.append(min(event["ts"] for event in timed))
+        for event in timed:  # both ranks train at the same time
+            event["ts"] += begun_us[0] - begun_us[rank]
+        path.write_text(json.dumps(trace))
+    words = ("what-if", folder, "--only", "fused_adam_cpu", "--measure", times)
+    data = json_output(capsys, *words, "--measure-time", "10s")
+    (row,) = [row for row in data["what_ifs"] if row["what_if"] == f"kernel_times={times}"]
+    assert data["rank"] == 1 and row["speedup"] > 0
+    assert "float[4000x3x8x8]" in times.read_text()
+
+
+def test_operators_are_timed_on_a_device_like_that_of_the_trace(cpu_base: Base) -> None:
+    """Times of the two kinds of device were mixed where the machine has a GPU."""
+    assert measuring_device(cpu_base) == "cpu"
+    on_device = recorded_base(layered([conv(1)]), 0)
+    if torch.cuda.is_available():
+        assert measuring_device(on_device) == "cuda"
+    else:
+        with pytest.raises(InvalidInput, match="torch finds none on this machine"):
+            list(measured_operators(on_device))
+
+
+def test_calls_are_queued_in_rounds_behind_a_warm_up() -> None:
+    calls: list[int] = []
+    assert queued_s(lambda: calls.append(1), Device(torch.device("cpu"))) > 0
+    in_rounds = len(calls) - WARM_UP - 1  # one call shows how many fit
+    assert in_rounds % ROUNDS == 0 and ROUNDS <= in_rounds <= ROUNDS * MOST_REPEATS
 
 
 def test_operators_with_the_longest_time_come_first(tmp_path: Path) -> None:

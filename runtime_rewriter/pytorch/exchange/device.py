@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 Mark = float | torch.cuda.Event
+BUSY_CYCLES = 20_000_000
+"""10 ms at 2 GHz, the usual clock of a GPU."""
 
 
 class Device:
@@ -52,6 +54,11 @@ class Device:
         assert isinstance(stop, torch.cuda.Event)
         stop.synchronize()
         return float(start.elapsed_time(stop)) * 1e-3
+
+    def occupy(self) -> None:
+        """Keep the current stream busy for about 10 ms, for the host to get ahead of it."""
+        if self._cuda:
+            torch.cuda._sleep(BUSY_CYCLES)
 
     def enter_thread(self) -> None:
         """Set torch's current device, which each thread has its own of; call it first on a thread.
