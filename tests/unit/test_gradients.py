@@ -15,6 +15,7 @@ from test_trace_graph import job_of, mark
 
 from autotune.errors import InvalidInput
 from autotune.profiling.traces.job import TraceJob
+from autotune.whatif.messages.ddp_buckets import buckets_of
 from autotune.whatif.question import Gradient
 from autotune.whatif.recording.gradients import gradients_of
 from autotune.whatif.recording.recorded import recorded_base
@@ -24,9 +25,17 @@ SHAPES = [[10, 32], [32, 3, 3, 3]]
 
 
 def training(
-    *, shapes: bool = True, one_by_one: bool = False, batches: int = 1, first: Sequence[int] = (10,)
+    *,
+    shapes: bool = True,
+    one_by_one: bool = False,
+    batches: int = 1,
+    first: Sequence[int] = (10,),
+    types: Sequence[str] = ("float",) * 3,
 ) -> TraceJob:
-    """Three steps of a convolution and a linear layer with SGD. `first`: the bias's shape."""
+    """Three steps of a convolution and a linear layer with SGD.
+
+    `first`: the bias's shape. `types`: of the gradients, in the order of the backward pass.
+    """
     script = Script()
     for step in range(3):
         begun = script.now
@@ -43,18 +52,20 @@ def training(
             script.op("add_", node=False)
         script.events.append(mark("Optimizer.step#SGD.step", updated, script.now - updated))
         script.step(step, begun)
-    return job_of(with_shapes(script.events, list(first)) if shapes else script.events)
+    return job_of(with_shapes(script.events, list(first), types) if shapes else script.events)
 
 
-def with_shapes(events: list[Event], first: list[int]) -> list[Event]:
+def with_shapes(
+    events: list[Event], first: list[int], types: Sequence[str] = ("float",) * 3
+) -> list[Event]:
     sizes = [first, *SHAPES]
     count = 0
     out = []
     for event in events:
         if event["name"] == ACCUMULATE:
-            shape = sizes[count % len(sizes)]
+            shape, kind = sizes[count % len(sizes)], types[count % len(sizes)]
             count += 1
-            event = event | {"args": {"Input Dims": [shape], "Input type": ["float"]}}
+            event = event | {"args": {"Input Dims": [shape], "Input type": [kind]}}
         out.append(event)
     return out
 
@@ -182,11 +193,31 @@ def test_a_file_of_parameters_gives_names_and_sizes(tmp_path: Path) -> None:
     half = {"shape": [10], "dtype": "float16"}
     content = {"conv.weight": 3456, "fc.weight": [10, 32], "fc.bias": half}
     gradients = known(training(shapes=False), parameters=parameters(tmp_path, content))
-    assert [(one.name, one.size_bytes) for one in gradients] == [
-        ("fc.bias", 20),
-        ("fc.weight", 1280),
-        ("conv.weight", 3456),
+    assert [(one.name, one.size_bytes, one.dtype) for one in gradients] == [
+        ("fc.bias", 20, "float16"),
+        ("fc.weight", 1280, "float32"),
+        ("conv.weight", 3456, "float32"),
     ]
+
+
+def test_gradients_of_another_type_have_buckets_of_their_own() -> None:
+    gradients = known(training(types=("float", "c10::BFloat16", "float")))
+    assert [one.dtype for one in gradients] == ["float32", "bfloat16", "float32"]
+    assert sorted(one.positions for one in buckets_of(gradients)) == [(0, 2), (1,)]
+
+
+def test_the_type_of_a_gradient_follows_from_what_states_it(tmp_path: Path) -> None:
+    """The trace's type counts before that of a recording, and a file's before both."""
+    shapes = [("fc.bias", [10]), ("fc.weight", [10, 32]), ("conv.weight", [32, 3, 3, 3])]
+    variables = [{"name": name, "shape": shape, "dtype": "float16"} for name, shape in shapes]
+    details = {"workload": {"model": "net", "variables": variables}}
+    bare = replace(training(shapes=False), details=details)
+    assert [one.dtype for one in known(bare)] == ["float16"] * 3
+    traced = replace(training(types=("c10::BFloat16",) * 3), details=details)
+    assert [one.dtype for one in known(traced)] == ["bfloat16"] * 3
+    content = {"c": {"shape": [32, 3, 3, 3], "dtype": "float16"}, "w": 640, "b": 20}
+    stated = known(traced, parameters=parameters(tmp_path, content))
+    assert [one.dtype for one in stated] == ["bfloat16", "bfloat16", "float16"]
 
 
 WRONG: dict[str, tuple[Any, str]] = {

@@ -27,6 +27,15 @@ ELEMENT_BYTES = {
     "c10::complex<double>": 16,
 }
 """Bytes of an element by the profiler's name of its type."""
+TORCH_NAMES = {
+    "double": "float64",
+    "float": "float32",
+    "c10::Half": "float16",
+    "c10::BFloat16": "bfloat16",
+    "c10::complex<float>": "complex64",
+    "c10::complex<double>": "complex128",
+}
+"""The names that torch gives to the types of parameters, by the profiler's names."""
 _Dims = tuple[int, ...]
 
 

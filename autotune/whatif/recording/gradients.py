@@ -69,17 +69,18 @@ def gradients_of(
         shapes = [() if one.shape is None else one.shape.dims for one in gradients]
     return tuple(
         Gradient(
-            name,
-            size,
+            known.name,
+            known.size_bytes,
             one.layer,
             one.ready,
             one.update,
             one.read,
+            dtype=known.dtype or "float32",
             shape=shape,
             touched=touched,
             updates_before=one.updates_before,
         )
-        for one, (name, size), shape, touched in zip(gradients, named, shapes, rows, strict=True)
+        for one, known, shape, touched in zip(gradients, named, shapes, rows, strict=True)
     )
 
 
@@ -99,6 +100,15 @@ class _Accumulated:
     updates_before: int
 
 
+@dataclass(frozen=True)
+class _Named:
+    """A gradient's name, bytes and type; "" for a type that nothing states."""
+
+    name: str
+    size_bytes: float
+    dtype: str
+
+
 def _variables(job: TraceJob, gradients: Sequence[_Accumulated]) -> Sequence[Variable] | None:
     """The variables of our recording in the order of `gradients`; None if they do not fit it."""
     variables = recorded_variables(job.details)
@@ -110,22 +120,31 @@ def _variables(job: TraceJob, gradients: Sequence[_Accumulated]) -> Sequence[Var
 
 def _named(
     gradients: Sequence[_Accumulated], variables: Sequence[Variable] | None, parameters: Path | None
-) -> list[tuple[str, float]] | None:
-    """Names and sizes in bytes, in the order of `gradients`; `variables` in the same order."""
+) -> list[_Named] | None:
+    """Names, sizes and types of `gradients` in their order; `variables` in the same order."""
     shapes = [one.shape for one in gradients if one.shape is not None]
     sizes = [shape.size_bytes for shape in shapes]
     known = [float(size) for size in sizes if size is not None]
+    dtypes = ["" if one.shape is None else one.shape.torch_dtype for one in gradients]
     if parameters is not None:
-        named = list(reversed(read_parameters(parameters).items()))
+        listed = list(reversed(read_parameters(parameters).items()))
+        named = [(name, one.size_bytes) for name, one in listed]
         _refuse_unfit(parameters, named, len(gradients), known)
-        return named
+        return [
+            _Named(name, one.size_bytes, one.dtype or dtype)
+            for (name, one), dtype in zip(listed, dtypes, strict=True)
+        ]
     if len(known) < len(gradients):
         if variables is None:
             return None
         known = [float(one.grad_bytes) for one in variables]
     if variables is not None:
-        return [(one.name, size) for one, size in zip(variables, known, strict=True)]
-    return list(zip(_numbered([one.layer or "gradient" for one in gradients]), known, strict=True))
+        return [
+            _Named(one.name, size, dtype or one.dtype)
+            for one, size, dtype in zip(variables, known, dtypes, strict=True)
+        ]
+    names = _numbered([one.layer or "gradient" for one in gradients])
+    return [_Named(*one) for one in zip(names, known, dtypes, strict=True)]
 
 
 def _refuse_unfit(

@@ -10,7 +10,7 @@ from typing import Any
 from autotune.errors import InvalidInput
 from autotune.limits import MAX_BYTES, MAX_VARIABLES
 from autotune.parsing import parse, read_json
-from autotune.profiling.formats.op_inputs import OpInputs
+from autotune.profiling.formats.op_inputs import TORCH_NAMES, OpInputs
 from autotune.workload import Variable, Workload
 
 _FORMS = (
@@ -34,9 +34,22 @@ class TensorShape:
     def size_bytes(self) -> int | None:
         return OpInputs((self.dims,), (self.dtype,)).size_bytes()
 
+    @property
+    def torch_dtype(self) -> str:
+        """As torch names the type, such as "bfloat16"; "" for one that no parameter has."""
+        return TORCH_NAMES.get(self.dtype, "")
 
-def read_parameters(path: Path) -> dict[str, float]:
-    """Read the parameters' sizes in bytes, by name, in the order of the forward pass.
+
+@dataclass(frozen=True)
+class ParameterSize:
+    """Bytes of a parameter, and its type as torch names it; "" if only the bytes are stated."""
+
+    size_bytes: float
+    dtype: str
+
+
+def read_parameters(path: Path) -> dict[str, ParameterSize]:
+    """Read the parameters' sizes and types, by name, in the order of the forward pass.
 
     The file is a JSON object: name -> bytes, shape, or shape and dtype. Raises `InvalidInput`.
     """
@@ -48,18 +61,19 @@ def read_parameters(path: Path) -> dict[str, float]:
     return {name: _size(name, value, str(path)) for name, value in data.items()}
 
 
-def _size(name: str, value: Any, where: str) -> float:
+def _size(name: str, value: Any, where: str) -> ParameterSize:
     if isinstance(value, int) and not isinstance(value, bool):
         if not 0 < value <= MAX_BYTES:
             raise InvalidInput(
                 f"{where}: {name!r} must have 1 to {MAX_BYTES} bytes, but has {value}"
             )
-        return float(value)
+        return ParameterSize(float(value), "")
     if isinstance(value, list):
         value = {"shape": value}
     if not isinstance(value, dict) or not {"shape"} <= value.keys() <= {"shape", "dtype"}:
         raise InvalidInput(f"{where}: {name!r} must be {_FORMS}, but is {value!r:.60}")
-    return float(parse(Variable, {"name": name, **value}, f"{where}, {name!r}").grad_bytes)
+    variable = parse(Variable, {"name": name, **value}, f"{where}, {name!r}")
+    return ParameterSize(float(variable.grad_bytes), variable.dtype)
 
 
 def recorded_variables(details: Mapping[str, Any] | None) -> tuple[Variable, ...] | None:
