@@ -102,6 +102,7 @@ class Base:
       that what-ifs gave to the bandwidth of the cluster.
     - `groups`: the sets of ranks of the recorded collectives, as far as the trace states them;
       `world_size`: all ranks of the job, None if unknown.
+    - `element_bytes`: collective -> the bytes of an element, as far as its type is known.
     - `waits_s`: collective -> the part of its duration in which it waits for other ranks. Only
       the traces of all its ranks show it.
     - `notes`: amounts that what-ifs assumed, and their sources, for reports.
@@ -138,6 +139,7 @@ class Base:
     precision: str = ""
     messages: str = ""
     network: float = 1.0
+    element_bytes: Mapping[int, int] = field(default_factory=dict)
     waits_s: Mapping[int, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 

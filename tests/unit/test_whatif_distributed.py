@@ -145,6 +145,18 @@ def test_gradients_of_16_bits_halve_the_messages_and_cost_their_rounding() -> No
         changed(base, combined("fp16_gradients"), question)
 
 
+def test_added_messages_of_16_bits_are_not_halved_again() -> None:
+    base = base_of()
+    question = ask(base, fitted(4, 500e-6), 2, 2)
+    narrow = tuple(replace(one, dtype="bfloat16") for one in gradients(base, 2, 2))
+    for names, asked in (
+        ("distributed+fp16_gradients", replace(question, gradients=narrow)),
+        ("distributed+fp16_gradients+fp16_gradients", question),
+    ):
+        with pytest.raises(InvalidInput, match="at most 2 bytes"):
+            changed(base, combined(names), asked)
+
+
 def test_one_worker_sends_nothing() -> None:
     base = base_of()
     question = replace(ask(base, fitted(4, 500e-6), 2, 2), workers=1)

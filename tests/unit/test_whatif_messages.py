@@ -109,6 +109,48 @@ def test_collectives_without_sizes_have_no_time_on_the_cluster(
         change(base, Question(cluster=cluster((2, 1e4), (2, 1e4))))
 
 
+def of_type(folder: Path, dtype: str) -> Base:
+    """Rank 0 of a job whose four messages have 1000, 2000, 3000 and 4000 elements of a type."""
+    job = Job(ranks=2).run()
+    for event in (event for events in job.events for event in events):
+        if "dtype" in event["args"]:
+            event["args"]["dtype"] = dtype
+    return recorded_base(read_job(job.write(folder)), 0)
+
+
+def test_messages_of_16_bits_are_not_halved_again(tmp_path: Path) -> None:
+    from synthetic_cluster import cluster
+
+    base, question = of_type(tmp_path, "BFloat16"), Question(cluster=cluster((2, 1e4), (2, 1e4)))
+    with pytest.raises(InvalidInput, match="elements of at most 2 bytes; leave this what-if out"):
+        fp16_gradients(base, question)
+    messages = np.flatnonzero(collectives(base)).tolist()
+    mixed = replace(base, element_bytes={**dict.fromkeys(messages, 4), messages[0]: 2})
+    after = fp16_gradients(mixed, question)
+    shares = after.size_bytes[messages] / base.size_bytes[messages]
+    assert shares.tolist() == [1.0, 0.5, 0.5, 0.5]
+    with pytest.raises(InvalidInput, match="at most 2 bytes"):
+        fp16_gradients(after, question)
+
+
+@pytest.mark.parametrize(("dtype", "value_bytes"), [("Float", 4), ("BFloat16", 2), ("Double", 8)])
+def test_compression_counts_the_elements_of_a_message_by_its_type(
+    dtype: str, value_bytes: int, tmp_path: Path
+) -> None:
+    from synthetic_cluster import cluster
+
+    base = of_type(tmp_path, dtype)
+    question = Question(
+        cluster=cluster((2, 1e4), (2, 1e4)), amounts={"deep_gradient_compression": 1.0}
+    )
+    after = deep_gradient_compression(base, question)
+    messages = np.flatnonzero(collectives(base))
+    elements = 1000 * np.arange(1, 5)
+    assert sorted(base.size_bytes[messages]) == (value_bytes * elements).tolist()
+    sent_bytes = 4 * elements * (value_bytes + 4)  # four workers send values and their numbers
+    assert sorted(after.size_bytes[messages]) == sent_bytes.tolist()
+
+
 def test_only_collectives_with_sizes_change(tmp_path: Path) -> None:
     """A barrier is an all-reduce without a size: it keeps its time, which held contention."""
     from synthetic_cluster import cluster

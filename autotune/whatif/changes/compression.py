@@ -12,7 +12,7 @@ from autotune.errors import InvalidInput
 from autotune.lowering.device_costs import costs_of
 from autotune.lowering.traffic import Collective
 from autotune.whatif.base import Base
-from autotune.whatif.changes.distributed import all_reduces, times_on
+from autotune.whatif.changes.distributed import all_reduces, element_bytes, times_on
 from autotune.whatif.messages.cluster_size import training_cluster
 from autotune.whatif.messages.waiting import refuse_changed_messages, with_sending
 from autotune.whatif.primitives import connect, insert, insert_calls
@@ -21,7 +21,7 @@ from autotune.whatif.registry import what_if
 
 USUAL_SHARE = 0.001
 """Deep Gradient Compression (ICLR 2018), sec. 4: 99.9 % of the elements stay."""
-VALUE_BYTES, INDEX_BYTES = 4, 4
+INDEX_BYTES = 4
 
 
 @what_if(
@@ -35,7 +35,7 @@ def deep_gradient_compression(base: Base, question: Question) -> Base:
     """Each all-reduce becomes an all-gather of the largest elements of every worker.
 
     The amount is the share that is sent (`deep_gradient_compression=0.01`, usually 0.001): values
-    of 32 bits and their numbers. A kernel behind the last gradient of a message finds them; before
+    and their numbers of 32 bits. A kernel behind the last gradient of a message finds them; before
     the first reader, one adds those of all workers. Their times per element are those of
     `lowering.device_costs`. Accuracy is not predicted; momentum correction costs nothing here.
     """
@@ -46,9 +46,10 @@ def deep_gradient_compression(base: Base, question: Question) -> Base:
     costs = costs_of("cuda" if base.on_device.any() else "cpu", base.device)
     refuse_changed_messages(base)
     messages = all_reduces(base)
-    elements = base.size_bytes[messages] / VALUE_BYTES
+    value_bytes = element_bytes(base, messages)
+    elements = base.size_bytes[messages] / value_bytes
     gathered = cluster.world_size * np.ceil(share * elements)
-    sent_bytes = gathered * (VALUE_BYTES + INDEX_BYTES)
+    sent_bytes = gathered * (value_bytes + INDEX_BYTES)
     find_s = costs["top_k_find_s"] + costs["top_k_find_s_per_element"] * elements
     add_s = costs["top_k_add_s"] + costs["top_k_add_s_per_element"] * gathered
     gather_s = times_on(base, cluster).seconds(Collective.ALL_GATHER, sent_bytes)

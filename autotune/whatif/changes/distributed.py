@@ -32,6 +32,8 @@ CONTENTION = Factor(
     source=f"{device_costs.CONTENTION.source}, and 34 % more than in theory",
 )
 """Time of a message that competes with kernels for the device, over its time alone."""
+ASSUMED_ELEMENT_BYTES = 4
+"""Of float32, the usual type of gradients."""
 
 
 def collectives(base: Base) -> BoolArray:
@@ -91,6 +93,13 @@ def all_reduces(base: Base) -> IntArray:
         )
     chosen: IntArray = ops[np.array(summed, dtype=np.bool_)]
     return chosen
+
+
+def element_bytes(base: Base, messages: IntArray) -> FloatArray:
+    """(K,) bytes of an element of each message; `ASSUMED_ELEMENT_BYTES` if its type is unknown."""
+    known = base.element_bytes
+    sizes = [known.get(message, ASSUMED_ELEMENT_BYTES) for message in messages.tolist()]
+    return np.array(sizes, dtype=np.float64)
 
 
 def seconds_of(base: Base, messages: BoolArray, times: CollectiveTimes) -> FloatArray:

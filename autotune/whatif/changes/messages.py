@@ -11,6 +11,7 @@ from autotune.lowering.device_costs import costs_of
 from autotune.whatif.base import Base
 from autotune.whatif.changes.distributed import (
     all_reduces,
+    element_bytes,
     has_collectives,
     on_cluster,
     seconds_of,
@@ -22,6 +23,7 @@ from autotune.whatif.question import Question
 from autotune.whatif.registry import what_if
 
 MIB = 2**20
+HALF_BYTES = 2
 
 
 @what_if(
@@ -56,15 +58,27 @@ def bucket_size(base: Base, question: Question) -> Base:
     enact="model.register_comm_hook(None, default_hooks.fp16_compress_hook)",
 )
 def fp16_gradients(base: Base, question: Question) -> Base:
-    """Each all-reduce sends half of its bytes; a bucket is rounded before, copied back after.
+    """Each all-reduce sends 2 bytes an element; a bucket is rounded before, copied back after.
 
     The rounding takes the time that packing with a cast takes in `lowering.device_costs`, within
     the message's own time: nothing else of the bucket can run meanwhile. Accuracy is not predicted.
+    Messages of 16 bits or fewer stay; refused if there are no others.
     """
     refuse_changed_messages(base)
     ops = all_reduces(base)
+    sizes = element_bytes(base, ops)
+    wide = sizes > HALF_BYTES
+    if not wide.any():
+        raise InvalidInput(
+            f"gradients are sent as 16 bits where they have more, but the {len(ops)} all-reduces "
+            f"have elements of at most {sizes.max():.0f} bytes; leave this what-if out"
+        )
+    ops, sizes = ops[wide], sizes[wide]
     chosen = np.isin(np.arange(base.ops), ops)
-    halved = replace(base, size_bytes=np.where(chosen, 0.5, 1.0) * base.size_bytes)
+    sizes_bytes = base.size_bytes.copy()
+    sizes_bytes[ops] *= HALF_BYTES / sizes
+    narrow = dict.fromkeys(ops.tolist(), HALF_BYTES)
+    halved = replace(base, size_bytes=sizes_bytes, element_bytes={**base.element_bytes, **narrow})
     times = times_on(base, training_cluster(question))
     before_s, after_s = (seconds_of(one, chosen, times) for one in (base, halved))
     costs = costs_of("cuda" if base.on_device.any() else "cpu", base.device)

@@ -24,6 +24,7 @@ from autotune.strategy_space.builders.collectives import (
 )
 from autotune.whatif.base import Base
 from autotune.whatif.question import Gradient
+from autotune.workload import DTYPE_BYTES
 
 PACK_MARK = "torch::distributed::reducer::mul_out"
 UNPACK_MARK = "torch.distributed.ddp.reducer::copy_bucket_to_grad"
@@ -34,11 +35,13 @@ class Bucket:
     """Gradients that are sent together, by their positions in the order of the backward pass.
 
     `rows_bytes`: of the sparse gradient that the bucket consists of; None for dense ones.
+    `element_bytes`: of one element.
     """
 
     positions: tuple[int, ...]
     size_bytes: float
     rows_bytes: float | None = None
+    element_bytes: int = 4
 
 
 def buckets_of(
@@ -58,8 +61,10 @@ def buckets_of(
         keys = [one.dtype if one.rows_bytes is None else None for one in ready]
         for at in closed_buckets(sizes, keys, bucket_bytes, first_bucket_bytes):
             size_bytes = sum(sizes[place] for place in at)
+            first = ready[at[0]]
             whole = tuple(positions[place] for place in at)
-            buckets.append(Bucket(whole, size_bytes, ready[at[0]].rows_bytes))
+            element_bytes = DTYPE_BYTES[first.dtype]
+            buckets.append(Bucket(whole, size_bytes, first.rows_bytes, element_bytes))
     return tuple(buckets)
 
 

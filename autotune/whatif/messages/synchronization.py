@@ -182,6 +182,8 @@ def _with_messages(
     base, messages = add(
         base, NETWORK, sent.seconds, sent.names, Kind.COLLECTIVE, size_bytes=sent.size_bytes
     )
+    sizes = {at: one.element_bytes for at, one in zip(messages.tolist(), buckets, strict=True)}
+    base = replace(base, element_bytes={**base.element_bytes, **sizes})
     base = connect(base, issues, messages, delay_s=latency_s)
     for message, bucket in zip(messages.tolist(), buckets, strict=True):
         base = connect(base, np.unique(copies.packs[list(bucket.positions)]), message)

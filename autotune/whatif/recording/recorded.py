@@ -11,6 +11,7 @@ import numpy as np
 from autotune.arrays import FloatArray, IntArray
 from autotune.dfg.graph import NONE, Kind
 from autotune.errors import InvalidInput
+from autotune.profiling.formats.collective_args import element_bytes
 from autotune.profiling.formats.flaws import unfollowed_launches
 from autotune.profiling.formats.rank_trace import MISSING, Category, RankTrace, TracedStep
 from autotune.profiling.graph.rank_ops import Cause, RankOps, TracedOp
@@ -261,12 +262,18 @@ class _BaseBuild:
                 cut.collectives[op.collective] for op in ops if op.collective != MISSING
             ),
             world_size=cut.trace.world_size,
+            element_bytes=self._element_bytes(ops),
             waits_s={
                 number: min(cut.waits_s[op.collective], op.duration_s)
                 for number, op in enumerate(ops)
                 if cut.waits_s.get(op.collective, 0.0) > 0
             },
         )
+
+    def _element_bytes(self, ops: Sequence[TracedOp]) -> dict[int, int]:
+        messages = [(at, op.collective) for at, op in enumerate(ops) if op.collective != MISSING]
+        sizes = {at: element_bytes(self.cut.collectives[one].comm.dtype) for at, one in messages}
+        return {at: size for at, size in sizes.items() if size}
 
     def _launched(self) -> IntArray:
         numbers = [
