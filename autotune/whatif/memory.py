@@ -13,12 +13,14 @@ with the batch; parameters, gradients and the optimizer's state do not:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autotune.arrays import IntArray
 from autotune.errors import InvalidInput
+from autotune.memory.accumulation import accumulated
 from autotune.memory.segments import last_backward
 from autotune.profiling.formats.kineto import DEVICE_BYTES
 from autotune.profiling.traces.job import TraceJob
@@ -32,7 +34,10 @@ NOT_RECORDED = (
 
 @dataclass(frozen=True, eq=False)
 class ReplicaMemory:
-    """`batch`: samples of a step, None if unknown. `device_bytes`: of the device, None if unknown.
+    """The memory of a step, as recorded or after what-ifs.
+
+    - `batch`: samples of the recorded step; `device_bytes`: of the device. None if unknown.
+    - `times`: samples of the step over those of the recorded one. `parts`: its micro-batches.
 
     Raises `InvalidInput` for numbers below 1.
     """
@@ -40,6 +45,8 @@ class ReplicaMemory:
     profile: MemoryProfile
     batch: int | None = None
     device_bytes: int | None = None
+    times: float = 1.0
+    parts: int = 1
 
     def __post_init__(self) -> None:
         for value, what in ((self.batch, "batch"), (self.device_bytes, "device's memory in bytes")):
@@ -65,13 +72,38 @@ class ReplicaMemory:
         grows = growing_bytes > 0
         if np.any(free_bytes < 0):
             return 0.0
-        return float((free_bytes[grows] / growing_bytes[grows]).min()) if grows.any() else None
+        if not grows.any():
+            return None
+        return self.times * float((free_bytes[grows] / growing_bytes[grows]).min())
 
     @property
     def largest_batch(self) -> int | None:
         """The most samples whose step fits the device; None if batch or device are unknown."""
         times = self.batch_times
         return None if self.batch is None or times is None else int(self.batch * times + 1e-9)
+
+    def with_batch(self, factor: float) -> ReplicaMemory:
+        """The memory of a step with `factor` times as many samples."""
+        profile, fixed_bytes = self.profile, self._fixed_bytes()
+        computed = last_backward(profile) + 1
+        lifetimes = tuple(
+            replace(one, bytes=math.ceil(one.bytes * factor)) if _grows(one, computed) else one
+            for one in profile.lifetimes
+        )
+        moving = [one for one in lifetimes if one.born is not None]
+        touched_bytes = touched(moving, len(profile.segments)) + profile.always_bytes
+        live_bytes = np.ceil(fixed_bytes + (profile.live_bytes - fixed_bytes) * factor)
+        relief_bytes = np.maximum(touched_bytes - live_bytes.astype(np.int64), 0).tolist()
+        segments = tuple(
+            replace(segment, relief_bytes=relief)
+            for segment, relief in zip(profile.segments, relief_bytes, strict=True)
+        )
+        changed = replace(profile, segments=segments, lifetimes=lifetimes)
+        return replace(self, profile=changed, times=self.times * factor)
+
+    def in_parts(self, parts: int) -> ReplicaMemory:
+        """The memory of a step whose gradients accumulate over `parts` parts of its batch."""
+        return replace(self, profile=accumulated(self.profile, parts), parts=self.parts * parts)
 
     def _fixed_bytes(self) -> IntArray:
         """(S,) bytes that do not grow with the batch, at most those alive."""

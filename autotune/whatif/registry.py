@@ -29,7 +29,7 @@ class WhatIf:
     - `change`: returns the changed base. It raises `InvalidInput` with the reason where the change
       does not apply to this training, or where something is unknown.
     - `memory`: returns the changed memory of a replica, given the base before the change; None if
-      the what-if is not about memory.
+      memory stays as it is. `memory_unknown`: why the changed memory is unknown; "" if it is not.
     - `samples`: returns the samples of a changed step over those of the recorded one; None if a
       step of one worker has as many as before.
     """
@@ -41,6 +41,7 @@ class WhatIf:
     change: Change
     memory: MemoryChange | None = None
     samples: SamplesChange | None = None
+    memory_unknown: str = ""
 
     @property
     def assumptions(self) -> str:
@@ -58,6 +59,7 @@ def what_if(
     enact: str,
     memory: MemoryChange | None = None,
     samples: SamplesChange | None = None,
+    memory_unknown: str = "",
 ) -> Callable[[C], C]:
     """Register a function as the what-if of this name.
 
@@ -74,7 +76,8 @@ def what_if(
             raise InvalidInput(f"a what-if needs a name without '+', but it is {name!r}")
         if not inspect.getdoc(change):
             raise InvalidInput(f"what-if {name!r} needs a docstring that states its assumptions")
-        WHAT_IFS.register(name, WhatIf(name, title, source, enact, change, memory, samples))
+        one = WhatIf(name, title, source, enact, change, memory, samples, memory_unknown)
+        WHAT_IFS.register(name, one)
         return change
 
     return register

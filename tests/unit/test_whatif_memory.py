@@ -10,7 +10,15 @@ from layered_training import IMAGE, MAP_BYTES, conv, conv_back, layered
 
 import autotune.whatif.changes.all  # noqa: F401
 from autotune.errors import InvalidInput
-from autotune.recordings.memory_profile import Lifetime, MemoryProfile, Phase, Segment, TensorRole
+from autotune.recordings.memory_profile import (
+    Lifetime,
+    MemoryProfile,
+    Pass,
+    Phase,
+    Region,
+    Segment,
+    TensorRole,
+)
 from autotune.whatif.answers.predict import predict
 from autotune.whatif.kernels.layer_roles import convolutions
 from autotune.whatif.kernels.stashes import Stash, stash_inputs
@@ -119,6 +127,9 @@ def test_temporaries_of_a_segment_grow_with_the_batch() -> None:
     memory = replace(MEMORY, profile=changed)
     assert memory.peak_bytes == FIXED_BYTES + 6 * MAP_BYTES
     assert memory.batch_times == pytest.approx(8 / 6)
+    double = memory.with_batch(2.0)
+    assert double.peak_bytes == FIXED_BYTES + 12 * MAP_BYTES
+    assert double.batch_times == pytest.approx(8 / 6)
 
 
 def test_memory_comes_from_the_recording_and_the_device_from_the_trace() -> None:
@@ -130,3 +141,73 @@ def test_memory_comes_from_the_recording_and_the_device_from_the_trace() -> None
     unknown = replica_memory(layered(WORKS), 0, profile())
     assert unknown is not None
     assert (unknown.batch, unknown.device_bytes) == (None, None)
+
+
+def of_blocks() -> ReplicaMemory:
+    """Each layer is a block of a list, and keeps a second map for its own backward pass.
+
+    Nine maps at the peak, five if the blocks are computed again; the device holds 18.
+    """
+    regions, lifetimes = [], list(MEMORY.profile.lifetimes)
+    for number in range(LAYERS):
+        back = 2 * LAYERS - 1 - number
+        regions.append(Region(f"blocks.{number}", (Pass(number, number, back),)))
+        inside = Lifetime(MAP_BYTES, TensorRole.ACTIVATION, number, back, region=number)
+        lifetimes.append(inside)
+    profile = replace(MEMORY.profile, lifetimes=tuple(lifetimes), regions=tuple(regions))
+    return replace(MEMORY, profile=profile, device_bytes=FIXED_BYTES + 18 * MAP_BYTES)
+
+
+def changed_memory(names: str, memory: ReplicaMemory, **amounts: float) -> ReplicaMemory:
+    """The memory after all of `names`, each as its registered function changes it."""
+    base = recorded_base(layered(WORKS), 0)
+    for one in combined(names):
+        assert one.memory is not None
+        memory = one.memory(memory, base, Question(amounts=amounts))
+    return memory
+
+
+@pytest.mark.parametrize(
+    ("names", "maps", "times"),
+    [
+        ("batch", 18, 2),
+        ("accumulate", 2.25, 1),
+        ("recompute", 5, 1),
+        ("batch+recompute", 10, 2),
+        ("accumulate+recompute", 1.25, 1),
+        ("recompute+accumulate", 1.25, 1),
+    ],
+)
+def test_each_what_if_of_a_combination_changes_the_memory(
+    names: str, maps: float, times: float
+) -> None:
+    """`maps` at the peak, of the recorded batch; `times`: the new batch over the recorded one."""
+    memory = changed_memory(names, of_blocks(), batch=2.0, accumulate=4.0)
+    assert memory.peak_bytes == FIXED_BYTES + maps * MAP_BYTES
+    assert memory.batch_times == pytest.approx(times * 18 / maps)
+
+
+def test_inputs_of_another_batch_are_stashed_whole() -> None:
+    base = recorded_base(layered(WORKS), 0)
+    asked = Question(amounts={"vdnn": 100.0, "batch": 2.0}, memory=MEMORY)
+    found = predict(base, combined("batch+vdnn"), asked).memory
+    assert found is not None
+    assert found.before_bytes == found.after_bytes == FIXED_BYTES + 4 * MAP_BYTES
+    assert (found.largest_batch_before, found.largest_batch_after) == (16, 32)
+
+
+def test_inputs_are_stashed_before_the_batch_is_cut_into_parts() -> None:
+    stashed = changed_memory("vdnn+accumulate", MEMORY, accumulate=2.0)
+    assert stashed.peak_bytes == FIXED_BYTES + MAP_BYTES
+    with pytest.raises(InvalidInput, match="named behind this what-if"):
+        changed_memory("accumulate+vdnn", MEMORY, accumulate=2.0)
+
+
+def test_the_memory_of_another_precision_is_unknown() -> None:
+    assert all(combined(name)[0].memory_unknown for name in ("amp", "amp_fp16", "amp_cpu"))
+    base = recorded_base(layered(WORKS), 0)
+    half = replace(combined("amp")[0], change=lambda base, question: base)
+    asked = Question(amounts={"vdnn": 100.0}, memory=MEMORY)
+    found = predict(base, (half, *combined("vdnn")), asked)
+    assert found.memory is None and "under autocast" in found.memory_reason
+    assert predict(base, (half,), asked).memory_reason == ""

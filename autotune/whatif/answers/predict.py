@@ -21,7 +21,7 @@ class Prediction:
     - `speedup_low`, `speedup_high`: of all extreme readings: waits without a known cause stay or
       vanish, uncertain amounts are pessimistic or optimistic, and so is the cost of recording.
     - `base`, `timeline`: of the changed training.
-    - `memory`: of what-ifs that are about memory, else None; also None where the memory is unknown,
+    - `memory`: of what-ifs that change it, else None; also None where the memory is unknown,
       for which `memory_reason` states the cause.
     """
 
@@ -83,9 +83,11 @@ def predict(
 def _memory(
     base: Base, what_ifs: Sequence[WhatIf], question: Question
 ) -> tuple[MemoryOutcome | None, str]:
-    """The memory after all what-ifs, in order, or why it is unknown."""
+    """The memory after all what-ifs, in order, or why it is unknown; neither if none changes it."""
     if all(one.memory is None for one in what_ifs):
         return None, ""
+    if unknown := [one.memory_unknown for one in what_ifs if one.memory_unknown]:
+        return None, unknown[0]
     if question.memory is None:
         return None, NOT_RECORDED
     memory = question.memory

@@ -14,16 +14,22 @@ from autotune.whatif.kernels.factors import FactorTable
 from autotune.whatif.kernels.h100_factors import H100
 from autotune.whatif.kernels.parameters import gradient_bytes
 from autotune.whatif.kernels.situations import require_one_update
+from autotune.whatif.memory import ReplicaMemory
 from autotune.whatif.primitives import insert
 from autotune.whatif.question import Question, Reading
 from autotune.whatif.recording.repetition import passes, repeat
 from autotune.whatif.registry import what_if
 
 MOST_PARTS = 64
+USUAL_PARTS = 2.0
 
 
 def _factor(question: Question) -> float:
     return question.amounts.get("batch", 2.0)
+
+
+def _batch_memory(memory: ReplicaMemory, base: Base, question: Question) -> ReplicaMemory:
+    return memory.with_batch(_factor(question))
 
 
 @what_if(
@@ -31,6 +37,7 @@ def _factor(question: Question) -> float:
     title="a larger or smaller batch (amount: its factor)",
     source="Daydream, sec. 4.3 (scale)",
     enact="DataLoader(dataset, batch_size=...)",
+    memory=_batch_memory,
     samples=_factor,
 )
 def batch(base: Base, question: Question, table: FactorTable = H100) -> Base:
@@ -73,11 +80,16 @@ def _share(base: Base, ops: BoolArray) -> FloatArray:
     return share
 
 
+def _accumulated_memory(memory: ReplicaMemory, base: Base, question: Question) -> ReplicaMemory:
+    return memory.in_parts(int(question.amounts.get("accumulate", USUAL_PARTS)))
+
+
 @what_if(
     "accumulate",
     title="gradients accumulate over parts of the batch (amount: their number)",
     source="Daydream, sec. 4.3 (insert); the batch stays as it is",
     enact="for part in batch.chunk(2): (loss(part) / 2).backward()",
+    memory=_accumulated_memory,
 )
 def accumulate(base: Base, question: Question, table: FactorTable = H100) -> Base:
     """Both passes run once for each part of the batch, and the update once.
@@ -88,7 +100,7 @@ def accumulate(base: Base, question: Question, table: FactorTable = H100) -> Bas
     - The host does for each part what it did for the whole batch.
     """
     base = table.noted(base)
-    parts = question.amounts.get("accumulate", 2.0)
+    parts = question.amounts.get("accumulate", USUAL_PARTS)
     if parts != int(parts) or not 2 <= parts <= MOST_PARTS:
         raise InvalidInput(
             f"gradients accumulate over 2 to {MOST_PARTS} parts, but the amount is {parts}"

@@ -18,7 +18,12 @@ from autotune.whatif.kernels.h100_factors import H100
 from autotune.whatif.kernels.kernel_classes import KernelClass, kernel_classes
 from autotune.whatif.kernels.operator_work import ProductWork, product_work
 from autotune.whatif.kernels.parameters import gradient_bytes, parameter_shapes
-from autotune.whatif.kernels.precisions import Precision, precision_of, refuse_precision
+from autotune.whatif.kernels.precisions import (
+    UNKNOWN_MEMORY,
+    Precision,
+    precision_of,
+    refuse_precision,
+)
 from autotune.whatif.kernels.situations import update_runs
 from autotune.whatif.primitives import connect, insert, remove, select
 from autotune.whatif.question import Question, Reading
@@ -39,6 +44,7 @@ BEFORE_AMPERE = re.compile(r"\b(?:[KMP]\d+|V100S?|T4G?|GTX|TITAN|RTX 20\d\d|Quad
     title="autocast to bfloat16",
     source="Daydream, Alg. 3 and sec. 5.1, with measured factors",
     enact='with torch.autocast("cuda", torch.bfloat16): loss = ...',
+    memory_unknown=UNKNOWN_MEMORY,
 )
 def amp(base: Base, question: Question, table: FactorTable = H100) -> Base:
     """Products run on tensor cores in 16 bit; other kernels move fewer bytes or stay in fp32.
@@ -71,6 +77,7 @@ def _in_16_bit(base: Base, question: Question, table: FactorTable) -> Base:
     title="autocast to float16, with a gradient scaler",
     source="Daydream, Alg. 3 and sec. 5.1, with measured factors; Micikevicius et al. 2018",
     enact='with torch.autocast("cuda", torch.float16): ...; scaler = torch.amp.GradScaler("cuda")',
+    memory_unknown=UNKNOWN_MEMORY,
 )
 def amp_fp16(base: Base, question: Question, table: FactorTable = H100) -> Base:
     """As `amp`, and the scaler reads every gradient once before each update.

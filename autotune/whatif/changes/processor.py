@@ -16,7 +16,7 @@ from autotune.whatif.base import Base
 from autotune.whatif.changes.kernel_times import inputs_text, tensor_text
 from autotune.whatif.changes.measured_file import read_times
 from autotune.whatif.kernels.autocast import FLOAT, MATRIX, Autocast, Dims, autocast
-from autotune.whatif.kernels.precisions import Precision, refuse_precision
+from autotune.whatif.kernels.precisions import UNKNOWN_MEMORY, Precision, refuse_precision
 from autotune.whatif.primitives import insert_calls, scale
 from autotune.whatif.question import Factor, Question
 from autotune.whatif.registry import what_if
@@ -56,6 +56,7 @@ def require_processor(base: Base) -> None:
     title="autocast to bfloat16 on a processor",
     source="Daydream, Alg. 3, with times measured on this machine, or assumed",
     enact='with torch.autocast("cpu", torch.bfloat16): loss = ...',
+    memory_unknown=UNKNOWN_MEMORY,
 )
 def amp_cpu(base: Base, question: Question) -> Base:
     """Operators that then compute in bfloat16 take a share of their time, and casts are added.

@@ -24,6 +24,12 @@ _TF32 = re.compile(r"tf32|tensorop_s1688gemm")
 """CUTLASS names `s1688gemm` without another type for TF32."""
 
 
+UNKNOWN_MEMORY = (
+    "the memory under autocast is not predicted from that in fp32; record the training under "
+    "autocast and leave this what-if out"
+)
+
+
 class Precision(StrEnum):
     """Precisions of products below fp32."""
 

@@ -41,11 +41,16 @@ def stash_inputs(
     """The memory of a replica that stashes inputs of `layers`, all in the order of the forward
     pass.
 
-    `chosen`: whether a layer's input is stashed; by default all are.     A layer's input is the
+    `chosen`: whether a layer's input is stashed; by default all are. A layer's input is the
     youngest activation of its size that is alive from the layer's forward to its backward pass. An
-    input that an earlier layer stashes is not stashed again. Raises `InvalidInput` if the profile's
-    variables are not those of the layers.
+    input that an earlier layer stashes is not stashed again. Raises `InvalidInput` if the batch is
+    in parts, or if the profile's variables are not those of the layers.
     """
+    if memory.parts > 1:
+        raise InvalidInput(
+            "each part of a batch stashes its inputs, so the memory is known only if accumulate is "
+            "named behind this what-if, such as vdnn+accumulate"
+        )
     profile = memory.profile
     passes = _passes(profile, layers)
     turn = first_backward(profile)
@@ -55,8 +60,9 @@ def stash_inputs(
         forward, _ = passes[number]
         ahead = number + stash.back_ahead
         back = passes[ahead][1] if ahead < len(layers) else turn
-        size = input_bytes(layer.operator)
-        assert size is not None, "a layer's weight was found by its size"
+        recorded_bytes = input_bytes(layer.operator)
+        assert recorded_bytes is not None, "a layer's weight was found by its size"
+        size = math.ceil(recorded_bytes * memory.times)
         at = _tensor(lifetimes, whole_bytes, forward, passes[number][1], size)
         skipped = chosen is not None and not chosen[number]
         if skipped or at is None or back <= forward + 1:
