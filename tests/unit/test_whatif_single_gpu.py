@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,10 +26,13 @@ from layered_training import (
 )
 
 import autotune.whatif.changes.all  # noqa: F401
+from autotune.dfg.graph import NONE
 from autotune.errors import InvalidInput
 from autotune.profiling.traces.job import TraceJob
 from autotune.whatif.answers.predict import predict
+from autotune.whatif.base import Base
 from autotune.whatif.changes.elementwise import tensors_touched
+from autotune.whatif.changes.kernel_times import KernelTime, inputs_text
 from autotune.whatif.question import Question, Reading
 from autotune.whatif.recording.recorded import recorded_base
 from autotune.whatif.registry import WHAT_IFS, combined
@@ -375,6 +380,59 @@ def test_kernels_take_the_times_of_a_file(tmp_path: Path) -> None:
 )
 def test_a_file_of_times_is_checked(tmp_path: Path, text: str, message: str) -> None:
     assert message in refusal(layered([OTHER]), "kernel_times", times(tmp_path, text))
+
+
+def walked_times(base: Base, row: KernelTime) -> list[float]:
+    """The durations with the times of a row, by a walk over all ops."""
+    after_s: list[float] = base.duration_s.tolist()
+    executions: dict[int, list[int]] = {}
+    for op in np.flatnonzero(base.on_device & (base.queue != NONE)).tolist():
+        number, call = int(base.layer[op]), int(base.operator[op])
+        layer = "" if number == NONE else base.names.layers[number]
+        operator = None if call == NONE else base.names.operators[call]
+        if row.kernel not in ("", base.names.ops[op]) or row.layer not in ("", layer):
+            continue
+        if row.operator and (operator is None or operator.name != row.operator):
+            continue
+        if operator is not None and row.inputs not in ("", inputs_text(operator)):
+            continue
+        together = op if row.kernel else call if row.operator else 0
+        executions.setdefault(together, []).append(op)
+    for ops in executions.values():
+        total_s = sum(base.duration_s[ops])
+        for op in ops:
+            share = base.duration_s[op] / total_s if total_s else 1 / len(ops)
+            after_s[op] = row.seconds * share
+    return after_s
+
+
+def test_times_of_a_file_are_those_of_a_walk_over_all_ops(tmp_path: Path) -> None:
+    """Kernels of random calls and layers, some without time; a row states what one of them is."""
+    rng = np.random.default_rng(0)
+    base = recorded_base(layered([*BLOCK, OTHER, *BACK]), 0)
+    device = np.flatnonzero(base.on_device)
+    for _ in range(60):
+        operator, layer = base.operator.copy(), base.layer.copy()
+        operator[device] = rng.integers(NONE, len(base.names.operators), len(device))
+        layer[device] = rng.integers(NONE, len(base.names.layers), len(device))
+        duration_s = base.duration_s * rng.integers(0, 3, base.ops)
+        mixed = replace(base, operator=operator, layer=layer, duration_s=duration_s)
+        op = int(rng.choice(device))
+        states_kernel, states_layer, states_inputs = rng.integers(0, 2, 3).tolist()
+        call = None if operator[op] == NONE else base.names.operators[operator[op]]
+        row = KernelTime(
+            line=2,
+            kernel=base.names.ops[op] if states_kernel or call is None else "",
+            layer=base.names.layers[layer[op]] if states_layer and layer[op] != NONE else "",
+            operator="" if call is None else call.name,
+            inputs=inputs_text(call) if states_inputs and call is not None else "",
+            seconds=1e-3,
+        )
+        text = io.StringIO()
+        columns = ("kernel", "layer", "operator", "inputs", "seconds")
+        csv.writer(text).writerows([columns, [getattr(row, column) for column in columns]])
+        after = WHAT_IFS["kernel_times"].change(mixed, times(tmp_path, text.getvalue()))
+        assert after.duration_s == pytest.approx(np.array(walked_times(mixed, row)), rel=1e-12)
 
 
 def test_kernel_times_need_a_file() -> None:

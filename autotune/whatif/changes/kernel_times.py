@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -59,17 +59,16 @@ def kernel_times(base: Base, question: Question) -> Base:
         )
     seconds = base.duration_s.copy()
     set_by = np.zeros(base.ops, dtype=np.int64)
-    device = bool(base.on_device.any())
+    index = _OpIndex(base)
     for row in read_kernel_times(Path(path)):
-        chosen = _chosen(base, row, device)
-        if not chosen.any():
+        ops = index.chosen(row)
+        if not len(ops):
             raise InvalidInput(f"{path}, line {row.line}: the trace has nothing that it selects")
-        if set_by[chosen].any():
-            other = int(set_by[chosen].max())
+        if set_by[ops].any():
+            other = int(set_by[ops].max())
             raise InvalidInput(f"{path}, line {row.line}: line {other} has stated a time for it")
-        set_by[chosen] = row.line
-        for ops in _executions(base, row, chosen):
-            seconds[ops] = _shared(base.duration_s[ops], row.seconds)
+        set_by[ops] = row.line
+        seconds[ops] = row.seconds * _shares(base, row, ops)
     return replace(base, duration_s=seconds)
 
 
@@ -113,23 +112,60 @@ def _seconds(text: str, where: str) -> float:
     return seconds
 
 
-def _chosen(base: Base, row: KernelTime, device: bool) -> BoolArray:
-    mask: BoolArray = (base.on_device == device) & (base.queue != NONE)
-    if row.kernel:
-        mask &= _named(base.names.ops, row.kernel)
-    if row.layer:
-        mask &= np.append(_named(base.names.layers, row.layer), False)[base.layer]
-    if row.operator:
-        fits = [
-            one.name == row.operator and row.inputs in ("", inputs_text(one))
-            for one in base.names.operators
-        ]
-        mask &= np.append(np.array(fits, dtype=np.bool_), False)[base.operator]
-    return mask
+class _Column:
+    """A value of each of `ops`, shape (N,) with the other ops, and the ops of each value."""
+
+    def __init__(self, count: int, ops: IntArray, values: Sequence[Hashable]) -> None:
+        self._number_of = {value: number for number, value in enumerate(dict.fromkeys(values))}
+        self._number = np.full(count, NONE, dtype=np.int64)
+        self._number[ops] = [self._number_of[value] for value in values]
+        order = ops[np.argsort(self._number[ops], kind="stable")]
+        counts = np.bincount(self._number[ops], minlength=len(self._number_of))
+        self._ops = np.split(order, np.cumsum(counts)[:-1])
+
+    def ops(self, value: Hashable) -> IntArray:
+        number = self._number_of.get(value)
+        none: IntArray = np.zeros(0, dtype=np.int64)
+        return none if number is None else self._ops[number]
+
+    def has(self, ops: IntArray, value: Hashable) -> BoolArray:
+        mask: BoolArray = self._number[ops] == self._number_of.get(value, NONE - 1)
+        return mask
 
 
-def _named(names: tuple[str, ...], name: str) -> BoolArray:
-    return np.array([one == name for one in names], dtype=np.bool_)
+class _OpIndex:
+    """The ops that take times of a file, by everything that its rows may state.
+
+    A row takes time in the number of the ops of its rarest value, not in that of all ops.
+    """
+
+    def __init__(self, base: Base) -> None:
+        device = bool(base.on_device.any())
+        ops = np.flatnonzero((base.on_device == device) & (base.queue != NONE))
+        layered, called = ops[base.layer[ops] != NONE], ops[base.operator[ops] != NONE]
+        layers, operators = base.names.layers, base.names.operators
+        calls = base.operator[called].tolist()
+        keys = [(one.name, inputs_text(one)) for one in operators]
+        self._kernels = _Column(base.ops, ops, [base.names.ops[op] for op in ops.tolist()])
+        self._layers = _Column(base.ops, layered, [layers[n] for n in base.layer[layered].tolist()])
+        self._operators = _Column(base.ops, called, [keys[call][0] for call in calls])
+        self._inputs = _Column(base.ops, called, [keys[call] for call in calls])
+
+    def chosen(self, row: KernelTime) -> IntArray:
+        """(K,) the ops that meet every condition of the row, in their order."""
+        conditions: list[tuple[_Column, Hashable]] = []
+        if row.kernel:
+            conditions.append((self._kernels, row.kernel))
+        if row.layer:
+            conditions.append((self._layers, row.layer))
+        if row.inputs:
+            conditions.append((self._inputs, (row.operator, row.inputs)))
+        elif row.operator:
+            conditions.append((self._operators, row.operator))
+        ops = min((column.ops(value) for column, value in conditions), key=len)
+        for column, value in conditions:
+            ops = ops[column.has(ops, value)]
+        return ops
 
 
 def inputs_text(operator: Operator) -> str:
@@ -145,23 +181,20 @@ def tensor_text(kind: str, dims: tuple[int, ...]) -> str:
     return f"{kind}{list(dims) if dims else ''}".replace(", ", "x")
 
 
-def _executions(base: Base, row: KernelTime, chosen: BoolArray) -> Iterator[BoolArray]:
-    """The ops that share the row's seconds: one kernel, a call of an operator, or a layer."""
-    ops = np.flatnonzero(chosen)
+def _shares(base: Base, row: KernelTime, ops: IntArray) -> FloatArray:
+    """(K,) the share of each op in the row's seconds.
+
+    These are of one kernel, of one call of an operator, or of a layer, and keep the proportions of
+    the times before; in equal parts if all are 0.
+    """
     groups: IntArray = np.zeros(len(ops), dtype=np.int64)
     if row.kernel:
         groups = ops
     elif row.operator:
         groups = base.operator[ops].astype(np.int64)
-    for group in np.unique(groups):
-        mask = np.zeros(base.ops, dtype=np.bool_)
-        mask[ops[groups == group]] = True
-        yield mask
-
-
-def _shared(before_s: FloatArray, seconds: float) -> FloatArray:
-    """`seconds` in the proportions of the times before; in equal parts if all are 0."""
-    total_s = float(before_s.sum())
-    if total_s == 0:
-        return np.full(len(before_s), seconds / len(before_s))
-    return before_s * (seconds / total_s)
+    _, group = np.unique(groups, return_inverse=True)
+    before_s = base.duration_s[ops]
+    total_s = np.bincount(group, weights=before_s)[group]
+    equal = 1 / np.bincount(group)[group]
+    shares: FloatArray = np.divide(before_s, total_s, out=equal, where=total_s > 0)
+    return shares
