@@ -99,9 +99,9 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Three test files at a time, in the order of tests/conftest.py: most tests wait for processes.
+# Four test files at a time, in the order of tests/conftest.py: most tests wait for processes.
 # The wheel is tested while pip installs the environment, which leaves most of a core.
-PYTEST := $(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 test: tested
 	$(PYTEST) -m 'not slow'
 
