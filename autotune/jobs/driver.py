@@ -81,7 +81,15 @@ def drive(
     """
     try:
         history = carry_out(
-            job_id, spec, store, world, proposer, observers, next_instruction, began_s
+            job_id,
+            spec,
+            store,
+            world,
+            proposer,
+            observers,
+            next_instruction,
+            began_s,
+            started_anew=True,
         )
     except TrainingEnded as ended:
         return _undecided(ended, store.history(job_id))
@@ -107,14 +115,15 @@ def carry_out(
     observers: Sequence[Observer],
     instruct: Callable[[JobSpec, History], Instruction | None],
     began_s: float | None = None,
+    started_anew: bool = False,
 ) -> History:
     """Execute instructions from the end of the event log until None or `Finish`.
 
-    Returns the history. With `tuner.search_instruction`, only the search runs. Raises
-    `LaunchError` if the script cannot be tuned.
+    Returns the history. With `tuner.search_instruction`, only the search runs. `started_anew`: the
+    script has started since the last event. Raises `LaunchError` if the script cannot be tuned.
     """
     history = store.history(job_id)
-    restarts = bool(history.trials)  # an interrupted job continues
+    restarts = started_anew and bool(history.trials)
     before_s, began_s = history.elapsed_s, time.monotonic() if began_s is None else began_s
     if history.profiled is not None:
         _same_model(history.profiled.workload, world.model_id())

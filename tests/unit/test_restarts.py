@@ -54,14 +54,17 @@ class Outcomes:
 def test_the_driver_marks_trials_after_a_failure_and_after_an_interruption(tmp_path: Path) -> None:
     spec = job_spec()
 
-    def carried_out(world: Outcomes) -> list[bool]:
+    def carried_out(world: Outcomes, started_anew: bool = True) -> list[bool]:
         before = len(store.history("job").trials)
 
         def instruct(spec: JobSpec, history: History) -> RunTrial | None:
             over = len(history.trials) == before + world.count
             return None if over else reference_trial(spec, history)
 
-        history = carry_out("job", spec, store, world, Proposer(spec, {}), [], instruct)
+        proposer = Proposer(spec, {})
+        history = carry_out(
+            "job", spec, store, world, proposer, [], instruct, started_anew=started_anew
+        )
         return [trial.restarted for trial in history.trials[before:]]
 
     with Store.open(tmp_path / "store.db") as store:
@@ -70,6 +73,7 @@ def test_the_driver_marks_trials_after_a_failure_and_after_an_interruption(tmp_p
         first = carried_out(Outcomes(FINE, CRASH, FINE, REFUSAL, FINE))
         assert first == [False, False, True, False, False]
         assert carried_out(Outcomes(FINE, FINE)) == [True, False]
+        assert carried_out(Outcomes(FINE), started_anew=False) == [False]
 
 
 def test_a_neighbour_is_paired_within_one_start_of_the_script() -> None:
