@@ -128,7 +128,7 @@ def _ordinary_share(job: TraceJob) -> OrdinaryShare | None:
 
 
 def ranks_read(job: TraceJob, rank: int | None) -> int:
-    """How many ranks have to be read to predict the asked one, or the slowest."""
+    """The number of ranks to read for a prediction of the asked one, or of the slowest."""
     return 1 if rank is not None else len(job.ranks)
 
 

@@ -56,7 +56,7 @@ def next_is_tuned(tuned: int, current: int, current_first: bool = False) -> bool
 def _nothing_proven_reason(
     spec: JobSpec, history: History, number: int, blocks: list[TrialFinished]
 ) -> str:
-    """Why the comparison ends without a result; empty if it goes on.
+    """The reason to end the comparison without a result; empty if it goes on.
 
     `number`: contenders that failed before this one, whose `blocks` are given. After a failure the
     current setup runs first, since a hang takes long: its failure shows that strategies are not

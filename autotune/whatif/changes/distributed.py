@@ -33,7 +33,7 @@ CONTENTION = Factor(
 )
 """Time of a message that competes with kernels for the device, over its time alone."""
 ASSUMED_ELEMENT_BYTES = 4
-"""Of float32, the usual type of gradients."""
+"""The bytes of a float32, the usual type of gradients."""
 
 
 def collectives(base: Base) -> BoolArray:
