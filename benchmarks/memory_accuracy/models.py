@@ -6,7 +6,6 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +13,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+from benchmarks.repository import ROOT
+
+EXAMPLES = ROOT / "examples"
 
 
 @dataclass(frozen=True)
