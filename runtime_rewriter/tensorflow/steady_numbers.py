@@ -1,4 +1,4 @@
-"""Gives all random numbers of a graph one value, so that it treats every row of a batch alike.
+"""Replaces every random number in a graph by one value, so that all rows of a batch are alike.
 
 Gradients then depend on rows alone, as without random numbers: dropout drops nothing.
 """

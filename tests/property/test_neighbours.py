@@ -196,9 +196,9 @@ def test_the_neighbourhood_is_inside_the_space_and_names_each_neighbour_once(
     workload, on, space, seed
 ):
     start = sample(workload, on, space, generator(seed))
-    found = list(islice(neighbourhood(start, workload, on, space, generator(seed)), 60))
-    assert start not in found and len(set(found)) == len(found)
-    for neighbour in found:
+    first = list(islice(neighbourhood(start, workload, on, space, generator(seed)), 60))
+    assert start not in first and len(set(first)) == len(first)
+    for neighbour in first:
         assert_inside(space, neighbour, workload, on)
 
 
@@ -208,10 +208,10 @@ def test_every_random_move_leads_into_the_neighbourhood():
     workload = model(*(Variable(f"v{9 - i}", (2, 100)) for i in range(5)), table, forward_s=0.1)
     on = cluster(1e9, 2e8, 1e8)
     start = sample(workload, on, LOSSY, generator(4))
-    found = set(neighbourhood(start, workload, on, LOSSY, generator(0)))
-    rings = {neighbour.ring_order for neighbour in found}
+    around = set(neighbourhood(start, workload, on, LOSSY, generator(0)))
+    rings = {neighbour.ring_order for neighbour in around}
     for neighbour in neighbours(start, 1500, LOSSY, workload, on):
-        assert neighbour in found or neighbour.ring_order not in rings
+        assert neighbour in around or neighbour.ring_order not in rings
 
 
 def test_the_first_neighbours_are_of_all_kinds():

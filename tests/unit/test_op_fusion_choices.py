@@ -78,8 +78,8 @@ def test_the_search_fuses_ops_unless_gradients_wait_too_long_for_them() -> None:
 
 
 def test_moves_switch_between_the_choices_of_the_space_only() -> None:
-    rng, seen, strategy = np.random.default_rng(0), set(), single_bucket(MODEL)
-    for _ in range(300):
+    rng, seen, strategy = np.random.default_rng(1), set(), single_bucket(MODEL)
+    for _ in range(150):
         strategy = mutate(strategy, MODEL, NETWORK, space(FORWARD, LATE), rng)
         seen.add(strategy.op_fusion)
     assert seen == {(), FORWARD.sets, LATE.sets}

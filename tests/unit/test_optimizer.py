@@ -322,10 +322,10 @@ def test_mixed_precision_scales_the_computation_by_a_measured_factor() -> None:
     space = replace(space, compressors=(Compressor.NONE, Compressor.FP16), cross_step=False)
 
     def optimized(halved: MixedPrecision) -> Optimized:
-        return optimize(workload, NETWORK, space, budget=SMALL, passes=[halved])
+        return optimize(workload, NETWORK, space, budget=SMALL, passes=[halved], seed=1)
 
     plain, half = optimized(MixedPrecision()), optimized(MixedPrecision(compute_factor=0.5))
-    assert Compressor.FP16 in _compressors(plain.strategy)
+    assert _compressors(plain.strategy) == {Compressor.FP16}
     assert plain.predicted_step_s >= workload.compute_s
     assert half.predicted_step_s < min(plain.predicted_step_s, half.enacted_step_s)
     assert any("as the caller measured" in note for note in half.assumed)

@@ -190,10 +190,10 @@ def test_each_what_if_of_a_combination_changes_the_memory(
 def test_inputs_of_another_batch_are_stashed_whole() -> None:
     base = recorded_base(layered(WORKS), 0)
     asked = Question(amounts={"vdnn": 100.0, "batch": 2.0}, memory=MEMORY)
-    found = predict(base, combined("batch+vdnn"), asked).memory
-    assert found is not None
-    assert found.before_bytes == found.after_bytes == FIXED_BYTES + 4 * MAP_BYTES
-    assert (found.largest_batch_before, found.largest_batch_after) == (16, 32)
+    memory = predict(base, combined("batch+vdnn"), asked).memory
+    assert memory is not None
+    assert memory.before_bytes == memory.after_bytes == FIXED_BYTES + 4 * MAP_BYTES
+    assert (memory.largest_batch_before, memory.largest_batch_after) == (16, 32)
 
 
 def test_inputs_are_stashed_before_the_batch_is_cut_into_parts() -> None:
@@ -208,6 +208,6 @@ def test_the_memory_of_another_precision_is_unknown() -> None:
     base = recorded_base(layered(WORKS), 0)
     half = replace(combined("amp")[0], change=lambda base, question: base)
     asked = Question(amounts={"vdnn": 100.0}, memory=MEMORY)
-    found = predict(base, (half, *combined("vdnn")), asked)
-    assert found.memory is None and "under autocast" in found.memory_reason
+    prediction = predict(base, (half, *combined("vdnn")), asked)
+    assert prediction.memory is None and "under autocast" in prediction.memory_reason
     assert predict(base, (half,), asked).memory_reason == ""
