@@ -25,7 +25,8 @@ class Registry(Mapping[str, T]):
 
     A distribution adds an entry with an entry point in `group`: the entry point's name is the
     entry's name, its object is the entry. The first look-up lists the entry points. Each one is
-    imported when its entry is first used, so a broken plugin fails only where it is needed.
+    imported when its entry is first used, so a broken plugin fails only where it is needed. While
+    it is imported, its distribution may register its own entries itself, as a decorator does.
     """
 
     def __init__(self, group: str, kind: str) -> None:
@@ -34,18 +35,25 @@ class Registry(Mapping[str, T]):
         self.kind = kind
         self._entries: dict[str, T] = {}
         self._plugins: dict[str, EntryPoint] | None = None
+        self._importing: EntryPoint | None = None
 
     def register(self, name: str, entry: T) -> None:
         """Add `entry`. Raises `InvalidInput` if the name is taken."""
-        if name in self._entries or name in (self._plugins or {}):
+        if name in self._entries or self._is_of_another_plugin(name):
             raise InvalidInput(f"{self.kind} {name!r} is already registered; choose another name")
         self._entries[name] = entry
+
+    def _is_of_another_plugin(self, name: str) -> bool:
+        """Whether an entry point has the name, and not one of the distribution being imported."""
+        point = (self._plugins or {}).get(name)
+        importing = self._importing
+        return point is not None and (importing is None or _origin(point) != _origin(importing))
 
     def __getitem__(self, name: str) -> T:
         """The entry. Raises `UnknownName`, or `InvalidInput` if its plugin cannot be imported."""
         plugins = self._discover()
         if name in plugins and name not in self._entries:
-            self._entries[name] = _imported(plugins[name])
+            self._entries.setdefault(name, self._imported(plugins[name]))
         if name not in self._entries:
             raise UnknownName(f"there is no {self.kind} {name!r}; known are {', '.join(self)}")
         return self._entries[name]
@@ -69,6 +77,19 @@ class Registry(Mapping[str, T]):
         finally:
             self._entries, self._plugins = entries, plugins
 
+    def _imported(self, point: EntryPoint) -> Any:
+        """The object of the entry point. Raises `InvalidInput` if it cannot be imported."""
+        outer, self._importing = self._importing, point
+        try:
+            return point.load()
+        except Exception as error:
+            raise InvalidInput(
+                f"{_text(point)} cannot be imported: {type(error).__name__}: {error}; "
+                "repair or uninstall that distribution"
+            ) from error
+        finally:
+            self._importing = outer
+
     def _discover(self) -> dict[str, EntryPoint]:
         """The entry points of the group, sorted by name. Raises `InvalidInput` for a taken name."""
         if self._plugins is None:
@@ -78,7 +99,7 @@ class Registry(Mapping[str, T]):
             for point in sorted(entry_points(group=self.group), key=lambda point: point.name):
                 if point.name in self._entries or point.name in plugins:
                     raise InvalidInput(
-                        f"{self.kind} {point.name!r} of {_origin(point)} is already registered; "
+                        f"{self.kind} {point.name!r} of {_text(point)} is already registered; "
                         "uninstall one of them or rename its entry point"
                     )
                 plugins[point.name] = point
@@ -86,16 +107,10 @@ class Registry(Mapping[str, T]):
         return self._plugins
 
 
-def _imported(point: EntryPoint) -> Any:
-    try:
-        return point.load()
-    except Exception as error:
-        raise InvalidInput(
-            f"{_origin(point)} cannot be imported: {type(error).__name__}: {error}; "
-            "repair or uninstall that distribution"
-        ) from error
+def _text(point: EntryPoint) -> str:
+    return f"entry point '{point.name} = {point.value}' ({point.group}) of {_origin(point)}"
 
 
 def _origin(point: EntryPoint) -> str:
-    distribution = point.dist.name if point.dist else "an unknown distribution"
-    return f"entry point '{point.name} = {point.value}' ({point.group}) of {distribution}"
+    """The distribution of an entry point."""
+    return point.dist.name if point.dist else "an unknown distribution"

@@ -44,7 +44,7 @@ def autotune(site: Path, *words: str) -> Any:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_the_documentation_quotes_the_file(path: Path) -> None:
     page = (ROOT / "docs/extending.md").read_text()
-    assert path.read_text() in re.findall(r"```\w+\n(.*?)```", page, re.DOTALL)
+    assert path.read_text() in re.findall(r"```\w+[^\n]*\n(.*?)```", page, re.DOTALL)
 
 
 def test_its_builder_is_listed_with_the_built_in_ones(example_plugin: Path) -> None:
@@ -60,3 +60,10 @@ def test_its_builder_plans_and_seeds_the_search(
     with BUILDERS.separate():
         seeds = dict(seed_strategies(workload, FOUR, SearchSpace.default()))
     assert sent(seeds["two_halves"], workload) == "v0 v1|v2 v3"
+
+
+def test_its_what_if_is_predicted_alone_and_with_others(example_plugin: Path) -> None:
+    trace = str(ROOT / "datasets/gpu_traces/h100/vgg19.fp32")
+    names = "no_copies,no_copies+fused_adam"
+    answer = autotune(example_plugin, "what-if", trace, "--only", names)
+    assert {row["what_if"] for row in answer["what_ifs"]} == {*names.split(",")}

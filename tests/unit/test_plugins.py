@@ -10,6 +10,8 @@ from autotune.errors import InvalidInput
 from autotune.plugins import Registry
 
 GROUP = "autotune.tests"
+LATE: list[Registry[str]] = []
+"""The registry in which the module of a fake distribution registers its entries."""
 
 
 @pytest.fixture
@@ -78,3 +80,14 @@ def test_an_entry_point_may_not_take_a_registered_name(
     install(tmp_path, monkeypatch, "red = paint:RED", "RED = ''")
     with pytest.raises(InvalidInput, match=r"colour 'red' of entry point .* of paint is already"):
         list(registry)
+
+
+def test_a_plugin_may_register_its_own_entries_while_it_is_imported(
+    registry: Registry[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "from test_plugins import LATE; LATE[0].register('green', '#0f0')\n"
+    code += "LATE[0].register('pink', '#f0f'); green = pink = 'the decorated function'"
+    install(tmp_path, monkeypatch, "pink = paint:pink\ngreen = paint:green", code)
+    LATE[:] = [registry]
+    assert registry["pink"] == "#f0f" and registry["green"] == "#0f0"
+    assert list(registry) == ["red", "blue", "green", "pink"]
