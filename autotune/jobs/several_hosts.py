@@ -19,7 +19,10 @@ PORT = 29500
 """torchrun's own default port."""
 SHOWN_HOSTS = 16
 """Hosts that a line lists; best.json has all."""
-_HOST_OPTIONS = ("-H", "--host", "--hosts", "--hostfile", "-hostfile")
+_HOST_OPTIONS = (
+    *("-H", "--host", "--hosts", "--hostfile", "--machinefile"),
+    *("-host", "-hostfile", "-machinefile"),
+)
 """Options of mpirun and horovodrun that name the hosts."""
 _MEETING_OPTIONS = (
     *("--nnodes", "--nproc-per-node", "--node-rank", "--master-addr", "--master-port"),

@@ -265,9 +265,16 @@ MODULES = {
 """Readers of the words after `python -m MODULE`."""
 
 
-_MPI_COUNT = ("-np", "--np", "-n", "-c", "--n")
-_MPI_WITH_VALUE = ("--bind-to", "--map-by", "--rank-by", "-H", "--host", "--hostfile", "--mca")
-_MPI_FLAGS = ("--oversubscribe", "--allow-run-as-root", "--quiet", "-q", "--tag-output")
+_MPI_COUNT = ("-np", "-n", "-c")
+_MPI_VALUES = {
+    **dict.fromkeys(("-H", "-host", "-hostfile", "-machinefile"), 1),
+    **dict.fromkeys(("-bind-to", "-map-by", "-rank-by", "-timeout"), 1),
+    **dict.fromkeys(("-mca", "-gmca"), 2),
+    **dict.fromkeys(("-oversubscribe", "-allow-run-as-root", "-tag-output"), 0),
+    **dict.fromkeys(("-report-bindings", "-quiet", "-q"), 0),
+}
+"""Values of each option that is accepted and means nothing to a tuning job. Open MPI reads every
+option of several letters with one dash and with two."""
 
 
 def read_mpirun(words: list[str]) -> tuple[list[str], dict[str, str], int, list[str]]:
@@ -281,20 +288,23 @@ def read_mpirun(words: list[str]) -> tuple[list[str], dict[str, str], int, list[
     rest = list(words)
     while rest and rest[0].startswith("-"):
         option = rest.pop(0)
-        count = 0
-        if option in _MPI_COUNT:
+        known = option.removeprefix("-") if option.startswith("--") else option
+        if known in _MPI_COUNT:
             workers, count = _number(option, rest), 1
         elif option == "-x":
             name, assigned, value = (rest or [""])[0].partition("=")
             variables[name] = value if assigned else os.environ.get(name, "")
             count = 1
-        elif option in _MPI_WITH_VALUE:
-            count = 2 if option == "--mca" else 1
-        elif option not in _MPI_FLAGS:
+        elif known in _MPI_VALUES:
+            count = _MPI_VALUES[known]
+        else:
             raise InvalidInput(
                 f"mpirun's option {option} is not supported; leave it out (supported: "
-                f"{', '.join((*_MPI_COUNT, '-x', *_MPI_WITH_VALUE, *_MPI_FLAGS))})"
+                f"{', '.join((*_MPI_COUNT, '-x', *_MPI_VALUES))})"
             )
+        if len(rest) < count:
+            values = "a value" if count == 1 else f"{count} values"
+            raise InvalidInput(f"mpirun's option {option} needs {values}, but the command ends")
         options += [option, *rest[:count]]
         rest = rest[count:]
     if workers is None:

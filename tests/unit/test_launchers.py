@@ -47,6 +47,7 @@ COMMANDS = {
     "uv run env A=1 python train.py --lr 1": ("train.py", False, None),
     "mpirun -np 4 --oversubscribe python train.py --lr 1": ("train.py", False, 4),
     "mpirun -n 2 -H a:1,b:1 -x A=1 python -m pkg.train --lr 1": ("pkg.train", True, 2),
+    "mpirun --np 2 -mca pml ob1 -bind-to none --timeout 9 train.py --lr 1": ("train.py", False, 2),
     "horovodrun -np 2 python train.py --lr 1": ("train.py", False, 2),
     "horovodrun -np 4 -H a:2,b:2 --cycle-time-ms 2 python -m pkg.train --lr 1": (
         "pkg.train",
@@ -161,7 +162,8 @@ REFUSED = {
     "env A=1": "must be followed by NAME=value and a command",
     "mpirun python train.py": "needs the number of ranks",
     "mpirun -np x python train.py": "-np needs a number, but has 'x'",
-    "mpirun -np 2 --timeout 3 python train.py": "option --timeout is not supported; leave it out",
+    "mpirun -np 2 --output-proctable x train.py": "option --output-proctable is not supported",
+    "mpirun -np 2 --mca pml": "option --mca needs 2 values, but the command ends",
     "mpirun -np 2 torchrun --nproc-per-node 2 train.py": "starts another launcher",
     "horovodrun python train.py": "the following arguments are required: -np",
     "horovodrun -np 2 --nonsense python train.py": "unrecognized arguments|must be a file",
