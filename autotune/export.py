@@ -135,7 +135,7 @@ def read_export(path: Path, allow_edited: bool = False) -> Export:
             raise InvalidInput(
                 f"{path} was changed after autotune wrote it (its content hash is {actual[:12]}, "
                 f"but it says {str(claimed)[:12]}), so its measured times may not be those of its "
-                "strategy; export it again from its job, or allow edited files on purpose"
+                "strategy; export it again from its job"
             )
         export = replace(export, plan_id=None)
     export.plan()

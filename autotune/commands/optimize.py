@@ -57,7 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory",
         metavar="SIZE",
-        help="memory of a replica, such as 16GB or 512MiB: recomputes or accumulates to fit",
+        help="memory of a replica, such as 16GB or 512MiB: the result states which recomputation "
+        "or accumulation, made in your script, would fit",
     )
     parser.add_argument("--budget-time", default="10s", help="maximum search time (default 10s)")
     parser.add_argument("--seed", type=int, default=0, help="default 0")
@@ -94,7 +95,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     )
     memory = _memory(source, cluster, best, within)
     fit = memory.fit if memory is not None else None
-    # The runtime does not fuse ops today: that decision is for a graph engine.
+    # Only TensorFlow fuses ops as a strategy states, and the source may be of another framework.
     lowering = Lowering(source.workload if fit is None else fit.workload, cluster)
     summary = iteration_summary(replay(lowering.period(best.plan)))
     result = OptimizedResult(source, cluster, best, memory, summary)

@@ -35,6 +35,7 @@ from autotune.jobs.tune import FinishedJob, Job, create_job, locked, resume_job,
 from autotune.jobs.workspace import Workspace
 from autotune.masking import masked
 from autotune.storage.store import Store
+from autotune.tracking.tracker import require_mlflow
 from autotune.tuning.job import SETTINGS
 from runtime_rewriter.world.results import Trained
 
@@ -68,9 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Run or resume a job; return the decision."""
     began_s = time.monotonic()
+    require_mlflow()  # before anything is written
     where = Where(options.address, options.shared_directory, read_ports(options.master_ports))
     if options.resume is None:
-        settings = read_settings(  # before anything is written
+        settings = read_settings(
             options.command, given_settings(options), options.job_file, options.address
         )
         refuse_impossible(settings.spec.cluster, settings.spec.conditions)

@@ -267,9 +267,7 @@ class _Side:
             raise LaunchError(self._ended("ended before everything was measured"))
 
     def _ended(self, what: str) -> str:
-        return (
-            f"the script ({self.name}) {what}; its last output:\n{self._launched.tail().rstrip()}"
-        )
+        return f"the script ({self.name}) {what}; {self._launched.last_output()}"
 
 
 def _refuse_long_address(address: str) -> None:

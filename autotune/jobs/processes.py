@@ -18,6 +18,8 @@ from autotune.printing import discard
 
 TAIL_BYTES = 8192
 POLL_S = 0.2
+_NEEDS_LAUNCHER = "using env:// rendezvous: environment variable"
+"""torch's words for a script that a launcher must start."""
 ENDING_S = 40.0
 """torchrun gives its ranks 30 s to end."""
 
@@ -25,6 +27,13 @@ ENDING_S = 40.0
 def shell_status(status: int) -> int:
     """The exit status of a process as a shell states it: 128 + N after a signal N."""
     return status if status >= 0 else 128 - status
+
+
+def launcher_needed(text: str) -> str:
+    """The fix, before other text, if a script's output says that it needs a launcher; else ""."""
+    if _NEEDS_LAUNCHER not in text:
+        return ""
+    return "the script needs a launcher: start it with torchrun --nproc-per-node 1; "
 
 
 class Launched:
@@ -70,10 +79,11 @@ class Launched:
                 break
         self._reader.join(1.0)
 
-    def tail(self) -> str:
-        """The end of its output so far."""
+    def last_output(self) -> str:
+        """The end of its output so far, below a line that introduces it."""
         self._reader.join(1.0)
-        return self._tail.decode(errors="replace")
+        text = self._tail.decode(errors="replace").rstrip()
+        return f"{launcher_needed(text)}its last output:\n{text}"
 
     @contextlib.contextmanager
     def signals_passed_on(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from autotune.errors import LaunchError
-from autotune.jobs.processes import Launched, shell_status
+from autotune.jobs.processes import Launched, launcher_needed, shell_status
 from autotune.recordings.graph_file import GRAPH_FILE
 from autotune.recordings.job_file import JOB_FILE, trace_name
 from autotune.recordings.memory_file import MEMORY_FILE
@@ -112,8 +112,9 @@ def _failure_text(launched: Launched, reports: Path, problem: str, command: Scri
     lines = list(dict.fromkeys(causes or problems))
     ranks = command.workers or 1
     if lines and (causes or len(by_rank) == ranks):
-        return f"{problem}: " + "; ".join(lines[:3])
+        said = "; ".join(lines[:3])
+        return f"{problem}: {launcher_needed(said)}{said}"
     silent = [str(rank) for rank in range(ranks) if rank not in by_rank and command.nodes == 1]
     quiet = f"; rank {', '.join(silent)} reported nothing" if silent else ""
     first = "".join(f"; {line}" for line in lines[:1])
-    return f"{problem}{quiet}{first}; its last output:\n{launched.tail().rstrip()}"
+    return f"{problem}{quiet}{first}; {launched.last_output()}"

@@ -72,6 +72,14 @@ def _use_mlflow_quietly() -> None:
         os.environ.setdefault(name, value)
 
 
+def require_mlflow() -> None:
+    """Raise `MissingExtra` if MLflow is not installed."""
+    if importlib.util.find_spec("mlflow") is None:
+        raise MissingExtra(
+            f"tracking needs MLflow, which is not installed; {install_extra('mlflow')}"
+        )
+
+
 class _Unreachable(Exception):
     """The server did not take an item, but may later; the text is its reason."""
 
@@ -96,10 +104,7 @@ class Tracker:
         retry_after_s: float = RETRY_AFTER_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if importlib.util.find_spec("mlflow") is None:
-            raise MissingExtra(
-                f"tracking needs MLflow, which is not installed; {install_extra('mlflow')}"
-            )
+        require_mlflow()
         self.uri = tracking_uri
         self.problem = ""
         """The reason why the last item had to wait; empty if it was sent."""

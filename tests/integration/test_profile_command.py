@@ -205,6 +205,17 @@ def test_a_script_that_hangs_is_ended_and_its_last_output_shown(tmp_path) -> Non
     assert "nothing was recorded within 6 s (--timeout)" in done.stderr
 
 
+def test_a_script_that_needs_a_launcher_is_told_which(tmp_path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n")
+    words = ["profile", "-o", str(tmp_path / "traces"), "--", "python", str(script)]
+    done = subprocess.run(
+        [sys.executable, "-m", "autotune", *words], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 1
+    assert "needs a launcher: start it with torchrun --nproc-per-node 1; " in done.stderr
+
+
 def test_the_package_loads_no_framework_for_it() -> None:
     check = "assert 'torch' not in sys.modules"
     code = f"import autotune, sys; {check}; autotune.profile; {check}; autotune.Recorder"

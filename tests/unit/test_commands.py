@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
+from command_line import error_output
 
 from autotune.cli import COMMANDS, argument_parser, main
 from autotune.cluster_file import read_cluster
@@ -113,3 +115,13 @@ def test_a_command_that_no_shell_understands_is_refused(tmp_path, monkeypatch) -
     Path("job.yaml").write_text("command: python train.py --note don't\n")
     with pytest.raises(InvalidInput, match=r"job.yaml: command must be .* No closing quotation"):
         read_settings([], {}, Path("job.yaml"), None)
+
+
+def test_a_job_without_mlflow_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    message = error_output(capsys, "tune", "--workers", 2, "--", "python", "train.py")
+    assert "tracking needs MLflow, which is not installed" in message
+    assert not list(tmp_path.iterdir())

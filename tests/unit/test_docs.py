@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import re
 import shlex
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 from command_line import output
 
-from autotune.cli import argument_parser, split_words
+import autotune
+from autotune.cli import COMMANDS, argument_parser, split_words
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -171,3 +173,36 @@ def test_files_modules_and_links_of_a_page_exist(page: Path) -> None:
     for target in LINK.findall(text):
         if not re.match(r"\w+:", target):
             assert (page.parent / target).exists(), f"the link to {target} is broken"
+
+
+@pytest.mark.parametrize("page", ["extending.md", "what-if.md"])
+def test_the_public_interface_has_what_extensions_import(page: str) -> None:
+    imports = r"^from (autotune\.[\w.]+) import ([\w, ]+)$"
+    used = {
+        f"{module}.{name}"
+        for block in blocks(ROOT / "docs" / page)
+        for module, names in re.findall(imports, block.text, re.MULTILINE)
+        for name in names.split(", ")
+    }
+    assert used and used <= public_names()
+
+
+def test_the_public_interface_has_the_names_of_the_package() -> None:
+    names = {name for name in autotune.__all__ if name not in ("Recorder", "__version__")}
+    assert {f"autotune.{name}" for name in names} <= public_names()
+
+
+def test_the_first_page_lists_every_command() -> None:
+    page = (ROOT / "docs/index.md").read_text()
+    for name, purpose in COMMANDS.items():
+        assert f"| `autotune {name}` | {purpose} |" in page
+
+
+def public_names() -> set[str]:
+    """The names of the generated reference."""
+    path = ROOT / "docs/reference_pages.py"
+    spec = importlib.util.spec_from_file_location("reference_pages", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return {name for names in module.PUBLIC.values() for name in names}

@@ -136,7 +136,7 @@ def test_a_script_goes_on_without_the_reader_of_its_output():
         launched = Launched([sys.executable, "-c", code])
         with launched.signals_passed_on():
             status = launched.wait(time.monotonic() + ENDS_WITHIN_S, lambda: False)
-        assert (status, launched.tail()[-11:]) == (0, "at the end\n")
+        assert (status, launched.last_output()[-10:]) == (0, "at the end")
         stream.write("the next message")
         stream.flush()
 

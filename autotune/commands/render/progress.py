@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from autotune.commands.render.names import first_line, short_name
-from autotune.records import Measured, Role, Stopped
+from autotune.jobs.several_hosts import hosts_text
+from autotune.records import Measured, Network, Role, Stopped
 from autotune.tuning.events import Event, Profiled, Proposed, TrialFinished
 from autotune.tuning.history import History
 from autotune.tuning.instructions import Instruction, ProfileWorkload, Propose, RunTrial
@@ -132,6 +133,8 @@ class ConsoleProgress:
             f"backward {format_seconds(workload.backward_s)}, "
             f"rest {format_seconds(workload.update_s)}"
         )
+        if self._spec.conditions.network is Network.HOSTS:
+            self._print(f"  hosts: {escape(hosts_text(event.cluster))}")
         for text in filter(None, (event.limits, event.op_fusion_report)):
             self._print(f"  {escape(text)}")
         for fit in event.cluster.fits:
