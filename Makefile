@@ -9,6 +9,7 @@ WORKERS ?= 2
 EXAMPLE ?= examples/resnet_digits.py
 CLUSTER ?= examples/clusters/four_hosts.yaml
 ACCELERATORS ?= emulated
+OPTIONS ?=
 
 # If the environment sets it, every process compiles our packages again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -88,9 +89,9 @@ $(VENV)/.horovod: $(VENV)/.tensorflow $(wildcard third_party/horovod/*)
 # example trains longer than the budget; a script that ends is started again.
 tune: setup
 	@if $(BIN)/autotune testbed check; then \
-	  set -x; $(BIN)/autotune tune --budget-time $(BUDGET) --testbed $(CLUSTER) --accelerators $(ACCELERATORS) -- python $(EXAMPLE) --epochs 1000; \
+	  set -x; $(BIN)/autotune tune $(OPTIONS) --budget-time $(BUDGET) --testbed $(CLUSTER) --accelerators $(ACCELERATORS) -- python $(EXAMPLE) --epochs 1000; \
 	else \
-	  set -x; $(BIN)/autotune tune --budget-time $(BUDGET) -- torchrun --nproc-per-node $(WORKERS) $(EXAMPLE) --epochs 1000; \
+	  set -x; $(BIN)/autotune tune $(OPTIONS) --budget-time $(BUDGET) -- torchrun --nproc-per-node $(WORKERS) $(EXAMPLE) --epochs 1000; \
 	fi
 
 lint: $(VENV)/.installed

@@ -16,6 +16,7 @@ from autotune.cli import argument_parser
 PUBLIC = {
     "In the training script": [
         "autotune.apply",
+        "autotune.distribute",
         "autotune.profile",
         "runtime_rewriter.recording.api.Recorder",
         "runtime_rewriter.rank.apply.Applied",
@@ -25,23 +26,45 @@ PUBLIC = {
         "autotune.workload.Variable",
         "autotune.cluster.Cluster",
         "autotune.cluster.Host",
+        "autotune.cluster_file.read_cluster",
         "autotune.export.Export",
     ],
     "Strategies": [
         "autotune.strategy_space.strategy.Strategy",
         "autotune.strategy_space.strategy.VariableStrategy",
         "autotune.strategy_space.strategy.Shard",
+        "autotune.strategy_space.strategy.Synchronizer",
         "autotune.strategy_space.plan.Plan",
         "autotune.strategy_space.plan.Message",
+        "autotune.strategy_space.plan.plan",
         "autotune.strategy_space.space.SearchSpace",
+        "runtime_rewriter.pytorch.attached.attach",
     ],
     "Extending": [
         "autotune.plugins.Registry",
         "autotune.simulators.interface.Simulator",
+        "autotune.simulators.residual.ResidualSimulator",
+        "autotune.simulators.residual.Architecture",
+        "autotune.simulators.training.TrainingRecipe",
+        "autotune.simulators.batch.FeatureBatch",
+        "autotune.costs.sync_cost.GLOBAL_FEATURES",
         "autotune.optimizer.state.Pass",
+        "autotune.optimizer.state.State",
+        "autotune.optimizer.state.CriticalPath",
+        "autotune.optimizer.edits.like",
+        "autotune.strategy_space.compressors.CompressorDescription",
+        "autotune.strategy_space.compressors.CodecCosts",
+        "autotune.whatif.registry.what_if",
+        "autotune.whatif.base.Base",
+        "autotune.whatif.question.Question",
+        *(
+            f"autotune.whatif.primitives.{name}"
+            for name in ("select", "scale", "remove", "disconnect")
+        ),
     ],
     "Prediction and search": [
         "autotune.dfg.graph.Dfg",
+        "autotune.dfg.graph.Kind",
         "autotune.dfg.build.DfgBuilder",
         "autotune.dfg.replay.Timeline",
         "autotune.lowering.lower.Lowering",
