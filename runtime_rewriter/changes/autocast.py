@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from autotune.errors import InvalidInput
-from runtime_rewriter.changes.forward import FirstForward
+from runtime_rewriter.changes.forward import FirstForward, trainable
 
 
 @contextmanager
 def autocast_forward(entered: Callable[[], None]) -> Iterator[None]:
-    """Enter bf16 autocast at each outermost forward pass in training; leave it at `backward()`.
+    """Enter bf16 autocast at each forward pass of the model that trains; leave at `backward()`.
 
     `entered` is called at each entry. Raises `InvalidInput` in the script if it uses autocast
     itself.
@@ -26,7 +26,7 @@ def autocast_forward(entered: Callable[[], None]) -> Iterator[None]:
 
     def enter(module: nn.Module) -> None:
         nonlocal active
-        device = next(iter(module.parameters()), torch.empty(0)).device.type
+        device = trainable(module)[0].device.type
         if torch.is_autocast_enabled(device):
             raise InvalidInput(
                 "amp puts the forward pass under torch.autocast, but the script does so itself; "

@@ -24,6 +24,13 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+class Blur(nn.Module):
+    """A transform of images as a data loader calls it: a module in training mode, no parameters."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return nn.functional.conv2d(images, torch.full((3, 1, 3, 3), 0.1), padding=1, groups=3)
+
+
 def trained(
     *,
     fused: bool | None = None,
@@ -31,6 +38,7 @@ def trained(
     autocast: bool = False,
     channels_last: bool = False,
     wrap: bool = True,
+    blurred: bool = False,
 ) -> dict[str, torch.Tensor]:
     """The weights of a small network after three steps, with the changes as lines of a script."""
     torch.manual_seed(0)
@@ -40,13 +48,16 @@ def trained(
     images, labels = torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 3])
     if channels_last:
         network = cast(Any, network).to(memory_format=torch.channels_last)
-        images = images.to(memory_format=torch.channels_last)
     model = DistributedDataParallel(network) if wrap else network
+    blur = Blur()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused, foreach=foreach)
     for _ in range(3):
         optimizer.zero_grad()
+        batch = blur(images) if blurred else images
+        if channels_last:
+            batch = batch.to(memory_format=torch.channels_last)
         with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext():
-            loss = nn.functional.cross_entropy(model(images), labels)
+            loss = nn.functional.cross_entropy(model(batch), labels)
         loss.backward()
         optimizer.step()
     network.eval()
@@ -81,6 +92,27 @@ def test_a_change_from_outside_trains_like_the_line_in_the_script(change, lines,
     assert_equal_weights(plain, trained(wrap=wrap))  # everything is restored
     if change == "amp":
         assert not torch.equal(plain["4.weight"], by_line["4.weight"])
+
+
+@pytest.mark.parametrize("wrap", [True, False])
+@pytest.mark.parametrize(
+    ("change", "lines"),
+    [("amp_cpu", {"autocast": True}), ("channels_last", {"channels_last": True})],
+)
+def test_a_transform_of_images_is_not_taken_for_the_model(change, lines, wrap) -> None:
+    by_line = trained(**lines, wrap=wrap, blurred=True)
+    with enacted((change,), {}) as state:
+        from_outside = trained(wrap=wrap, blurred=True)
+        state.check()
+    assert_equal_weights(from_outside, by_line)
+
+
+def test_amp_without_a_model_that_trains_is_refused() -> None:
+    with enacted(("amp",), {}) as state:
+        Blur()(torch.zeros(1, 3, 4, 4))
+    assert not torch.is_autocast_enabled("cpu")
+    with pytest.raises(InvalidInput, match="called no module .* has trainable parameters"):
+        state.check()
 
 
 def test_changes_combine() -> None:
