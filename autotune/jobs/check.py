@@ -40,7 +40,8 @@ FEWEST_PAIRS = 6
 """Fewer pairs have no interval of 95 % (signed ranks)."""
 WARMUP_STEPS = 3
 SETTLING_STEPS = 1
-"""Steps at the beginning of a turn that do not count: the other script used the caches."""
+"""Steps at the beginning of a turn that do not count: the other script used the caches, and the
+device had no work queued."""
 POLL_S = 0.5
 LONGEST_ADDRESS = 107
 """Bytes in the path of a socket (`man 7 unix`, sun_path)."""

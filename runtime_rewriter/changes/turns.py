@@ -4,6 +4,9 @@ A step lasts from one call of an optimizer's `step()` to the next one: of the fi
 the script uses. The rank stops there between turns. All ranks stop at the same place, since they
 make the same steps.
 
+Steps are timed on the queue of the device that trains: the host may be ahead of it by steps. The
+first step of a turn begins on an idle device, so it lasts longer than those that follow.
+
 Messages are lines of JSON over a Unix socket: `{"rank": 0}` at the start, then for each line
 `{"steps": 5}` the answer `{"step_s": [...], "notes": [...]}`, or `{"refused": "..."}`; the line
 `{"stop": true}` ends the script.
@@ -17,11 +20,10 @@ import json
 import os
 import socket
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -30,6 +32,7 @@ from autotune.errors import InvalidInput
 from runtime_rewriter.changes.enact import Enacted, enacted
 from runtime_rewriter.changes.settings import CheckSettings
 from runtime_rewriter.control import ControlLine
+from runtime_rewriter.pytorch.exchange.device import Device
 
 
 @contextmanager
@@ -41,7 +44,7 @@ def taking_turns(settings: CheckSettings) -> Iterator[None]:
     _send(line, {"rank": int(os.environ.get("RANK", "0"))})
     try:
         with enacted(settings.changes, settings.amounts) as state:
-            turns = _Turns(line, state)
+            turns = Turns(line, state)
             handle = register_optimizer_step_pre_hook(turns.boundary)
             try:
                 yield
@@ -55,43 +58,65 @@ def taking_turns(settings: CheckSettings) -> Iterator[None]:
         line.close()
 
 
-class _Turns:
-    """Stops at the boundaries between turns."""
+class DeviceQueue(Protocol):
+    """The work of a device in its order; see `Device`."""
 
-    def __init__(self, line: ControlLine, state: Enacted) -> None:
-        self._line, self._state = line, state
+    def mark(self) -> Any:
+        """A point in time on the queue, without waiting for it."""
+
+    def seconds_between(self, start: Any, stop: Any) -> float:
+        """Seconds from one mark to another."""
+
+    def finish(self) -> None:
+        """Wait until no work is left."""
+
+
+def training_device(optimizer: torch.optim.Optimizer) -> Device:
+    """The device of the optimizer's parameters; the current GPU if only other work runs on one."""
+    parameters = (one for group in optimizer.param_groups for one in group["params"])
+    on_gpu = next((one.device for one in parameters if one.is_cuda), None)
+    if on_gpu is None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        on_gpu = torch.device("cuda", torch.cuda.current_device())
+    return Device(on_gpu or torch.device("cpu"))
+
+
+class Turns:
+    """Stops at the boundaries between turns, and times the steps between them."""
+
+    def __init__(
+        self,
+        line: ControlLine,
+        state: Enacted,
+        queue_of: Callable[[torch.optim.Optimizer], DeviceQueue] = training_device,
+    ) -> None:
+        self._line, self._state, self._queue_of = line, state, queue_of
         self._first: torch.optim.Optimizer | None = None
-        self._times: list[float] = []
+        self._queue: DeviceQueue | None = None
+        self._marks: list[Any] = []
         self._left = 0
         self.steps = 0
 
     def boundary(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._first is None:
-            self._first = optimizer
+        if self._queue is None:
+            self._first, self._queue = optimizer, self._queue_of(optimizer)
             self._state.check()
         if optimizer is not self._first:
             return
         self.steps += 1
         if self._left:
             self._left -= 1
+            self._marks.append(self._queue.mark())
             if self._left:
-                self._times.append(time.perf_counter())
                 return
-            _finish_queued_work()
-            self._times.append(time.perf_counter())
-            step_s = [after - before for before, after in pairwise(self._times)]
+            self._queue.finish()
+            step_s = [self._queue.seconds_between(*marks) for marks in pairwise(self._marks)]
             _send(self._line, {"step_s": step_s, "notes": self._state.notes})
         asked = json.loads(self._line.receive(None) or "{}")
         if "steps" not in asked:
             _end()
         self._left = int(asked["steps"])
-        _finish_queued_work()
-        self._times = [time.perf_counter()]
-
-
-def _finish_queued_work() -> None:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+        self._queue.finish()
+        self._marks = [self._queue.mark()]
 
 
 def _send(line: ControlLine, message: dict[str, Any]) -> None:

@@ -55,6 +55,11 @@ class Device:
         stop.synchronize()
         return float(start.elapsed_time(stop)) * 1e-3
 
+    def finish(self) -> None:
+        """Wait for all work on the device, whatever its stream."""
+        if self._cuda:
+            torch.cuda.synchronize(self.device)
+
     def occupy(self) -> None:
         """Keep the current stream busy for about 10 ms, for the host to get ahead of it."""
         if self._cuda:
