@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Protocol
@@ -11,7 +12,7 @@ from autotune.cluster import Cluster, Host, LinkFit, PeerFit
 from autotune.errors import InvalidInput
 from autotune.jobs.places import Ranks, Where, placed_world
 from autotune.profiling.fits.probe_fits import collective_fits, own_links
-from autotune.recordings.probe import HostPair, LinkCost, PeerCost
+from autotune.recordings.probe import HostPair, LinkCost, NoCost, PeerCost
 from autotune.records import Accelerators, Conditions
 from runtime_rewriter.world.results import Probe
 
@@ -23,6 +24,12 @@ No other link may be that fast.
 """
 LEAST_BUDGET_S = 5.0
 """A shorter probe does not even finish the small messages on a slow network."""
+SHOWN_LINKS = 4
+REASONS = {
+    NoCost.TIME: "the time did not suffice for messages that show the bandwidth; use a longer "
+    "--budget-time",
+    NoCost.FLAT: "larger messages took no longer than smaller ones; probe again on idle hosts",
+}
 
 
 class ProbeProgress(Protocol):
@@ -84,7 +91,7 @@ def run_probe(
 def measured_cluster(
     given: Cluster | None, probe: Probe, now: datetime, measured_on: str = ""
 ) -> tuple[Cluster, str]:
-    """Return the cluster with the measured costs, and a remark for people ("" or a line).
+    """Return the cluster with the measured costs, and a remark for people ("" or lines).
 
     `measured_on` is the label of the conditions. Hosts come from the file if there is one, and get
     the addresses of the nodes that were measured. If the ranks ran on other hosts (on more than
@@ -102,6 +109,7 @@ def measured_cluster(
         peer_fits = tuple(_peer_fit(base.hosts[cost.host].name, cost) for cost in probe.links.peers)
         if given is not None:
             hosts = tuple(_at_least_as_given(at, host, given) for at, host in enumerate(hosts))
+        remark = _missing_links(base, link_fits, probe.links.missing)
     else:
         remark = (
             f"The ranks ran on {len(layout)} host(s) with {', '.join(map(str, layout))}, not on "
@@ -150,6 +158,32 @@ def _with_links(base: Cluster, probe: Probe) -> tuple[tuple[Host, ...], tuple[Li
         hosts[number] = replace(host, link_bytes_per_s=cost.bytes_per_s, latency_s=cost.latency_s)
         fits.append(_link_fit(host.name, False, cost, pairs))
     return tuple(hosts), tuple(fits)
+
+
+def _missing_links(
+    base: Cluster, link_fits: Sequence[LinkFit], missing: Sequence[tuple[HostPair, NoCost]]
+) -> str:
+    """A line per reason that links have no measured cost, and one for hosts without any."""
+    names = [host.name for host in base.hosts]
+    text = ""
+    for reason, why in REASONS.items():
+        links = [
+            f"inside {names[a]}" if a == b else f"{names[a]} - {names[b]}"
+            for (a, b), one in missing
+            if one is reason
+        ]
+        if links:
+            text += f"No cost of {len(links)} link(s) ({_first_of(links)}): {why}.\n"
+    measured = {fit.host for fit in link_fits if not fit.inside}
+    missed = {names[host] for (a, b), _ in missing if a != b for host in (a, b)}
+    if unknown := [name for name in names if name in missed - measured]:
+        text += f"The links of {_first_of(unknown)} keep given or assumed figures.\n"
+    return text
+
+
+def _first_of(names: Sequence[str]) -> str:
+    more = len(names) - SHOWN_LINKS
+    return ", ".join(names[:SHOWN_LINKS]) + (f" and {more} more" if more > 0 else "")
 
 
 def _link_fit(host: str, inside: bool, cost: LinkCost, probes: int) -> LinkFit:

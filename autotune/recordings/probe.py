@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import StrEnum
 
 from autotune.cluster import MAX_ERROR, Where
 from autotune.errors import InvalidInput
@@ -86,6 +87,17 @@ class LinkCost:
             check_range(error, 0, MAX_ERROR, "errors of a link")
 
 
+class NoCost(StrEnum):
+    """Why a link was probed without a result.
+
+    TIME: it did not suffice for messages that show the bandwidth. FLAT: larger messages took no
+    longer.
+    """
+
+    TIME = "time"
+    FLAT = "flat"
+
+
 @dataclass(frozen=True)
 class PeerCost:
     """Cost of messages between a host and `peers` other hosts at once; see `cluster.PeerFit`."""
@@ -110,9 +122,12 @@ class PeerCost:
 
 @dataclass(frozen=True)
 class ProbedLinks:
-    """`inside`: (host, cost between two of its devices).
+    """The measurements of a probe of the links.
 
-    `between`: cost of every pair of hosts that was probed. `peers`: of hosts with several peers.
+    - `inside`: (host, cost between two of its devices).
+    - `between`: cost of every pair of hosts.
+    - `peers`: costs of hosts with several peers.
+    - `missing`: probed links without a cost; the pair (h, h) is that of two devices of host h.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -120,3 +135,4 @@ class ProbedLinks:
     inside: tuple[tuple[int, LinkCost], ...] = ()
     between: tuple[tuple[HostPair, LinkCost], ...] = ()
     peers: tuple[PeerCost, ...] = ()
+    missing: tuple[tuple[HostPair, NoCost], ...] = ()

@@ -4,27 +4,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 import torch
 import torch.distributed as dist
 
-from autotune.recordings.probe import HostPair, LinkCost, ProbedLinks
+from autotune.recordings.probe import HostPair, LinkCost, NoCost, ProbedLinks
 from runtime_rewriter.probe.groups import first_ranks
-from runtime_rewriter.probe.rounds import first_rounds, last_rounds, pair_cost
+from runtime_rewriter.probe.message_sizes import PairTimes, time_sizes
+from runtime_rewriter.probe.rounds import first_rounds, last_rounds, pair_cost, shows_bandwidth
 from runtime_rewriter.pytorch.exchange.device import Device
 from runtime_rewriter.pytorch.exchange.ranks import SynchronizerGroups
 
-LINK_BYTES = tuple(2**power for power in (6, 12, 16, 19, 21, 23))  # 64 B .. 8 MiB
-REPEATS = 9
-SLOW_REPEATS = 3
-SLOW_S = 0.02
-"""A message that takes longer is repeated only `SLOW_REPEATS` times."""
-
 Grant = Callable[[float, int, float], float]
 Report = Callable[[str], None]
+PairCosts = dict[HostPair, LinkCost | NoCost]
 
 
 @dataclass(frozen=True)
@@ -45,68 +40,54 @@ class PairProbe(HostProbe):
     """Times the links of the hosts."""
 
     def probe(self, devices: tuple[int, ...], end: float) -> ProbedLinks:
-        """Collective over the world. Hosts for which the time did not suffice are left out."""
+        """Collective over the world."""
         first = first_ranks(devices)
         crowded = [host for host, count in enumerate(devices) if count > 1]
         rounds = first_rounds(len(devices)) if len(devices) > 1 else []
-        inside: list[LinkCost | None] = []
+        inside: PairCosts = {}
         if crowded:
             self.report("links inside the hosts")
             pairs = [(first[host], first[host] + 1) for host in crowded]
-            inside = self._round(pairs, len(rounds) + 1, end)
-        between: dict[HostPair, LinkCost] = {}
-        self._rounds(rounds, first, between, end)
-        if between:
-            self._rounds(last_rounds(len(devices), between), first, between, end)
+            costs = self._round(pairs, len(rounds) + 1, end)
+            inside = {(host, host): cost for host, cost in zip(crowded, costs, strict=True)}
+        between = self._rounds(rounds, first, end)
+        if known := measured(between):
+            between |= self._rounds(last_rounds(len(devices), known), first, end)
         return ProbedLinks(
-            tuple((host, cost) for host, cost in zip(crowded, inside, strict=True) if cost),
-            tuple(between.items()),
+            inside=tuple((host, cost) for (host, _), cost in measured(inside).items()),
+            between=tuple(measured(between).items()),
+            missing=tuple(
+                (pair, reason)
+                for pair, reason in (inside | between).items()
+                if isinstance(reason, NoCost)
+            ),
         )
 
     def _rounds(
-        self,
-        rounds: list[list[HostPair]],
-        first: tuple[int, ...],
-        costs: dict[HostPair, LinkCost],
-        end: float,
-    ) -> None:
+        self, rounds: list[list[HostPair]], first: tuple[int, ...], end: float
+    ) -> PairCosts:
+        costs: PairCosts = {}
         for number, pairs in enumerate(rounds):
             self.report(f"links of the hosts, {number + 1} of {len(rounds)}")
             rank_pairs = [(first[a], first[b]) for a, b in pairs]
             round_costs = self._round(rank_pairs, len(rounds) - number, end)
-            costs.update(
-                {pair: cost for pair, cost in zip(pairs, round_costs, strict=True) if cost}
-            )
+            costs.update(zip(pairs, round_costs, strict=True))
+        return costs
 
     def _round(
         self, pairs: list[tuple[int, int]], open_rounds: int, end: float
-    ) -> list[LinkCost | None]:
-        """Time all pairs of ranks at once; None if the time sufficed for fewer than two sizes."""
-        sizes: list[int] = []
-        series: list[list[list[float]]] = []
-        expected_s = 0.0
-        for size in LINK_BYTES:
-            repeats = SLOW_REPEATS if expected_s > SLOW_S else REPEATS
-            needed_s = 2 * (repeats + 1) * expected_s
-            share_s = self.grant(needed_s, open_rounds, end)
-            if share_s <= 0 or (len(sizes) >= 2 and share_s <= needed_s):
-                break
-            seconds = self._ping_pong(pairs, size, repeats)
-            sizes.append(size)
-            series.append(seconds)
-            next_size = LINK_BYTES[min(len(sizes), len(LINK_BYTES) - 1)]
-            expected_s = max(median(row) for row in seconds) * next_size / size
-        if len(sizes) < 2:
-            return [None] * len(pairs)
-        return [pair_cost(sizes, [rows[number] for rows in series]) for number in range(len(pairs))]
+    ) -> list[LinkCost | NoCost]:
+        """Time all pairs of ranks at once."""
+        sizes, series = time_sizes(
+            lambda needed_s: self.grant(needed_s, open_rounds, end),
+            lambda size, repeats: self._ping_pong(pairs, size, repeats),
+        )
+        return [link_cost(sizes, [rows[at] for rows in series]) for at in range(len(pairs))]
 
     def _ping_pong(
         self, pairs: list[tuple[int, int]], size_bytes: int, repeats: int
-    ) -> list[list[float]]:
-        """One-way seconds of every repeat, shape (pairs, repeats).
-
-        One more repeat runs first, untimed.
-        """
+    ) -> PairTimes:
+        """One-way seconds of every repeat. One more repeat runs first, untimed."""
         seconds = torch.zeros(len(pairs), repeats, dtype=torch.float64)
         elements = max(int(size_bytes / self.byte_scale) // 4, 1)
         tensor = torch.zeros(elements, device=self.device.device)
@@ -125,5 +106,19 @@ class PairProbe(HostProbe):
                     dist.recv(tensor, group=group, group_src=leader)
                     dist.send(tensor, group=group, group_dst=leader)
         dist.all_reduce(seconds, group=self.world.control)
-        rows: list[list[float]] = seconds.tolist()
+        rows: PairTimes = seconds.tolist()
         return rows
+
+
+def link_cost(
+    sizes_bytes: Sequence[float], repeats_s: Sequence[Sequence[float]]
+) -> LinkCost | NoCost:
+    """The cost of a link, or the reason why these messages show none."""
+    cost = pair_cost(sizes_bytes, repeats_s)
+    if cost is None:
+        return NoCost.FLAT if shows_bandwidth(sizes_bytes, repeats_s) else NoCost.TIME
+    return cost
+
+
+def measured(costs: PairCosts) -> dict[HostPair, LinkCost]:
+    return {pair: cost for pair, cost in costs.items() if isinstance(cost, LinkCost)}

@@ -17,7 +17,6 @@ exchange.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -25,11 +24,11 @@ from torch import Tensor
 
 from autotune.recordings.probe import HostPair, LinkCost, PeerCost
 from runtime_rewriter.probe.groups import first_ranks
+from runtime_rewriter.probe.message_sizes import expected_s
 from runtime_rewriter.probe.pairs import HostProbe
 from runtime_rewriter.probe.rounds import one_way_times, pair_cost, peer_counts, peer_parts
 
 PEER_BYTES = tuple(2**power for power in (10, 14, 17, 19, 21, 22))  # 1 KiB .. 4 MiB
-"""Steps of at most 16 times: the next size is expected to take as much longer as it is larger."""
 FEWEST_SIZES = 5
 """Two large messages, whose slope is the rate."""
 REPEATS = 5
@@ -101,15 +100,12 @@ class PeerProbe(HostProbe):
     ) -> list[list[float]]:
         """Seconds of every repeat of the sizes for which there is time, smallest first."""
         seconds: list[list[float]] = []
-        expected_s = 0.0
         for number, size in enumerate(PEER_BYTES):
-            needed_s = (REPEATS + 1) * expected_s
+            needed_s = (REPEATS + 1) * expected_s(PEER_BYTES[:number], seconds, size)
             share_s = self.grant(needed_s, open_points, end)
             if share_s <= 0 or (number >= FEWEST_SIZES and share_s <= needed_s):
                 break
             seconds.append(self._exchange(centre, peers, size, outwards))
-            following = PEER_BYTES[min(number + 1, len(PEER_BYTES) - 1)]
-            expected_s = median(seconds[-1]) * following / size
         return seconds
 
     def _exchange(

@@ -21,6 +21,8 @@ from autotune.recordings.probe import HostPair, LinkCost, ProbePoint
 
 LARGE_BYTES = 2**19
 """Many times what a shaper or a socket buffer holds."""
+LEAST_BYTES = 2**16
+"""Of smaller messages latency makes the time, unless the link is slow."""
 FIRST_ROUNDS = 7
 FLAT = 1e-6
 """A line that rises by less than this share of the longest time is flat but for rounding."""
@@ -79,24 +81,44 @@ def larger_are_known(
     So it is if both are large, the line's slope is known and bandwidth alone makes the time of the
     second. The standard error of a few repeats is about half of their spread.
     """
-    (s0, s1), (t0, t1) = sizes_bytes, seconds
-    slope_s = (t1 - t0) / (s1 - s0)
+    (t0, t1), by_bytes = seconds, _share_of_bytes(sizes_bytes, seconds)
     error = (spreads[1] + spreads[0] * t0 / t1) / 2
-    by_bytes = BANDWIDTH_BOUND <= slope_s * s1 / t1 <= 1 / BANDWIDTH_BOUND
-    return s0 >= LARGE_BYTES and error <= STEADY and by_bytes
+    bandwidth_alone = BANDWIDTH_BOUND <= by_bytes <= 1 / BANDWIDTH_BOUND
+    return sizes_bytes[0] >= LARGE_BYTES and error <= STEADY and bandwidth_alone
+
+
+def shows_bandwidth(sizes_bytes: Sequence[float], repeats_s: Sequence[Sequence[float]]) -> bool:
+    """Whether the slope of the last two messages is that of the link, and not of its latency.
+
+    So it is if both have `LEAST_BYTES`, or if the second has and bandwidth alone makes its time.
+    """
+    if len(sizes_bytes) < 2 or sizes_bytes[-1] < LEAST_BYTES:
+        return False
+    if sizes_bytes[-2] >= LEAST_BYTES:
+        return True
+    last_s = [float(np.median(row)) for row in repeats_s[-2:]]
+    return _share_of_bytes(sizes_bytes[-2:], last_s) >= BANDWIDTH_BOUND
+
+
+def _share_of_bytes(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> float:
+    """The share of the larger message's time that grows with its bytes, from two messages."""
+    (s0, s1), (t0, t1) = sizes_bytes, seconds
+    return (t1 - t0) / (s1 - s0) * s1 / t1
 
 
 def pair_cost(
     sizes_bytes: Sequence[float], repeats_s: Sequence[Sequence[float]]
 ) -> LinkCost | None:
-    """Fit one-way times of messages of ascending sizes; None where larger messages took no longer.
+    """Fit one-way times of messages of ascending sizes; None if they do not show the bandwidth.
 
     The bandwidth is the slope of the line through the large messages (from `LARGE_BYTES`; two at
     least). The line has an intercept, because a shaper lets the first bytes of a message through
     for free. The latency is the smallest message's remaining time. The error is relative to the
     times of the large messages. Every line fits two messages: then the error is the spread of their
-    repeats.
+    repeats. None: see `shows_bandwidth`; or larger messages took no longer.
     """
+    if not shows_bandwidth(sizes_bytes, repeats_s):
+        return None
     s = np.asarray(sizes_bytes, dtype=np.float64)
     t = np.array([float(np.median(row)) for row in repeats_s])
     large = np.arange(len(s)) >= min(int(np.searchsorted(s, LARGE_BYTES)), len(s) - 2)

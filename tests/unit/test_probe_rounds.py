@@ -111,8 +111,8 @@ def test_a_shaper_that_lets_a_burst_through_hides_neither_bandwidth_nor_latency(
     assert cost is not None and cost.bytes_per_s == pytest.approx(1e8, rel=1e-6)
     assert cost.latency_s == pytest.approx(1.6e-4, rel=0.02)
     assert cost.relative_error < 1e-6 and cost.spread == pytest.approx(0.01)
-    slow = pair_cost(sizes[:2], [[1.0], [5.0]])
-    assert slow is not None and slow.bytes_per_s == pytest.approx((2**16 - 2**12) / 4)
+    two = pair_cost(sizes[1:3], [[1.0], [5.0]])
+    assert two is not None and two.bytes_per_s == pytest.approx((2**19 - 2**16) / 4)
     assert pair_cost(sizes, [[1.0]] * 5) is None
 
 

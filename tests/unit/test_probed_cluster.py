@@ -16,6 +16,7 @@ from autotune.profiling.fits.probe_fits import collective_fits
 from autotune.recordings.probe import (
     HostPair,
     LinkCost,
+    NoCost,
     PeerCost,
     ProbedLinks,
     ProbePoint,
@@ -166,6 +167,22 @@ def test_the_costs_of_peers_at_once_belong_to_the_hosts_of_the_file() -> None:
     assert cluster.peer_fits == fits
     elsewhere, _ = measured_cluster(Cluster("one", hosts_of("a", 2)), probe, NOW)
     assert elsewhere.peer_fits == ()
+
+
+def test_links_without_a_measured_cost_are_named_with_the_reason() -> None:
+    probe = probe_of(("a", 2), ("b", 1), ("c", 1), pairs={(0, 1): 3e7})
+    missing = (((0, 0), NoCost.FLAT), ((0, 2), NoCost.TIME), ((1, 2), NoCost.TIME))
+    probe = replace(probe, links=replace(probe.links, missing=missing))
+    hosts = (replace(hosts_of("a")[0], devices=2), *hosts_of("bc"))
+    cluster, remark = measured_cluster(Cluster("described", hosts), probe, NOW)
+    assert cluster.hosts[2].link_bytes_per_s == 1e9
+    lines = remark.splitlines()
+    assert lines[0].startswith("No cost of 2 link(s) (a - c, b - c): the time did not suffice")
+    assert lines[1].startswith("No cost of 1 link(s) (inside a): larger messages took no longer")
+    assert lines[2:] == ["The links of c keep given or assumed figures."]
+    many = tuple(((0, 2), NoCost.TIME) for _ in range(9))
+    _, remark = measured_cluster(None, replace(probe, links=replace(probe.links, missing=many)), NOW)
+    assert "(a - c, a - c, a - c, a - c and 5 more)" in remark
 
 
 def test_ranks_on_other_hosts_than_the_files_do_not_change_its_links() -> None:

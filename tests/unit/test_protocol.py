@@ -10,7 +10,7 @@ import pytest
 
 from autotune.cluster import Where
 from autotune.errors import InvalidInput
-from autotune.recordings.probe import LinkCost, ProbedLinks, ProbePoint, ProbeSeries
+from autotune.recordings.probe import LinkCost, NoCost, ProbedLinks, ProbePoint, ProbeSeries
 from autotune.records import FailureKind
 from autotune.strategy_space.builders.collectives import single_bucket
 from autotune.strategy_space.plan import plan
@@ -23,7 +23,7 @@ POINT = ProbePoint(4096, 0.1 + 0.2, 1 / 3, 5, 1e-7)
 SMALLER = replace(POINT, size_bytes=8)
 SERIES = (ProbeSeries("all_reduce", 2, Where.ACROSS, True, (POINT,)),)
 COST = LinkCost(1e8 / 3, 2e-4, 0.01, 0.02)
-LINKS = ProbedLinks(((0, COST),), (((0, 1), COST),))
+LINKS = ProbedLinks(((0, COST),), (((0, 1), COST),), (), (((0, 2), NoCost.TIME),))
 INSTRUCTIONS = (
     protocol.StartProfile(6, 20.0, True, (2, 1)),
     protocol.StartProbe(30.0, False, (2, 1)),
