@@ -39,7 +39,12 @@ from autotune.memory.peak import highest_peak
 from autotune.profiling.formats.horovod import HorovodTimeline
 from autotune.profiling.formats.rank_trace import repair_lines
 from autotune.profiling.graph.global_graph import build_dfg
-from autotune.profiling.graph.horovod_steps import chosen_step, horovod_steps, step_dfg
+from autotune.profiling.graph.horovod_steps import (
+    chosen_step,
+    horovod_steps,
+    operations_outside,
+    step_dfg,
+)
 from autotune.profiling.graph.traced_steps import TracedSteps
 from autotune.profiling.traces.job import TraceJob, read_job, read_timeline
 from autotune.recordings.job_file import RecordedJob
@@ -115,7 +120,8 @@ def _run_timeline(
     wanted = _step(options.step)
     step = chosen_step(steps, None if wanted == "median" else wanted)
     summary = iteration_summary(replay(step_dfg(timeline, step)))
-    shown = ShownTimeline(timeline, step, len(steps), summary)
+    outside = operations_outside(timeline, steps)
+    shown = ShownTimeline(timeline, step, len(steps), outside, summary)
     if options.timeline is not None:
         write_timeline(summary, options.timeline)
     if options.report is not None:

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import io
 import json
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from command_line import error_output, json_output, output
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from autotune.dfg.replay import replay
 from autotune.errors import InvalidInput
-from autotune.profiling.formats.horovod import HorovodTimeline, read_horovod
+from autotune.profiling.formats.horovod import (
+    FusedBatch,
+    HorovodTimeline,
+    TensorOperation,
+    read_horovod,
+)
 from autotune.profiling.graph.horovod_steps import (
     CHANNEL,
     DERIVED,
     NEGOTIATION,
     chosen_step,
     horovod_steps,
+    operations_outside,
     step_dfg,
 )
 from benchmarks.fuzz_campaign.samples import horovod_timeline, kineto
@@ -119,6 +130,71 @@ def test_a_recorded_timeline_shows_the_batches_of_its_threshold() -> None:
     assert sizes[1:] == [[5672.0, 65536.0, 33280.0]] * 3  # at most 40 000 bytes are fused
 
 
+GRADIENTS = {"fc.bias": 40.0, "fc.weight": 4e4, "conv.weight": 6e4}
+METRICS = {"loss": 4.0, "accuracy": 4.0}
+
+
+def timeline_of(calls: list[str], sizes: Mapping[str, float]) -> HorovodTimeline:
+    """One batch per call, a millisecond apart."""
+    operations = tuple(
+        TensorOperation(name, "ALLREDUCE", 1e-3 * at, 1e-3 * at + 5e-4, sizes[name])
+        for at, name in enumerate(calls)
+    )
+    batches = tuple(
+        FusedBatch((at,), ("GLOO_ALLREDUCE",), one.size_bytes, one.start_s, (0.0, 0.0), one.end_s)
+        for at, one in enumerate(operations)
+    )
+    return HorovodTimeline("timeline.json", 0, operations, batches, np.zeros(0), 2)
+
+
+def members_of(timeline: HorovodTimeline) -> list[list[str]]:
+    """The tensors of every step."""
+    return [
+        [timeline.operations[number].tensor for number in step.batches]
+        for step in horovod_steps(timeline)
+    ]
+
+
+@pytest.mark.parametrize(("parts", "states_bytes"), [(1, True), (4, True), (1, False)])
+def test_metrics_of_every_part_of_a_batch_are_not_taken_for_steps(parts, states_bytes) -> None:
+    sizes = {**GRADIENTS, **METRICS}
+    step = [*METRICS] * parts + [*GRADIENTS]
+    timeline = timeline_of(step * 5, sizes if states_bytes else dict.fromkeys(sizes, 0.0))
+    assert members_of(timeline) == [step] * 5
+    assert operations_outside(timeline, horovod_steps(timeline)) == ()
+
+
+def test_validation_is_not_taken_for_steps_however_often_it_is_averaged() -> None:
+    sizes = {**GRADIENTS, "val_loss": 4.0}
+    calls = [*[*GRADIENTS] * 5, *["val_loss"] * 40, *[*GRADIENTS] * 5]
+    timeline = timeline_of(calls, sizes)
+    steps = horovod_steps(timeline)
+    # val_loss joins the step before it, and the rest of it the step after it
+    assert members_of(timeline) == [[*GRADIENTS]] * 8
+    outside = [timeline.operations[at].tensor for at in operations_outside(timeline, steps)]
+    assert Counter(outside) == {"val_loss": 40, **dict.fromkeys(GRADIENTS, 2)}
+
+
+def test_validation_under_the_names_of_the_training_metrics_lengthens_no_step() -> None:
+    step = [*METRICS, *GRADIENTS]
+    timeline = timeline_of([*step * 4, *[*METRICS] * 50, *step * 4], {**GRADIENTS, **METRICS})
+    assert members_of(timeline) == [step] * 7
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    order=st.permutations([*GRADIENTS, "a", "b", "c"]),
+    parts=st.integers(0, 4),
+    steps=st.integers(2, 6),
+)
+def test_equal_steps_are_found_again_in_whatever_order_their_tensors_come(
+    order: list[str], parts: int, steps: int
+) -> None:
+    sizes = {**GRADIENTS, **METRICS, **dict.fromkeys("abc", 500.0)}
+    step = [*[*METRICS] * parts, *order]
+    assert members_of(timeline_of(step * steps, sizes)) == [step] * steps
+
+
 def test_the_replay_of_a_step_takes_its_measured_time_on_two_devices() -> None:
     for content in (SAMPLE, RECORDED.read_bytes()):
         timeline = read(content)
@@ -196,11 +272,14 @@ def test_replay_shows_batches_and_writes_timeline_and_report(tmp_path, capsys) -
     text = output(capsys, *words)
     assert "6 tensors in 3 batches" in text
     assert "replayed +0.00 %" in text
+    assert "operations belong to no step, with" in text
     assert timeline.exists()
     assert "Fused batches" in report.read_text()
     data = json_output(capsys, "replay", RECORDED, "--step", "2")
     assert [len(batch["tensors"]) for batch in data["batches"]] == [3, 1, 2]
     assert (data["step"], data["world_size"], data["hops"]) == (2, 2, "derived")
+    outside = data["outside_steps"]
+    assert outside["operations"] > 0 and outside["bytes"] > 0  # the broadcast of parameters
 
 
 def test_a_timeline_among_other_files_is_refused(tmp_path, capsys) -> None:

@@ -21,11 +21,12 @@ MOST_BATCHES = 200
 
 @dataclass(frozen=True, eq=False)
 class ShownTimeline:
-    """The step that was replayed, out of `steps` steps."""
+    """The step that was replayed, out of `steps` steps; `outside`: operations of no step."""
 
     timeline: HorovodTimeline
     step: HorovodStep
     steps: int
+    outside: tuple[int, ...]
     summary: IterationSummary
 
     @property
@@ -35,6 +36,10 @@ class ShownTimeline:
     @property
     def tensors(self) -> int:
         return sum(len(batch.operations) for batch in self.batches)
+
+    @property
+    def outside_bytes(self) -> float:
+        return sum(self.timeline.operations[at].size_bytes for at in self.outside)
 
     @property
     def cycle_s(self) -> float | None:
@@ -71,6 +76,7 @@ def timeline_data(shown: ShownTimeline) -> dict[str, Any]:
             for batch in shown.batches
         ],
         "cycle_s": shown.cycle_s,
+        "outside_steps": {"operations": len(shown.outside), "bytes": shown.outside_bytes},
         "hops": "derived" if any(batch.is_flat for batch in shown.batches) else "whole",
         "repairs": [str(repair) for repair in timeline.repairs],
         **iteration_data(shown.summary),
@@ -122,6 +128,13 @@ def timeline_page(shown: ShownTimeline) -> Page:
 
 def _notes(shown: ShownTimeline) -> list[str]:
     notes = ["computation is not in a timeline; a step counts from its first negotiation"]
+    operations = shown.timeline.operations
+    if shown.outside:
+        all_bytes = sum(one.size_bytes for one in operations)
+        notes.append(
+            f"{len(shown.outside)} of {len(operations)} operations belong to no step, with "
+            f"{format_bytes(shown.outside_bytes)} of {format_bytes(all_bytes)}"
+        )
     hierarchical = sum(not batch.is_flat for batch in shown.batches)
     if hierarchical:
         notes.append(f"{hierarchical} batches are sent hierarchically, each shown as one transfer")

@@ -14,9 +14,9 @@ all-reduce are one op.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -30,11 +30,13 @@ NEGOTIATION, CHANNEL = "negotiation cycle", "rank 0 channel"
 DERIVED = "(derived)"
 MOST_HOPS = 64
 """Hops of one transfer in the graph; a larger ring is joined into this many equal ones."""
+LARGE_SHARE = 0.9
+"""Share of all bytes in the large tensors: gradients have far more than averaged metrics."""
 
 
 @dataclass(frozen=True)
 class HorovodStep:
-    """Batches, by index, from one tensor's first appearance to the next one's.
+    """The batches of a step, by index.
 
     `start_s`: when the first negotiation began.
     """
@@ -50,34 +52,90 @@ class HorovodStep:
 
 
 def horovod_steps(timeline: HorovodTimeline) -> tuple[HorovodStep, ...]:
-    """Divide the timeline into steps: a step ends before a tensor that it already has.
+    """Divide the timeline into steps: a step ends before a large tensor that it already has.
 
-    Steps are the most frequent set of tensors. Tensors that occur once, such as broadcast
-    parameters, and other sets, such as averaged metrics, are the script's own calls.
+    Small tensors, such as averaged metrics, may occur in a step several times. They end it only if
+    it has a large tensor. Steps have the same tensors equally often: of all such groups of batches
+    they have the most bytes together. Tensors that occur once, such as broadcast parameters, and
+    other groups are the script's own calls.
     """
-    occurrences = Counter(one.tensor for one in timeline.operations)
-    once = max(occurrences.values()) == 1
-    groups: list[list[int]] = []
-    names: list[set[str]] = []
-    for number, batch in enumerate(timeline.batches):
-        of_batch = {timeline.operations[member].tensor for member in batch.operations}
-        of_batch = {name for name in of_batch if once or occurrences[name] > 1}
-        if not of_batch:
-            continue
-        if not groups or names[-1] & of_batch:
-            groups.append([])
-            names.append(set())
-        groups[-1].append(number)
-        names[-1] |= of_batch
+    weights = _weights(timeline)
+    groups = _groups(timeline, weights)
     if not groups:
         raise InvalidInput(
             f"{timeline.source} must hold a transfer of a batch, but none of its "
             f"{len(timeline.operations)} operations has one; train with more than one rank"
         )
-    frequency = Counter(map(frozenset, names))
-    usual = max(frequency, key=lambda tensors: (frequency[tensors], len(tensors)))
-    whole = [group for group, tensors in zip(groups, names, strict=True) if tensors == usual]
-    return tuple(_step(timeline, number, group) for number, group in enumerate(whole))
+    kinds = [frozenset(group.tensors.items()) for group in groups]
+    weight_of: dict[frozenset[tuple[str, int]], float] = defaultdict(float)
+    for kind, group in zip(kinds, groups, strict=True):
+        members = [member for at in group.batches for member in timeline.batches[at].operations]
+        weight_of[kind] += sum(weights[member] for member in members)
+    usual = max(weight_of, key=lambda kind: weight_of[kind])
+    whole = [group.batches for group, kind in zip(groups, kinds, strict=True) if kind == usual]
+    return tuple(_step(timeline, number, batches) for number, batches in enumerate(whole))
+
+
+def operations_outside(timeline: HorovodTimeline, steps: Sequence[HorovodStep]) -> tuple[int, ...]:
+    """Indices of the operations that belong to no step."""
+    of_steps = {
+        member
+        for step in steps
+        for batch in step.batches
+        for member in timeline.batches[batch].operations
+    }
+    return tuple(at for at in range(len(timeline.operations)) if at not in of_steps)
+
+
+@dataclass
+class _Group:
+    """Batches in a row, by index, and how often each tensor is in them."""
+
+    batches: list[int] = field(default_factory=list)
+    tensors: Counter[str] = field(default_factory=Counter)
+
+    def ends_before(self, tensors: Set[str], large: Set[str]) -> bool:
+        """Whether these tensors begin another step; see `horovod_steps`."""
+        repeated = self.tensors.keys() & tensors
+        return bool(repeated & large) or bool(repeated and self.tensors.keys() & large)
+
+
+def _groups(timeline: HorovodTimeline, weights: Sequence[float]) -> list[_Group]:
+    occurrences = Counter(one.tensor for one in timeline.operations)
+    least = min(2, max(occurrences.values()))
+    weight_of: dict[str, float] = defaultdict(float)
+    for operation, weight in zip(timeline.operations, weights, strict=True):
+        if occurrences[operation.tensor] >= least:
+            weight_of[operation.tensor] += weight
+    large = _largest(weight_of)
+    groups: list[_Group] = []
+    for number, batch in enumerate(timeline.batches):
+        names = (timeline.operations[member].tensor for member in batch.operations)
+        of_batch = {name for name in names if name in weight_of}
+        if not of_batch:
+            continue
+        if not groups or groups[-1].ends_before(of_batch, large):
+            groups.append(_Group())
+        groups[-1].batches.append(number)
+        groups[-1].tensors.update(of_batch)
+    return groups
+
+
+def _weights(timeline: HorovodTimeline) -> list[float]:
+    """The bytes of every operation; 1 for each if the timeline states no bytes."""
+    weights = [one.size_bytes for one in timeline.operations]
+    return weights if any(weights) else [1.0] * len(weights)
+
+
+def _largest(weight_of: Mapping[str, float]) -> frozenset[str]:
+    """The fewest tensors that have `LARGE_SHARE` of all bytes."""
+    largest, left = set(), LARGE_SHARE * sum(weight_of.values())
+    for tensor in sorted(weight_of, key=lambda tensor: -weight_of[tensor]):
+        if left <= 0:
+            break
+        largest.add(tensor)
+        left -= weight_of[tensor]
+    return frozenset(largest)
 
 
 def chosen_step(steps: Sequence[HorovodStep], wanted: int | None) -> HorovodStep:
