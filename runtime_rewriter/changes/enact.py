@@ -149,9 +149,7 @@ def _amp(change: str) -> _Enactor:
 
     @contextmanager
     def enact(state: Enacted, amounts: Mapping[str, float]) -> Iterator[None]:
-        state.reasons[change] = (
-            "it called no module in training mode that has trainable parameters"
-        )
+        state.reasons[change] = "it called no module in training mode that has trainable parameters"
         with autocast_forward(lambda: state.did(change)):
             yield
 

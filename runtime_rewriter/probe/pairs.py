@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -84,9 +84,7 @@ class PairProbe(HostProbe):
         )
         return [link_cost(sizes, [rows[at] for rows in series]) for at in range(len(pairs))]
 
-    def _ping_pong(
-        self, pairs: list[tuple[int, int]], size_bytes: int, repeats: int
-    ) -> PairTimes:
+    def _ping_pong(self, pairs: list[tuple[int, int]], size_bytes: int, repeats: int) -> PairTimes:
         """One-way seconds of every repeat. One more repeat runs first, untimed."""
         seconds = torch.zeros(len(pairs), repeats, dtype=torch.float64)
         elements = max(int(size_bytes / self.byte_scale) // 4, 1)

@@ -111,7 +111,7 @@ def test_amp_without_a_model_that_trains_is_refused() -> None:
     with enacted(("amp",), {}) as state:
         Blur()(torch.zeros(1, 3, 4, 4))
     assert not torch.is_autocast_enabled("cpu")
-    with pytest.raises(InvalidInput, match="called no module .* has trainable parameters"):
+    with pytest.raises(InvalidInput, match=r"called no module .* has trainable parameters"):
         state.check()
 
 

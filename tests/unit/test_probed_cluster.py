@@ -181,7 +181,9 @@ def test_links_without_a_measured_cost_are_named_with_the_reason() -> None:
     assert lines[1].startswith("No cost of 1 link(s) (inside a): larger messages took no longer")
     assert lines[2:] == ["The links of c keep given or assumed figures."]
     many = tuple(((0, 2), NoCost.TIME) for _ in range(9))
-    _, remark = measured_cluster(None, replace(probe, links=replace(probe.links, missing=many)), NOW)
+    _, remark = measured_cluster(
+        None, replace(probe, links=replace(probe.links, missing=many)), NOW
+    )
     assert "(a - c, a - c, a - c, a - c and 5 more)" in remark
 
 

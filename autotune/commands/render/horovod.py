@@ -10,7 +10,7 @@ import numpy as np
 
 from autotune.commands.render.iteration import iteration_data, iteration_facts, iteration_table
 from autotune.dfg.utilisation import IterationSummary
-from autotune.profiling.formats.horovod import FusedBatch, HorovodTimeline
+from autotune.profiling.formats.horovod import FusedBatch, HorovodTimeline, TensorOperation
 from autotune.profiling.formats.rank_trace import repair_lines
 from autotune.profiling.graph.horovod_steps import HorovodStep
 from autotune.reports.timeline_page import Fact, Listing, Page
@@ -38,8 +38,8 @@ class ShownTimeline:
         return sum(len(batch.operations) for batch in self.batches)
 
     @property
-    def outside_bytes(self) -> float:
-        return sum(self.timeline.operations[at].size_bytes for at in self.outside)
+    def outside_operations(self) -> list[TensorOperation]:
+        return [self.timeline.operations[at] for at in self.outside]
 
     @property
     def cycle_s(self) -> float | None:
@@ -76,7 +76,11 @@ def timeline_data(shown: ShownTimeline) -> dict[str, Any]:
             for batch in shown.batches
         ],
         "cycle_s": shown.cycle_s,
-        "outside_steps": {"operations": len(shown.outside), "bytes": shown.outside_bytes},
+        "outside_steps": {
+            "operations": len(shown.outside),
+            "bytes": sum(one.size_bytes for one in shown.outside_operations),
+            "without_bytes": sum(not one.size_bytes for one in shown.outside_operations),
+        },
         "hops": "derived" if any(batch.is_flat for batch in shown.batches) else "whole",
         "repairs": [str(repair) for repair in timeline.repairs],
         **iteration_data(shown.summary),
@@ -128,13 +132,8 @@ def timeline_page(shown: ShownTimeline) -> Page:
 
 def _notes(shown: ShownTimeline) -> list[str]:
     notes = ["computation is not in a timeline; a step counts from its first negotiation"]
-    operations = shown.timeline.operations
     if shown.outside:
-        all_bytes = sum(one.size_bytes for one in operations)
-        notes.append(
-            f"{len(shown.outside)} of {len(operations)} operations belong to no step, with "
-            f"{format_bytes(shown.outside_bytes)} of {format_bytes(all_bytes)}"
-        )
+        notes.append(_outside_note(shown))
     hierarchical = sum(not batch.is_flat for batch in shown.batches)
     if hierarchical:
         notes.append(f"{hierarchical} batches are sent hierarchically, each shown as one transfer")
@@ -145,3 +144,17 @@ def _notes(shown: ShownTimeline) -> list[str]:
     if shown.cycle_s is not None:
         notes.append(f"negotiation cycles begin every {format_seconds(shown.cycle_s)} (median)")
     return notes
+
+
+def _outside_note(shown: ShownTimeline) -> str:
+    operations = shown.timeline.operations
+    outside_bytes, all_bytes = (
+        format_bytes(sum(one.size_bytes for one in some))
+        for some in (shown.outside_operations, operations)
+    )
+    without = sum(not one.size_bytes for one in shown.outside_operations)
+    unstated = f" ({without} state no bytes)" if without else ""
+    return (
+        f"{len(shown.outside)} of {len(operations)} operations belong to no step, with "
+        f"{outside_bytes} of {all_bytes}{unstated}"
+    )
