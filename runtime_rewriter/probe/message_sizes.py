@@ -33,8 +33,9 @@ def expected_s(
 ) -> float:
     """Bound a message's time by those of smaller ones of ascending sizes; 0 without any.
 
-    It is at most in proportion to the largest of them. It is also below the line through this one
-    and another one, by their quartiles: the steepest line, since some may be disturbed.
+    It is at most proportional to the largest of them. It is also below the steepest line through
+    the largest and another one, by their quartiles, since some may be disturbed. After a single
+    message, the line is that of `SLOWEST_BYTES_PER_S`.
     """
     if not sizes_bytes:
         return 0.0
@@ -45,7 +46,8 @@ def expected_s(
         low_s = np.array([np.quantile(row, 0.25) for row in repeats_s[:-1]])
         rises_s = np.quantile(repeats_s[-1], 0.75) - low_s
         slope_s = max(float((rises_s / (s[-1] - s[:-1])).max()), 0.0)
-    return min(last_s * size_bytes / s[-1], last_s + slope_s * (size_bytes - s[-1]))
+    last_bytes = sizes_bytes[-1]
+    return min(last_s * size_bytes / last_bytes, last_s + slope_s * (size_bytes - last_bytes))
 
 
 def time_sizes(
