@@ -7,7 +7,7 @@ medians.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -41,10 +41,13 @@ def repeat_noise(domain: Domain) -> float | None:
 
     Each trial is corrected by the references around it (`Domain.steady_s`).
     """
+    return noise_of_repeats(domain.plan_steady_s.values())
+
+
+def noise_of_repeats(repeats: Iterable[Sequence[float]]) -> float | None:
+    """Noise of trials, given the times of each plan in their order."""
     differences = [
-        math.log(after / before)
-        for values in domain.plan_steady_s.values()
-        for before, after in pairwise(values)
+        math.log(after / before) for values in repeats for before, after in pairwise(values)
     ]
     if len(differences) < FEWEST:
         return None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from autotune.records import Constants
 from autotune.simulators.calibration import calibrate
 from autotune.simulators.constants import with_constants
 from autotune.strategy_space.plan import PlannedStrategy
+from benchmarks.ranking.json_lines import JsonLines
 from benchmarks.ranking.trials import Campaign, Point, ReplayedTimes, points_of
 
 Calibrate = Callable[[str, IntArray], list[Point]]
@@ -31,17 +32,10 @@ class Calibrations:
         replayed: ReplayedTimes,
         path: Path,
     ) -> None:
-        self._campaigns, self._points, self._replayed, self._path = (
-            campaigns,
-            points,
-            replayed,
-            path,
-        )
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        self._known: dict[str, Constants] = {}
-        for line in lines:
-            key, logs, limits = json.loads(line)
-            self._known[key] = Constants(logs, limits)
+        self._campaigns, self._points, self._replayed = campaigns, points, replayed
+        self._lines = JsonLines(path)
+        entries = map(_entry, self._lines.values)
+        self._known = dict(entry for entry in entries if entry is not None)
 
     def of(self, domain: str, training: IntArray) -> list[Point]:
         """As `Calibrate` states."""
@@ -78,8 +72,7 @@ class Calibrations:
                 np.array([point.example.step_s for point in measured]),
             ).constants
             self._known[key] = constants
-            with self._path.open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps([key, dict(constants.logs), dict(constants.limits)]) + "\n")
+            self._lines.append([key, dict(constants.logs), dict(constants.limits)])
         return self._known[key]
 
 
@@ -87,3 +80,12 @@ def replaced(points: Sequence[Point], others: Sequence[Point]) -> list[Point]:
     """Return the points in their order, those of `others` in place of their originals."""
     known = {(point.example.domain, point.plan_id): point for point in others}
     return [known.get((point.example.domain, point.plan_id), point) for point in points]
+
+
+def _entry(value: Any) -> tuple[str, Constants] | None:
+    """Return the entry of a line, or None if it is none."""
+    try:
+        key, logs, limits = value
+        return str(key), Constants(dict(logs), dict(limits))
+    except (ValueError, TypeError):
+        return None

@@ -23,7 +23,7 @@ def decision_page(rows: Sequence[DecisionRow], strengths: Mapping[str, float]) -
         for own in sorted({row.own for row in rows if row.ranker == ranker}):
             cells = [_cell(*mean_and_worst(rows, ranker, own, figure)[:2]) for figure in FIGURES]
             lines.append(_line(ranker, str(own), *cells, f"{mean_bias(rows, ranker, own):+.3f}"))
-    limits = [f"{mean_and_worst(rows, REPLAY, 0, figure)[2]:.3f}" for figure in FIGURES]
+    limits = [_ceiling(mean_and_worst(rows, REPLAY, 0, figure)[2]) for figure in FIGURES]
     lines.append(_line("noise ceiling", "", *limits, ""))
     lines.append("\nStrengths that the other domains support: " + _strengths(strengths) + ".\n")
     return "\n".join(lines)
@@ -50,7 +50,10 @@ def recovery_page(rows: Sequence[Recovery]) -> str:
 def decision_keys(
     rows: Sequence[DecisionRow], strengths: Mapping[str, float], ranker: str = TUNER
 ) -> dict[str, Any]:
-    """Return the keys of the aims, for the ranker as the tuner uses it, and all means."""
+    """Return the keys of the aims, for the ranker as the tuner uses it, and all means.
+
+    None: unknown, as a distance from a ceiling where the noise is unknown.
+    """
 
     def below(figure: str) -> float:
         mean, _, limit = mean_and_worst(rows, ranker, JUDGED, figure)
@@ -110,6 +113,10 @@ def _strengths(strengths: Mapping[str, float]) -> str:
 
 def _cell(mean: float, worst: float) -> str:
     return f"{mean:.3f} ({worst:.3f})"
+
+
+def _ceiling(value: float) -> str:
+    return "unknown" if math.isnan(value) else f"{value:.3f}"
 
 
 def _line(*cells: str) -> str:

@@ -10,8 +10,8 @@
 Pairs within the tie band do not count. A figure is NaN if no pair is left.
 
 The ceiling of a figure is what the measured times themselves would reach if every plan were
-measured once more with the same noise. The measured times already spread by the noise, so the
-ceiling is slightly too high.
+measured once more with the same noise. It is NaN if the noise is unknown. The measured times
+already spread by the noise, so the ceiling is slightly too high.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ Figures = Mapping[str, float]
 class TestedPlans:
     """The tested plans of a domain, each of shape (n,).
 
-    `measured_s`: medians; `noise`: their relative standard deviations; `searched`: proposed by the
-    tuner's optimizer.
+    `measured_s`: medians; `noise`: their relative standard deviations, NaN: unknown; `searched`:
+    proposed by the tuner's optimizer.
     """
 
     measured_s: FloatArray
@@ -77,7 +77,12 @@ def decision_figures(predicted: FloatArray, tested: TestedPlans) -> dict[str, fl
 
 
 def ceilings(tested: TestedPlans, draw: np.random.Generator) -> dict[str, float]:
-    """Return the mean figures of the measured times over simulated repeats."""
+    """Return the mean figures of the measured times over simulated repeats.
+
+    NaN if the noise of a plan is unknown.
+    """
+    if np.isnan(tested.noise).any():
+        return dict.fromkeys(FIGURES, math.nan)
     repeated = [
         _figures(
             tested.measured_s,
@@ -92,7 +97,10 @@ def ceilings(tested: TestedPlans, draw: np.random.Generator) -> dict[str, float]
 def mean_and_worst(
     rows: Sequence[DecisionRow], ranker: str, own: int, figure: str
 ) -> tuple[float, float, float]:
-    """Return (mean over domains, worst domain, mean ceiling); each domain has equal weight."""
+    """Return (mean over domains, worst domain, mean ceiling); each domain has equal weight.
+
+    The ceiling is NaN if that of a domain is unknown.
+    """
     values: dict[str, list[float]] = {}
     limits: dict[str, list[float]] = {}
     for row in rows:
@@ -103,7 +111,8 @@ def mean_and_worst(
     if not means:
         return math.nan, math.nan, math.nan
     worst = max(means) if figure.startswith("regret") else min(means)
-    return _mean(means), worst, _mean(_mean(each) for each in limits.values())
+    ceiling = float(np.mean([np.mean(of_domain) for of_domain in limits.values()]))
+    return _mean(means), worst, ceiling
 
 
 def mean_bias(rows: Sequence[DecisionRow], ranker: str, own: int) -> float:

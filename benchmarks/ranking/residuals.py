@@ -5,7 +5,7 @@
 | n | plans of a kind, each with the median of its trials |
 | mean | of their residuals: above 0 the replay is too fast |
 | spread | standard deviation of their residuals |
-| rms | root of their mean square; noise: the same of the medians' noise |
+| rms | root of their mean square; noise: the same of the medians' noise, or unknown |
 | share | of all plans' squared residuals |
 
 Nothing is learned, so every plan of a domain is judged. Trials of other code are replayed as well:
@@ -28,7 +28,8 @@ import numpy as np
 from autotune.cluster import Cluster
 from autotune.strategy_space.plan import Message, Plan
 from autotune.strategy_space.strategy import Synchronizer
-from benchmarks.ranking.trials import Campaign, median_noise
+from benchmarks.ranking.median_noise import median_noise
+from benchmarks.ranking.trials import Campaign, plan_times_s
 
 SMALL_BYTES = 64 * 1024
 MANY_SMALL = 150
@@ -77,9 +78,7 @@ def residuals_of(campaigns: Iterable[Campaign]) -> list[Residual]:
     rows = []
     for campaign in campaigns:
         plans = {plan.enacted_id: plan for _, plan, _ in campaign.measured}
-        times_s: dict[str, list[float]] = {}
-        for _, plan, measured_s in campaign.measured:
-            times_s.setdefault(plan.enacted_id, []).append(measured_s)
+        times_s = plan_times_s(campaign.measured)
         for plan_id, plan in plans.items():
             rows.append(
                 Residual(
@@ -179,9 +178,9 @@ _HEADS = ("plans", "mean", "spread", "rms", "noise", "share")
 
 def _row(name: str, rows: Sequence[Residual], all_rows: Sequence[Residual]) -> str:
     figures = figures_of(rows, all_rows)
-    shares = (figures.mean, figures.spread, figures.rms, figures.noise, figures.share)
-    mean, *others = (100 * share for share in shares)
-    return _line(name, str(figures.count), f"{mean:+.1f}", *(f"{each:.1f}" for each in others))
+    shares = (figures.spread, figures.rms, figures.noise, figures.share)
+    others = ("unknown" if math.isnan(each) else f"{100 * each:.1f}" for each in shares)
+    return _line(name, str(figures.count), f"{100 * figures.mean:+.1f}", *others)
 
 
 def _cell(rows: Sequence[Residual], domain: str, group: str, kind: str) -> str:

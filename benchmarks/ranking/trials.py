@@ -9,31 +9,35 @@ machine is not equally fast on two days. The sessions of a dataset's domain are 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import autotune
 from autotune.canonical import canonical_json, content_id
 from autotune.dataset.folder import read_dataset
-from autotune.dataset.noise import reference_noise, repeat_noise
+from autotune.dataset.noise import noise_of_repeats, reference_noise, repeat_noise
 from autotune.dataset.trials import Domain
 from autotune.features.extract import Extractor, StrategyFeatures, job_extractor
 from autotune.features.timeline import TIMELINE_FEATURES, TimelineFeatures
 from autotune.jobs.campaign.domain_features import domain_extractor
 from autotune.jobs.workspace import Workspace
+from autotune.records import Accelerators
 from autotune.rng import generator
 from autotune.simulators.interface import Example
 from autotune.storage.store import PastTrial, Store
 from autotune.strategy_space.plan import Plan, PlannedStrategy, plan
 from autotune.strategy_space.strategy import Strategy
-from autotune.tuning.statistics import MEDIAN_ERROR
+from benchmarks.ranking.cluster_files import stated_cluster, without_probe
+from benchmarks.ranking.json_lines import JsonLines
+from benchmarks.ranking.median_noise import median_noise
 
-_REPLAYED_BY = ("lowering", "dfg", "features", "strategy_space")
-"""Folders of the package whose code determines a replayed time."""
+_ROOT = Path(autotune.__file__).parent
+_REPLAYED_BY = ("costs", "dfg", "features", "lowering", "strategy_space")
+"""Folders of the package whose code, with the modules outside folders, determines a replay."""
 _CALIBRATED_BY = ("calibration.py", "combination.py", "constants.py", "gaussian_process.py")
 """Files of `autotune.simulators` whose code determines a calibration."""
 _OPTIMIZED = ":optimizer"
@@ -44,19 +48,23 @@ _OPTIMIZED = ":optimizer"
 class Campaign:
     """Trials under one profile and one probe, which `extractor` uses for the features.
 
-    `measured`: strategy, plan and step time in seconds of every undisturbed trial that did not
-    fail, in order of time; `left_out`: the number of others with reasons, or "". `noise`: relative
-    standard deviation of a trial's median. `searched`: plans that the tuner's optimizer proposed.
+    `unprobed`: the extractor of a job that has probed nothing. `measured`: strategy, plan and step
+    time in seconds of every undisturbed trial that did not fail, in order of time; `left_out`: the
+    number of others with reasons, or "". `noise`: relative standard deviation of a trial's median;
+    NaN: unknown. `searched`: plans that the tuner's optimizer proposed. `runtime`: the kind of
+    runtime; a job learns only from earlier ones of its own kind.
     """
 
     domain: str
     model: str
     cluster_name: str
     extractor: Extractor
+    unprobed: Extractor
     measured: tuple[tuple[Strategy, Plan, float], ...]
     left_out: str = ""
-    noise: float = 0.0
+    noise: float = math.nan
     searched: frozenset[str] = frozenset()
+    runtime: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,8 +72,8 @@ class Point:
     """One plan in one campaign, whose name is `example.domain`; its time is the median there.
 
     `model_id` depends on names and shapes, since two names may mean one model. `plan_id`: its
-    `Plan.enacted_id`. `noise`: relative standard deviation of the median. `searched`: the tuner's
-    optimizer proposed the plan.
+    `Plan.enacted_id`. `noise`: relative standard deviation of the median; NaN: unknown. `searched`:
+    the tuner's optimizer proposed the plan. `runtime`: as in `Campaign`.
     """
 
     example: Example
@@ -74,28 +82,28 @@ class Point:
     model_id: str
     cluster: str
     plan_id: str
-    noise: float = 0.0
+    noise: float = math.nan
     searched: bool = False
+    runtime: str = ""
 
 
 class ReplayedTimes:
-    """A cache of replayed steps in JSON lines, by plan, workload, cluster, costs and code."""
+    """A cache of replayed steps by plan, workload, fused ops, cluster, costs and code."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        self._known = dict(entry for line in lines if (entry := _entry(line)) is not None)
-        self._code = _digest(_sources())
+        self._lines = JsonLines(path)
+        entries = map(_entry, self._lines.values)
+        self._known = dict(entry for entry in entries if entry is not None)
+        self._code = _digest(_texts(replay_sources()))
 
     def key(self, campaign: Campaign, trials: Sequence[str]) -> str:
         """Return an identity of what calibrates the campaign's replays on these trials."""
-        folder = Path(autotune.__file__).parent / "simulators"
-        code = [(folder / name).read_text(encoding="utf-8") for name in _CALIBRATED_BY]
+        code = _texts(calibration_sources())
         return _digest([self._given(campaign.extractor), *code, *trials])
 
     def _given(self, extractor: Extractor) -> str:
-        given = (extractor.workload, extractor.cluster, extractor.costs)
+        fused = list(extractor.fused.items())
+        given = (extractor.workload, extractor.cluster, extractor.costs, fused)
         return _digest([self._code, *(canonical_json(each) for each in given)])
 
     def of(self, campaign: Campaign) -> Callable[[StrategyFeatures, Plan], StrategyFeatures]:
@@ -110,8 +118,7 @@ class ReplayedTimes:
                 assert replayed.timeline is not None and replayed.replayed_step_s is not None
                 row = (replayed.replayed_step_s, *replayed.timeline.row.tolist())
                 self._known[key] = row
-                with self._path.open("a", encoding="utf-8") as lines:
-                    lines.write(json.dumps([key, row]) + "\n")
+                self._lines.append([key, row])
             step_s, *timeline = self._known[key]
             return replace(features, replayed_step_s=step_s, timeline=TimelineFeatures(*timeline))
 
@@ -135,19 +142,28 @@ def of_domain(domain: Domain) -> Campaign:
         else:
             measured.append((trial.strategy, trial.plan, domain.steady_s[trial.number]))
     left_out = ", ".join(f"{count} {why}" for why, count in counts.items() if count)
+    extractor, environment = domain_extractor(domain), domain.environment
+    accelerators = environment.conditions.accelerators
     return Campaign(
-        domain.name,
-        domain.model,
-        domain.cluster_name,
-        domain_extractor(domain),
-        tuple(measured),
-        left_out,
-        repeat_noise(domain) or reference_noise(domain) or 0.0,
-        frozenset(
+        domain=domain.name,
+        model=domain.model,
+        cluster_name=domain.cluster_name,
+        extractor=extractor,
+        unprobed=job_extractor(
+            domain.workload,
+            without_probe(extractor.cluster, stated_cluster(domain)),
+            accelerators,
+            environment.software,
+        ),
+        measured=tuple(measured),
+        left_out=left_out,
+        noise=_known_noise(repeat_noise(domain), reference_noise(domain)),
+        searched=frozenset(
             trial.plan.enacted_id
             for trial in domain.candidates
             if trial.plan is not None and _OPTIMIZED in trial.source
         ),
+        runtime=_runtime(accelerators, environment.software),
     )
 
 
@@ -162,10 +178,37 @@ def of_store(directory: Path) -> list[Campaign]:
     jobs: dict[tuple[str, str, str], list[PastTrial]] = {}
     for trial in trials:
         jobs.setdefault((trial.job_id, trial.workload.id, _machines_id(trial)), []).append(trial)
-    return [
-        Campaign(f"{model}/{cluster}", model, cluster, _extractor(of_job[0]), _planned(of_job))
-        for (_, model, cluster), of_job in jobs.items()
-    ]
+    return [_of_job(model, cluster, of_job) for (_, model, cluster), of_job in jobs.items()]
+
+
+def _of_job(model: str, cluster: str, trials: Sequence[PastTrial]) -> Campaign:
+    first, measured = trials[0], _planned(trials)
+    extractor = job_extractor(
+        first.workload, first.cluster, first.accelerators, first.software, first.op_fusions
+    )
+    stated = without_probe(first.cluster, first.given)
+    return Campaign(
+        domain=f"{model}/{cluster}",
+        model=model,
+        cluster_name=cluster,
+        extractor=extractor,
+        unprobed=job_extractor(
+            first.workload, stated, first.accelerators, first.software, first.op_fusions
+        ),
+        measured=measured,
+        noise=_known_noise(noise_of_repeats(plan_times_s(measured).values())),
+        runtime=_runtime(first.accelerators, first.software),
+    )
+
+
+def _known_noise(*noises: float | None) -> float:
+    """Return the first noise that is known; NaN without any."""
+    return next((noise for noise in noises if noise is not None), math.nan)
+
+
+def _runtime(accelerators: Accelerators, software: Mapping[str, str]) -> str:
+    framework = "tensorflow" if "tensorflow" in software else "torch"
+    return f"{framework}, {accelerators.value} accelerators"
 
 
 def _machines_id(trial: PastTrial) -> str:
@@ -177,12 +220,6 @@ def _machines_id(trial: PastTrial) -> str:
     if layout == [(host.name, host.devices) for host in given.hosts]:
         return given.id
     return content_id("cluster", layout)
-
-
-def _extractor(trial: PastTrial) -> Extractor:
-    return job_extractor(
-        trial.workload, trial.cluster, trial.accelerators, trial.software, trial.op_fusions
-    )
 
 
 def _planned(trials: Sequence[PastTrial]) -> tuple[tuple[Strategy, Plan, float], ...]:
@@ -227,52 +264,60 @@ def plans_by_domain(points: Iterable[Point]) -> dict[str, list[str]]:
 def _points(campaign: Campaign, name: str, replayed: ReplayedTimes) -> list[Point]:
     described, workload = replayed.of(campaign), campaign.extractor.workload
     first: dict[str, tuple[Strategy, Plan]] = {}
-    times_s: dict[str, list[float]] = {}
-    for strategy, enacted, measured_s in campaign.measured:
+    for strategy, enacted, _ in campaign.measured:
         first.setdefault(enacted.enacted_id, (strategy, enacted))
-        times_s.setdefault(enacted.enacted_id, []).append(measured_s)
     points = []
-    for plan_id, (strategy, enacted) in first.items():
+    for plan_id, times_s in plan_times_s(campaign.measured).items():
+        strategy, enacted = first[plan_id]
         features = campaign.extractor.features(PlannedStrategy(strategy, enacted))
         features = described(features, enacted)
-        example = Example(features, statistics.median(times_s[plan_id]), name, group=plan_id)
         points.append(
             Point(
-                example,
-                campaign.domain,
-                campaign.model,
-                workload.id,
-                campaign.cluster_name,
-                plan_id,
-                median_noise(campaign.noise, len(times_s[plan_id])),
-                plan_id in campaign.searched,
+                example=Example(features, statistics.median(times_s), name, group=plan_id),
+                domain=campaign.domain,
+                model=campaign.model,
+                model_id=workload.id,
+                cluster=campaign.cluster_name,
+                plan_id=plan_id,
+                noise=median_noise(campaign.noise, len(times_s)),
+                searched=plan_id in campaign.searched,
+                runtime=campaign.runtime,
             )
         )
     return points
 
 
-def median_noise(noise: float, trials: int) -> float:
-    """Return the relative standard deviation of the median of this many trials."""
-    return noise if trials < 3 else noise * MEDIAN_ERROR / math.sqrt(trials)
+def plan_times_s(measured: Iterable[tuple[Strategy, Plan, float]]) -> dict[str, list[float]]:
+    """Return `Plan.enacted_id` -> the times of its trials in their order."""
+    times_s: dict[str, list[float]] = {}
+    for _, enacted, measured_s in measured:
+        times_s.setdefault(enacted.enacted_id, []).append(measured_s)
+    return times_s
 
 
-def _entry(line: str) -> tuple[str, tuple[float, ...]] | None:
-    """Return a line's entry, or None if a run was stopped while it wrote the line."""
+def _entry(value: Any) -> tuple[str, tuple[float, ...]] | None:
+    """Return the entry of a line, or None if it is none."""
     try:
-        key, row = json.loads(line)
-        numbers = tuple(float(value) for value in row)
+        key, row = value
+        numbers = tuple(float(number) for number in row)
     except (ValueError, TypeError):
         return None
     return (str(key), numbers) if len(numbers) == 1 + len(TIMELINE_FEATURES) else None
 
 
-def _sources() -> list[str]:
-    root = Path(autotune.__file__).parent
-    files = [
-        *root.glob("*.py"),
-        *(file for folder in _REPLAYED_BY for file in (root / folder).rglob("*.py")),
-    ]
-    return [file.read_text(encoding="utf-8") for file in sorted(files)]
+def replay_sources() -> list[Path]:
+    """Return the files whose code determines replays, and some more."""
+    folders = (file for name in _REPLAYED_BY for file in (_ROOT / name).rglob("*.py"))
+    return sorted([*_ROOT.glob("*.py"), *folders])
+
+
+def calibration_sources() -> list[Path]:
+    """Return the further files whose code determines calibrations."""
+    return [_ROOT / "simulators" / name for name in _CALIBRATED_BY]
+
+
+def _texts(files: Iterable[Path]) -> list[str]:
+    return [file.read_text(encoding="utf-8") for file in files]
 
 
 def _digest(parts: Iterable[str]) -> str:

@@ -2,7 +2,8 @@
 
 The trials are real; the replay is given something else than what the domain's campaign measured:
 
-- `assumed`: nothing was probed. Links as in the cluster file, assumed costs of the runtime.
+- `assumed`: nothing was probed. Links as in the cluster file, or as the tuner assumes them without
+  one; assumed costs of the runtime.
 - `bandwidth`: every link is stated twice as fast as it is, and so are the fits.
 - `traffic`: the probe ran with background traffic that took half of one host's link, and the
   trials ran without it.
@@ -24,8 +25,9 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from autotune.features.extract import Extractor
-from autotune.lowering.costs import ASSUMED, EMULATED_COSTS, Constant, RuntimeCosts
+from autotune.lowering.costs import ASSUMED, Constant
 from autotune.lowering.link_rates import with_link_rates
+from autotune.simulators.constants import stated_costs
 from benchmarks.ranking.calibrations import Calibrate, replaced
 from benchmarks.ranking.corrections import (
     JUDGED,
@@ -46,34 +48,37 @@ _SHAPE = frozenset({"threads", "star_threads", "star_turns", "payload"})
 _NO_MODEL = f"{ASSUMED}: no model of the framework's runtime"
 
 
-def assumed(extractor: Extractor) -> Extractor:
-    cluster = replace(extractor.cluster, fits=(), link_fits=(), source="assumed")
-    return Extractor(extractor.workload, cluster, EMULATED_COSTS)
+def assumed(campaign: Campaign) -> Extractor:
+    return campaign.unprobed
 
 
-def twice_the_bandwidth(extractor: Extractor) -> Extractor:
-    cluster = with_link_rates(extractor.cluster, [2.0] * len(extractor.cluster.hosts))
-    return Extractor(extractor.workload, cluster, extractor.costs)
+def twice_the_bandwidth(campaign: Campaign) -> Extractor:
+    return _at_rates(campaign.extractor, [2.0] * len(campaign.extractor.cluster.hosts))
 
 
-def traffic_on_one_host(extractor: Extractor) -> Extractor:
-    rates = [1.0] * len(extractor.cluster.hosts)
+def traffic_on_one_host(campaign: Campaign) -> Extractor:
+    rates = [1.0] * len(campaign.extractor.cluster.hosts)
     rates[-1] = 0.5
-    cluster = with_link_rates(extractor.cluster, rates)
-    return Extractor(extractor.workload, cluster, extractor.costs)
+    return _at_rates(campaign.extractor, rates)
 
 
-def unknown_framework(extractor: Extractor) -> Extractor:
-    costs = extractor.costs or RuntimeCosts()
+def unknown_framework(campaign: Campaign) -> Extractor:
+    extractor = campaign.extractor
+    costs = stated_costs(extractor)
     nothing = {
         field.name: Constant(0.0, _NO_MODEL) for field in fields(costs) if field.name not in _SHAPE
     }
     unbounded = {name: Constant(2**20, _NO_MODEL) for name in ("threads", "star_threads")}
     costs = replace(costs, **nothing, **unbounded, star_turns=Constant(0, _NO_MODEL))
-    return Extractor(extractor.workload, extractor.cluster, costs)
+    return extractor.with_rates(extractor.cluster, costs)
 
 
-WRONG: Mapping[str, Callable[[Extractor], Extractor]] = {
+def _at_rates(extractor: Extractor, rates: Sequence[float]) -> Extractor:
+    """Return the extractor with each host's link at this multiple of its rate."""
+    return extractor.with_rates(with_link_rates(extractor.cluster, rates), stated_costs(extractor))
+
+
+WRONG: Mapping[str, Callable[[Campaign], Extractor]] = {
     "assumed": assumed,
     "bandwidth": twice_the_bandwidth,
     "traffic": traffic_on_one_host,
@@ -117,7 +122,7 @@ def recoveries(
         for case, make_wrong in WRONG.items():
             began(f"{case}, {domain}")
             wrongly = [
-                replace(campaign, extractor=make_wrong(campaign.extractor))
+                replace(campaign, extractor=make_wrong(campaign))
                 for campaign in campaigns
                 if campaign.domain == domain
             ]

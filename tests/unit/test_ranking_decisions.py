@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from autotune.lowering.link_rates import with_link_rates
 from autotune.rng import generator
 from autotune.workload import Variable, Workload
 from benchmarks.ranking import decisions
+from benchmarks.ranking.decision_report import decision_keys, decision_page
 from benchmarks.ranking.decisions import (
     DecisionRow,
     ceilings,
@@ -21,6 +23,7 @@ from benchmarks.ranking.decisions import (
     mean_and_worst,
     mean_bias,
 )
+from benchmarks.ranking.trials import Campaign
 from benchmarks.ranking.wrong_replays import WRONG, Recovery, recovered_share
 
 
@@ -66,6 +69,19 @@ def row(domain: str, value: float, bias: float, seed: int = 0) -> DecisionRow:
     return DecisionRow(domain, seed, "replay", 25, figures, limits, bias)
 
 
+def test_without_a_known_noise_the_ceiling_is_unknown():
+    plans = measured_plans([1.0, 1.1, 1.2, 1.3], math.nan, [])
+    assert all(math.isnan(value) for value in ceilings(plans, generator(0)).values())
+    unknown = replace(row("b", 0.5, 0.01), ceilings=dict.fromkeys(decisions.FIGURES, math.nan))
+    rows = [row("a", 0.9, 0.02), unknown]
+    assert math.isnan(mean_and_worst(rows, "replay", 25, "all_pairs")[2])
+    keys = decision_keys(rows, {}, "replay")
+    assert keys["all_pairs"] == 0.7 and keys["fastest_quarter_below_ceiling"] is None
+    shown = [replace(each, own=0) for each in rows]
+    ceiling = decision_page(shown, {}).splitlines()[-3]
+    assert ceiling.startswith("| noise ceiling") and ceiling.count("unknown") == 4
+
+
 def test_domains_have_equal_weight_whatever_their_parts():
     rows = [row("a", 0.9, 0.02), row("a", 0.7, 0.04, seed=1), row("b", 0.4, math.nan)]
     assert mean_and_worst(rows, "replay", 25, "all_pairs") == pytest.approx((0.6, 0.4, 1.0))
@@ -108,8 +124,9 @@ def test_the_fits_of_direct_exchanges_follow_the_links():
 def test_wrong_replays_know_nothing_that_is_right():
     model = Workload("m", (Variable("v", (100, 100)),), (), 0.1, 0.2)
     extractor = Extractor(model, CLUSTER, RuntimeCosts())
-    wrong = {case: make(extractor) for case, make in WRONG.items()}
-    assert wrong["assumed"].cluster.fits == () and wrong["assumed"].cluster.source == "assumed"
+    campaign = Campaign("d", "m", "c", extractor, Extractor(model, Cluster("c", HOSTS)), ())
+    wrong = {case: make(campaign) for case, make in WRONG.items()}
+    assert wrong["assumed"] is campaign.unprobed
     assert wrong["framework"].costs is not None and wrong["framework"].costs["issue_s"] == 0.0
     assert wrong["framework"].costs["threads"] > 1000
     assert wrong["framework"].cluster == CLUSTER

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,6 +65,12 @@ class Setup:
         if self.ratio is not None:
             suffix += f".ratio_{self.ratio:g}"
         return f"{self.model}.{self.cluster_file.stem}{suffix}"
+
+
+def dilation_of(name: str) -> int:
+    """Return the dilation that a domain's name states (`Setup.name`)."""
+    stated = re.search(r"\.dilated_(\d+)(?=\.|$)", name)
+    return int(stated[1]) if stated else 1
 
 
 def script_setup(
