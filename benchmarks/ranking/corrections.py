@@ -9,8 +9,9 @@ the other domains support: the one with the best order in the fastest quarter of
 process and a kernel that have seen neither that domain nor the tested one.
 
 The tuner's own ranker calibrates on at most `MOST_CALIBRATED` own plans. Until it calibrates,
-residuals of the other domains by stated constants correct it, as earlier jobs do. Its kernel,
-strength and optimism are fixed (`TUNER`).
+residuals of other domains by stated constants correct it: of as many domains, and of as many plans
+of each, as a job takes from earlier jobs (`earlier_trials`). Its kernel, strength and optimism are
+fixed (`TUNER`).
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ import numpy as np
 
 from autotune.arrays import FloatArray, IntArray
 from autotune.features.timeline import TIMELINE_FEATURES
+from autotune.jobs.past_jobs import NEWEST
 from autotune.rng import generator
 from autotune.sampler.correction import NO_EXPERIENCE, CorrectedTimes, corrected_times, experience
+from autotune.sampler.past_jobs import MOST_TRIALS, evenly
 from autotune.sampler.scoring import FEWEST_CALIBRATED, calibration_trials
 from autotune.simulators.evaluation import REPLAY
 from autotune.simulators.gaussian_process import (
@@ -49,6 +52,7 @@ from benchmarks.ranking.tasks import (
     Parts,
     assert_no_leak,
     assert_unseen,
+    can_be_split,
     parts_of,
     point_of,
     seen,
@@ -199,11 +203,15 @@ def own_part(parts: Parts, own: int) -> IntArray:
 
 
 def learned_points(points: Sequence[Point], calibrate: Calibrate) -> list[Point]:
-    """Return the points as later jobs know them: each domain after `JUDGED` own plans."""
+    """Return the points as later jobs know them: each domain after `JUDGED` own plans.
+
+    A domain that is too small to be split keeps its stated replays.
+    """
     others: list[Point] = []
     for domain in sorted({point.domain for point in points}):
-        parts = parts_of(points, domain, 0, OWN[1:], TEST_SHARE)
-        others += calibrate(domain, own_part(parts, JUDGED))
+        if can_be_split(points, domain):
+            parts = parts_of(points, domain, 0, OWN[1:], TEST_SHARE)
+            others += calibrate(domain, own_part(parts, JUDGED))
     return replaced(points, others)
 
 
@@ -216,9 +224,13 @@ def other_domains(points: Sequence[Point], domain: str) -> list[str]:
 def supported_strength(
     learned: Sequence[Point], domain: str, kernels: Kernels, calibrate: Calibrate
 ) -> float:
-    """Return the strength that orders the fastest quarters of the other domains best."""
+    """Return the strength that orders the fastest quarters of the other domains best.
+
+    0 if none of them can be split, since then no domain supports a correction.
+    """
     totals = np.zeros(len(STRENGTHS))
-    for other, seed in product(other_domains(learned, domain), range(STRENGTH_SEEDS)):
+    others = [name for name in other_domains(learned, domain) if can_be_split(learned, name)]
+    for other, seed in product(others, range(STRENGTH_SEEDS)):
         held = held_out(learned, other, seed, kernels.without(domain, other), also=domain)
         points = replaced(learned, calibrate(other, own_part(held.parts, JUDGED)))
         correction, _ = corrected(points, held, JUDGED)
@@ -242,7 +254,8 @@ def as_the_tuner(
     training = own_part(held.parts, own)
     others = NO_EXPERIENCE
     if own < FEWEST_CALIBRATED:
-        others = experience(residuals_of(points, held.sources))
+        earlier = earlier_trials(points, held.sources, held.parts.domain)
+        others = experience(residuals_of(points, earlier))
     calibrating = _calibrating(points, training)
     calibrated = replaced(points, calibrate(held.parts.domain, calibrating))
     return corrected_times(
@@ -250,6 +263,29 @@ def as_the_tuner(
         [calibrated[index].example.features for index in held.parts.test],
         others,
     )
+
+
+def earlier_trials(points: Sequence[Point], sources: IntArray, domain: str) -> IntArray:
+    """Return the sources from which the tuner learns, if each other campaign was an earlier job.
+
+    As in `autotune.jobs.past_jobs` and `autotune.sampler.past_jobs`: jobs in the same kind of
+    runtime, at most `NEWEST`, and of each at most `MOST_TRIALS`, evenly from the fastest to the
+    slowest. Campaigns of datasets have no common order of age, so the jobs are drawn.
+    """
+    runtime = point_of(points, domain).runtime
+    jobs: dict[str, list[int]] = {}
+    for index in sources.tolist():
+        if points[index].runtime == runtime:
+            jobs.setdefault(points[index].example.domain, []).append(index)
+    names = sorted(jobs)
+    chosen: list[int] = []
+    for number in generator(0, "earlier jobs", domain).permutation(len(names))[:NEWEST]:
+        ranked = sorted(
+            jobs[names[number]],
+            key=lambda index: (points[index].example.step_s, points[index].plan_id),
+        )
+        chosen += [ranked[place] for place in evenly(len(ranked), MOST_TRIALS)]
+    return np.array(sorted(chosen), dtype=np.int64)
 
 
 def _calibrating(points: Sequence[Point], training: IntArray) -> IntArray:

@@ -27,6 +27,8 @@ from autotune.errors import InvalidInput
 from autotune.rng import generator
 from benchmarks.ranking.trials import Point, plans_by_domain
 
+FEWEST_PLANS = 3
+"""Fewest plans of a domain that is split: one to learn from and two to order."""
 FEWEST_TESTED = 10
 """Fewest plans of a test part, if they are at most half of the domain's."""
 
@@ -50,14 +52,19 @@ class Parts:
     own: dict[int, IntArray]
 
 
+def can_be_split(points: Sequence[Point], domain: str) -> bool:
+    """Return whether `parts_of` can split the domain; a smaller one is a source only."""
+    return len({point.plan_id for point in points if point.domain == domain}) >= FEWEST_PLANS
+
+
 def parts_of(
     points: Sequence[Point], domain: str, seed: int, sizes: Sequence[int], test_share: float
 ) -> Parts:
     """Return a test part of this share, and training parts of these sizes and of the rest."""
     plans = plans_by_domain(point for point in points if point.domain == domain)[domain]
-    if len(plans) < 3:
+    if len(plans) < FEWEST_PLANS:
         raise InvalidInput(
-            "a split needs at least 3 plans, one to learn from and two to order, "
+            f"a split needs at least {FEWEST_PLANS} plans, one to learn from and two to order, "
             f"but domain {domain!r} has {len(plans)}"
         )
     tested = max(2, round(test_share * len(plans)), min(FEWEST_TESTED, len(plans) // 2))

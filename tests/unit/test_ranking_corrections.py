@@ -13,21 +13,26 @@ import pytest
 from autotune.arrays import IntArray
 from autotune.features.extract import StrategyFeatures
 from autotune.features.timeline import TimelineFeatures
+from autotune.jobs.past_jobs import NEWEST
 from autotune.rng import generator
 from autotune.sampler.correction import KERNEL, corrected_times, experience
+from autotune.sampler.past_jobs import MOST_TRIALS
 from autotune.sampler.scoring import MOST_CALIBRATED
 from autotune.simulators.interface import Example
 from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer, VariableStrategy
 from benchmarks.ranking.corrections import (
     OWN,
     TUNER,
+    Kernels,
     as_the_tuner,
+    earlier_trials,
     held_out,
     judged,
     kernel_sources,
     other_domains,
     own_part,
     residuals_of,
+    supported_strength,
 )
 from benchmarks.ranking.decision_report import decision_keys, decision_page
 from benchmarks.ranking.decisions import mean_and_worst, mean_bias
@@ -112,7 +117,8 @@ def test_the_tuners_ranker_is_its_own_code_and_knows_others_until_it_is_calibrat
     for own in OWN:
         training = own_part(held.parts, own)
         times = as_the_tuner(given, held, own, calibration.of)
-        others = held.sources if own == 0 else held.sources[:0]
+        earlier = earlier_trials(given, held.sources, "b on even")
+        others = earlier if own == 0 else earlier[:0]
         direct = corrected_times(
             [given[index].example for index in training],
             [given[index].example.features for index in held.parts.test],
@@ -126,6 +132,45 @@ def test_the_tuners_ranker_is_its_own_code_and_knows_others_until_it_is_calibrat
         if own == 50:
             ends = sorted(training, key=lambda index: given[index].example.step_s)
             assert {given[ends[place]].plan_id for place in (0, -1)} <= calibrated
+
+
+def test_the_tuner_learns_from_as_many_earlier_trials_as_a_job_does() -> None:
+    own = [point("own", "even", number, "id of own") for number in range(3)]
+    jobs = [f"m{number}" for number in range(NEWEST + 3)]
+    others = [point(name, "even", number, name) for name in jobs for number in range(40)]
+    other_runtime = [
+        replace(point("tf", "even", number, "tf"), runtime="tensorflow") for number in range(40)
+    ]
+    given = own + others + other_runtime
+    sources = np.arange(len(own), len(given))
+    chosen = earlier_trials(given, sources, "own on even")
+    names_of = [given[index].domain for index in chosen]
+    assert len(set(names_of)) == NEWEST and "tf on even" not in names_of
+    for name in set(names_of):
+        times_s = sorted(each.example.step_s for each in others if each.domain == name)
+        learned_s = [given[index].example.step_s for index in chosen if given[index].domain == name]
+        assert len(learned_s) == MOST_TRIALS
+        assert (min(learned_s), max(learned_s)) == (times_s[0], times_s[-1])
+    assert earlier_trials(given, sources[:0], "own on even").tolist() == []
+
+
+def test_domains_of_one_or_two_plans_are_sources_that_nothing_is_calibrated_on() -> None:
+    small = [point("b", "narrow", number, "id of b") for number in range(2)]
+    small += [point("d", "even", 0, "id of d")]
+    given = points(40) + small
+    calibration = Recorded(given)
+    trainer = Trainer(given, {}, lambda *_: None)
+    rows, _ = judged(given, ["a on even"], 1, trainer, 20, calibration.of)
+    assert rows and not {"b on narrow", "d on even"} & {name for name, _ in calibration.calls}
+    with_small = held_out(given, "a on even", 0, KERNEL)
+    assert {"b on narrow", "d on even"} <= names(given, with_small.sources)
+
+
+def test_no_strength_is_supported_if_no_other_domain_can_be_split() -> None:
+    given = [point("a", "even", number, "id of a") for number in range(40)]
+    given += [point(name, "wide", number, name) for name in "bc" for number in range(2)]
+    calibrate = Recorded(given).of
+    assert supported_strength(given, "a on even", Kernels(given), calibrate) == 0.0
 
 
 def test_the_interval_of_a_shown_time_covers_measurements() -> None:
