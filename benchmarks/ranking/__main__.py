@@ -317,17 +317,30 @@ def study_of(options: argparse.Namespace) -> Study:
     )
 
 
-def evaluated(options: argparse.Namespace) -> dict[str, Any]:
-    """Write the report, print its first tables unless `--json`, and return the last line."""
+def evaluated(options: argparse.Namespace, keys: dict[str, Any]) -> None:
+    """Write the report, print its first tables unless `--json`, and add to the last line's `keys`.
+
+    The keys of a part are added when it ends, so they are there if a later part fails.
+    """
     began_s = time.monotonic()
     show: Callable[[str], None] = say if options.json else print
     campaigns = _campaigns(options)
     wanted = set(options.parts)
-    parts: dict[str, Any] = {}
     if "residuals" in wanted:
-        parts |= _residuals(options.output, campaigns, show)
-        if wanted == {"residuals"}:
-            return {**parts, "seconds": round(time.monotonic() - began_s, 1)}
+        keys.update(_residuals(options.output, campaigns, show))
+    if wanted != {"residuals"}:
+        _ranked(options, campaigns, wanted, keys, show)
+    keys["seconds"] = round(time.monotonic() - began_s, 1)
+
+
+def _ranked(
+    options: argparse.Namespace,
+    campaigns: Sequence[Campaign],
+    wanted: set[str],
+    keys: dict[str, Any],
+    show: Callable[[str], None],
+) -> None:
+    """Judge rankers in the wanted parts, whose keys are added to `keys`."""
     replayed = ReplayedTimes(options.output / "replayed-times.jsonl")
     points = limited(points_of(campaigns, replayed), options.max_plans)
     domains = usable(points, options.smallest, options.domains, show)
@@ -336,15 +349,17 @@ def evaluated(options: argparse.Namespace) -> dict[str, Any]:
     def calibrations_of(some: Sequence[Campaign], of_all: Sequence[Point]) -> Calibrate:
         return Calibrations(some, of_all, replayed, options.output / "calibrations.jsonl").of
 
+    plans = plans_by_domain(points)
+    keys.update(domains=len(domains), plans=sum(len(plans[name]) for name in domains))
     models = len({point.model_id for point in points})
     if models < FEWEST_MODELS and wanted - {"orders", "residuals"}:
         show(
             "decisions and wrong replays are left out: "
             f"they need trials of at least {FEWEST_MODELS} models, but there are {models}"
         )
-        wanted &= {"orders"}
+        wanted = wanted & {"orders"}
     if "orders" in wanted:
-        parts |= _orders(options, campaigns, points, domains, learned, show)
+        keys.update(_orders(options, campaigns, points, domains, learned, show))
     if "decisions" in wanted:
         trainer = Trainer(points, learned, lambda name, count: say(f"{name} on {count} trials"))
         calibrate = calibrations_of(campaigns, points)
@@ -352,7 +367,7 @@ def evaluated(options: argparse.Namespace) -> dict[str, Any]:
             points, domains, options.seeds, trainer, options.source_plans, calibrate
         )
         _write(options.output / "decisions.md", decision_page(*judgements), show)
-        parts |= decision_keys(*judgements)
+        keys.update(decision_keys(*judgements))
     if "wrong-replays" in wanted:
         rows = recoveries(
             campaigns,
@@ -364,14 +379,7 @@ def evaluated(options: argparse.Namespace) -> dict[str, Any]:
             say,
         )
         _write(options.output / "wrong-replays.md", recovery_page(rows), show)
-        parts |= recovery_keys(rows)
-    plans = plans_by_domain(points)
-    return {
-        "domains": len(domains),
-        "plans": sum(len(plans[name]) for name in domains),
-        **parts,
-        "seconds": round(time.monotonic() - began_s, 1),
-    }
+        keys.update(recovery_keys(rows))
 
 
 def _residuals(
@@ -424,14 +432,20 @@ def _write(path: Path, page: str, show: Callable[[str], None]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit code: 0, or 2 if the input does not allow a benchmark."""
+    """Return the exit code: 0, or 2 if the input does not allow a benchmark.
+
+    The last line is printed also after a failure, with the keys of the parts that have ended.
+    """
     options = _options(arguments)
+    keys: dict[str, Any] = {}
     try:
-        result = evaluated(options)
+        evaluated(options, keys)
     except AutotuneError as error:
         say(f"error: {error}")
         return 2
-    print(json.dumps(result, allow_nan=False), flush=True)
+    finally:
+        if keys:
+            print(json.dumps(keys, allow_nan=False), flush=True)
     return 0
 
 

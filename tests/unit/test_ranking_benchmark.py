@@ -393,4 +393,7 @@ def test_a_directory_with_too_few_trials_is_refused_with_the_fix(tmp_path: Path,
     message = capsys.readouterr().err
     assert "the largest of 1 has 19" in message and "--budget-trials" in message
     assert main([*folders, "--domains", "elsewhere"]) == 2
-    assert "'elsewhere' is not" in capsys.readouterr().err
+    output = capsys.readouterr()
+    assert "'elsewhere' is not" in output.err
+    finished = json.loads(output.out.splitlines()[-1])
+    assert set(finished) == {"replay_error_mean", "residual_rms", "residual_rms_worst"}
