@@ -70,7 +70,8 @@ def row(domain: str, value: float, bias: float, seed: int = 0) -> DecisionRow:
 
 
 def test_without_a_known_noise_the_ceiling_is_unknown():
-    plans = measured_plans([1.0, 1.1, 1.2, 1.3], math.nan, [])
+    known = measured_plans([1.0 + 0.1 * place for place in range(12)], 0.01, [0, 1, 2])
+    plans = replace(known, noise=np.array([math.nan, *known.noise[1:]]))
     assert all(math.isnan(value) for value in ceilings(plans, generator(0)).values())
     unknown = replace(row("b", 0.5, 0.01), ceilings=dict.fromkeys(decisions.FIGURES, math.nan))
     rows = [row("a", 0.9, 0.02), unknown]
