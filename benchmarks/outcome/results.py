@@ -37,9 +37,9 @@ from benchmarks.outcome.kept import (
     read_frozen,
     rounds_of,
 )
-from benchmarks.outcome.links import as_shaped
 from benchmarks.outcome.rivals import DDP_DEFAULT, ONE_SHOT
 from benchmarks.outcome.searches import OURS, OURS_LOSSY
+from benchmarks.stated_clusters import as_shaped
 from runtime_rewriter.emulation import timetable_of
 
 UNSHOWN = "no test shows that training with its compressors' settings converges"
@@ -160,7 +160,7 @@ def row_of(folder: Path) -> DomainFigures | None:
         else None
     )
     compute_s = domain.workload.compute_s
-    cluster = as_shaped(domain.name, domain.cluster)
+    cluster = as_shaped(domain)
     transfer_s = least_synchronization_s(domain.workload, cluster)
     reachable_s = least_step_s(_as_played(domain.workload), cluster)
     ours, extractor = _plan_of(lossless.last.side, there), domain_extractor(domain)

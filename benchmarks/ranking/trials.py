@@ -31,9 +31,10 @@ from autotune.simulators.interface import Example
 from autotune.storage.store import PastTrial, Store
 from autotune.strategy_space.plan import Plan, PlannedStrategy, plan
 from autotune.strategy_space.strategy import Strategy
-from benchmarks.ranking.cluster_files import stated_cluster, without_probe
 from benchmarks.ranking.json_lines import JsonLines
 from benchmarks.ranking.median_noise import median_noise
+from benchmarks.ranking.unprobed import without_probe
+from benchmarks.stated_clusters import stated_cluster
 
 _ROOT = Path(autotune.__file__).parent
 _REPLAYED_BY = ("costs", "dfg", "features", "lowering", "strategy_space")

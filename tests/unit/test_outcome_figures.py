@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from synthetic_job import SyntheticWorld, job_spec, strategy
 
-from autotune.cluster_file import read_cluster
+from autotune.dataset.folder import read_domain
 from autotune.dataset.trials import REFERENCE, DatasetTrial
 from autotune.errors import InvalidInput
 from autotune.records import CURRENT_SETUP, Failed, FailureKind, Measured
@@ -27,8 +27,8 @@ from benchmarks.outcome.figures import (
     whole_rounds,
 )
 from benchmarks.outcome.kept import CLOSING, SWEEP, Group, Side, Stop, rounds_of
-from benchmarks.outcome.links import as_shaped
 from benchmarks.outcome.searches import incumbents, near_the_last
+from benchmarks.stated_clusters import as_shaped
 
 ROOT = Path(__file__).parents[2]
 
@@ -156,10 +156,9 @@ def test_incumbents_are_the_bests_of_the_search_as_they_came_up():
 
 
 def test_bounds_take_the_rates_that_links_are_shaped_to() -> None:
-    file = read_cluster(ROOT / "datasets/clusters/four_hosts_mixed.yaml")
-    slow = (replace(host, link_bytes_per_s=3e7, cores=1) for host in file.hosts)
-    probed = replace(file, hosts=tuple(slow), source="measured")
-    half = as_shaped("vgg.four_hosts_mixed.dilated_2.ratio_1", probed)
-    assert [host.link_bytes_per_s for host in half.hosts] == [125e6, 62.5e6, 62.5e6, 31.25e6]
-    assert all(host.cores == 1 for host in half.hosts) and half.source == "measured"
-    assert as_shaped("vgg.of_my_own.ratio_1", probed) == probed
+    domain = read_domain(ROOT / "datasets/outcome_ratios/vgg.four_hosts_mixed.dilated_2.ratio_1")
+    shaped = as_shaped(domain)
+    assert [host.link_bytes_per_s for host in shaped.hosts] == [125e6, 62.5e6, 62.5e6, 31.25e6]
+    assert shaped.hosts != domain.cluster.hosts, "probes come near, but are no bounds"
+    assert [one.cores for one in shaped.hosts] == [one.cores for one in domain.cluster.hosts]
+    assert as_shaped(replace(domain, cluster_name="of_my_own")) == domain.cluster

@@ -30,7 +30,6 @@ from autotune.strategy_space.strategy import Strategy
 from autotune.tuning.events import Event, Profiled, Proposal, Proposed, TrialFinished
 from autotune.tuning.job import JobSpec
 from benchmarks.ranking.calibrations import Calibrations
-from benchmarks.ranking.cluster_files import stated_cluster, without_probe
 from benchmarks.ranking.json_lines import JsonLines
 from benchmarks.ranking.median_noise import MEDIAN_SD, median_noise
 from benchmarks.ranking.trials import (
@@ -41,8 +40,10 @@ from benchmarks.ranking.trials import (
     of_store,
     replay_sources,
 )
+from benchmarks.ranking.unprobed import without_probe
 from benchmarks.ranking.wrong_replays import WRONG
 from benchmarks.repository import ROOT, cluster_file
+from benchmarks.stated_clusters import stated_cluster
 
 PACKAGE = Path(autotune.__file__).parent
 DATASETS = [ROOT / "datasets" / name for name in ("trials", "outcome_ratios")]

@@ -1,21 +1,10 @@
-"""A campaign's cluster as its file states it: what a job knows that has probed nothing."""
+"""The cluster of a job that has probed nothing."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from autotune.cluster import Cluster, Host
-from autotune.cluster_file import read_cluster
-from autotune.dataset.trials import Domain
-from autotune.jobs.campaign.dilation import dilated
-from autotune.jobs.campaign.setups import dilation_of
-from benchmarks.repository import cluster_file
-
-
-def stated_cluster(domain: Domain) -> Cluster | None:
-    """Return the domain's cluster file, dilated as its hosts were; None if it is not at hand."""
-    file = cluster_file(domain.cluster_name)
-    return dilated(read_cluster(file), dilation_of(domain.name)) if file.exists() else None
 
 
 def without_probe(measured: Cluster, stated: Cluster | None) -> Cluster:
