@@ -58,7 +58,7 @@ def add_spans(
                 transaction=transaction,
                 label=f"horovod {call.name}".strip(),
                 op=call.op,
-                size_bytes=call.size_bytes,
+                size_bytes=call.size_bytes * _gathered_parts(call, world_size),
                 ranks=world_size,
                 start_s=start_us / 1e6,
                 end_s=end_us / 1e6,
@@ -75,9 +75,17 @@ def _arguments(call: HorovodCall, transaction: str, world_size: int) -> dict[str
         "Collective name": call.op,
         "dtype": NCCL_DTYPES.get(call.dtype, call.dtype),
         "In msg nelems": elements,
-        "Out msg nelems": elements,
+        "Out msg nelems": elements * _gathered_parts(call, world_size),
         "Group size": world_size,
         "Process Group Name": GROUP,
         "Process Group Ranks": json.dumps(list(range(world_size))),
         "autotune": {"transaction": transaction, "tensors": call.tensors, "name": call.name},
     }
+
+
+def _gathered_parts(call: HorovodCall, world_size: int) -> int:
+    """The result's size as a multiple of this rank's tensor.
+
+    Ranks may gather different numbers of rows; each then counts its own for all.
+    """
+    return world_size if call.op == "all_gather" else 1

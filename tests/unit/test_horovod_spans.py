@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from autotune.dfg.replay import replay
+from autotune.profiling.formats.collective_args import comm_of
 from autotune.profiling.formats.kineto import read_kineto
+from autotune.profiling.formats.rank_trace import Category
 from autotune.profiling.graph.traced_steps import TracedSteps
 from autotune.profiling.traces.job import assemble
 from autotune.recordings.horovod_calls import HorovodCall
@@ -66,6 +69,16 @@ def test_a_complete_call_is_a_span_from_enqueuing_to_completion() -> None:
     assert (seen[0].start_s, seen[0].end_s) == pytest.approx((2 * MS, 10 * MS))
     spans = [event for event in content["traceEvents"] if event["name"].startswith("horovod:")]
     assert [span["tid"] for span in spans] == ["horovod 0", "horovod 1"]  # they overlap
+
+
+def test_a_gather_has_the_size_of_its_result() -> None:
+    content: dict[str, Any] = {"traceEvents": []}
+    gather = replace(call("rows", 0, 1 * MS, 2 * MS), op="all_gather")
+    (seen,) = add_spans(content, [gather], CLOCK, 0, 4)
+    (span,) = content["traceEvents"]
+    comm = comm_of(span["name"], Category.HOST_MARK, span["args"])
+    assert comm is not None
+    assert comm.size_bytes == seen.size_bytes == 4 * gather.size_bytes
 
 
 def test_calls_of_all_ranks_match_and_replay() -> None:
