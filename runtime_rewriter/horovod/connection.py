@@ -1,18 +1,21 @@
 """Starts Horovod between the ranks of a script, and starts it again with other settings.
 
-Horovod reads its environment at `init`. Two variables are set there unless the user has set them:
+Horovod reads its environment at `init`. Two variables are set there:
 
 - HOROVOD_DISABLE_GROUP_FUSION=1: a grouped operation is executed by itself, even one of a single
   tensor, whatever the fusion threshold (`EnqueueTensorAllreduces` in operations.cc, and
   `Controller::ComputeResponseList`). Only groups are concerned: a script without groups of its own
-  is executed as before, so its present setup and all plans share one setting.
-- HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, while tuning: the limit of `stalls`.
+  is executed as before, so its present setup and all plans share one setting. So do those of a
+  script with groups: Horovod 0.28.1 never unsets what it has read once, not even when it starts
+  again (`SetBoolFromEnv` in env_parser.cc).
+- HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, while tuning, unless the user has set it: the limit of
+  `stalls`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -30,37 +33,32 @@ _TORCH_INTERFACE, _INTERFACE = "GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE"
 
 
 class HorovodConnection:
-    """Horovod in this process. `stall_s`: the longest wait for another rank; None: the user's own.
+    """Horovod in this process, through `horovod`, its module for a framework before it is changed.
 
-    `init`, `shutdown` and `broadcast` are Horovod's own functions for one framework. `stop` shuts
-    down while operations are under way (default: `shutdown`).
+    `broadcast` is an operation of that module. `stall_s`: the longest wait for another rank; None:
+    the user's own. `timeout_s`: the longest wait for another rank in our process groups.
     """
 
     def __init__(
-        self,
-        init: Callable[..., object],
-        shutdown: Callable[[], object],
-        ranks: Callable[[], tuple[int, int]],
-        broadcast: Broadcast,
-        *,
-        stall_s: float | None,
-        timeout_s: float,
-        stop: Callable[[], object] | None = None,
+        self, horovod: Any, broadcast: Broadcast, *, timeout_s: float, stall_s: float | None = None
     ) -> None:
-        self._init, self._shutdown, self._ranks = init, shutdown, ranks
+        self._init, self._shutdown = horovod.init, horovod.shutdown
+        self._rank, self._size = horovod.rank, horovod.size
+        self._is_initialized = horovod.is_initialized
+        basics = horovod.mpi_ops._basics
+        self._process_sets = basics._get_process_set_ids_and_ranks
         self._broadcast = broadcast
         self._stall_s, self._timeout_s = stall_s, timeout_s
         self._place: Place | None = None
-        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._world: OwnWorld | None = None
         self._store: Any = None
         self._address = ""  # rank 0's; empty on the others
         self._connections = 0
-        self._own_setting: str | None = None  # the user's, of GROUPS_ALONE
-        self.stalls = StallWatch(stop or shutdown)
+        # `horovod.shutdown` of PyTorch forgets the handles that are awaited.
+        self.stalls = StallWatch(basics.shutdown)
         """Limits waits for Horovod's own operations."""
         self.restarts = 0
-        """How often Horovod was shut down and started again for a plan."""
+        """How often Horovod was shut down and started again for plans."""
 
     @property
     def world(self) -> OwnWorld:
@@ -70,14 +68,16 @@ class HorovodConnection:
         return self._world
 
     def start(self, *args: Any, **kwargs: Any) -> None:
-        """Implements `hvd.init`. Collective."""
+        """Implements `hvd.init`. Collective, unless Horovod is initialized."""
+        if self._world is not None and self._is_initialized():
+            self._init(*args, **kwargs)  # it connects nobody: not every rank may call it
+            return
         if os.environ.get("HOROVOD_ELASTIC") == "1":
             raise InvalidInput(ELASTIC_REFUSAL)
-        self._arguments = args, kwargs
         self._set_defaults()
         if self._world is not None:  # the script has called hvd.shutdown()
             with self.connecting():
-                self._initialize()
+                self._initialize(*args, **kwargs)
             return
         self._place = Place.of(os.environ)
         place = self._place
@@ -86,31 +86,38 @@ class HorovodConnection:
         with nullcontext(0) if place is None else place.served(self._store) as port:
             if place is not None:
                 os.environ |= place.meet(port, self._store)
-            self._initialize()
-            rank, size = self._ranks()
-            check_size(size, os.environ)
-            self._address = self._own_address() if rank == 0 else ""
-            self._world = OwnWorld(rank, size, self._address, self._broadcast, self._timeout_s)
-            self._world.barrier()  # all ranks have found each other
+            self._initialize(*args, **kwargs)
+            check_size(self._size(), os.environ)
+            self._build_world()
+            self.world.barrier()  # all ranks have found each other
 
-    def adopt(self, process_sets: int) -> None:
+    def adopt(self) -> None:
         """Use the Horovod that the script has started, with groups executed alone. Collective.
 
-        `process_sets`: the script's own, which a restart would end.
+        Horovod starts again unless it executes them so. Raises `InvalidInput` if this would end
+        process sets of the script.
         """
-        if os.environ.get(GROUPS_ALONE) != "1" and process_sets:
+        alone = os.environ.get(GROUPS_ALONE) == "1"
+        if not alone and len(self._process_sets()) > 1:  # one is of all ranks
             raise InvalidInput(
                 f"Horovod must execute each group alone, but {GROUPS_ALONE} is not 1, and a "
                 "restart would end the process sets of the script; set it before hvd.init()"
             )
         self._share_interface()
-        rank, size = self._ranks()
+        self._build_world()
+        if not alone:
+            self._shutdown()
+            os.environ[GROUPS_ALONE] = "1"
+            with self.connecting():
+                self._initialize()
+            self.restarts += 1
+
+    def _build_world(self) -> None:
+        rank, size = self._rank(), self._size()
         self._address = self._own_address() if rank == 0 else ""
         self._world = OwnWorld(rank, size, self._address, self._broadcast, self._timeout_s)
-        self.execute_groups_alone(True)
 
-    def _initialize(self) -> None:
-        args, kwargs = self._arguments
+    def _initialize(self, *args: Any, **kwargs: Any) -> None:
         call_on_interface(os.environ.get(_INTERFACE, ""), partial(self._init, *args, **kwargs))
 
     def _own_address(self) -> str:
@@ -120,9 +127,7 @@ class HorovodConnection:
 
     def _set_defaults(self) -> None:
         environment = os.environ
-        if self._world is None:
-            self._own_setting = environment.get(GROUPS_ALONE)
-        environment.setdefault(GROUPS_ALONE, "1")
+        environment[GROUPS_ALONE] = "1"
         if self._stall_s is not None:
             set_stall_limit(self._stall_s)
         self.stalls.limit_s = stall_limit_s(environment)
@@ -150,23 +155,6 @@ class HorovodConnection:
             os.environ[_ADDRESS], os.environ[_PORT] = place.split()
             yield
             world.barrier()
-
-    def execute_groups_alone(self, alone: bool) -> None:
-        """Execute every grouped operation by itself, or as the user has set it. Collective."""
-        self._restart({GROUPS_ALONE: "1" if alone else self._own_setting or "0"})
-
-    def _restart(self, variables: Mapping[str, str]) -> None:
-        """Start Horovod again with these variables, unless it has them. Collective.
-
-        Nothing may be under way.
-        """
-        if all(os.environ.get(name) == value for name, value in variables.items()):
-            return
-        self._shutdown()
-        os.environ |= variables
-        with self.connecting():
-            self._initialize()
-        self.restarts += 1
 
 
 def check_size(size: int, environment: Mapping[str, str]) -> None:

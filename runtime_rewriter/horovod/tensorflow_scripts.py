@@ -29,6 +29,7 @@ from runtime_rewriter.horovod.tensorflow_refusals import (
     refuse_optimizer,
     refuse_optimizers,
 )
+from runtime_rewriter.horovod.versions import check_horovod
 from runtime_rewriter.pytorch.ddp import ModelObserver
 from runtime_rewriter.pytorch.exchange.ranks import Timeouts
 
@@ -43,15 +44,13 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def tensorflow_horovod_steered(
-    session: ModelObserver, waits: Timeouts, tuned: bool
-) -> Iterator[None]:
+def tensorflow_horovod_steered(session: ModelObserver, waits: Timeouts) -> Iterator[None]:
     """Let `horovod.tensorflow`, if the script imports it, report the first tape's variables to
     `session`.
 
-    `tuned`: a rank that waits too long for another one ends.
+    `waits` limits the messages of plans. Waits for Horovod's own operations are not limited.
     """
-    steering = _Steering(session, waits, tuned)
+    steering = _Steering(session, waits)
     optimizers = {
         "horovod.tensorflow.keras": partial(refuse_optimizers, "horovod.tensorflow.keras"),
         "horovod.keras": partial(refuse_optimizers, "horovod.keras"),
@@ -61,8 +60,8 @@ def tensorflow_horovod_steered(
 
 
 class _Steering:
-    def __init__(self, session: ModelObserver, waits: Timeouts, tuned: bool) -> None:
-        self._session, self._waits, self._tuned = session, waits, tuned
+    def __init__(self, session: ModelObserver, waits: Timeouts) -> None:
+        self._session, self._waits = session, waits
         self._horovod: Any = None
         self._connection: HorovodConnection
         self._synchronizer: TensorflowSynchronizer | None = None
@@ -76,6 +75,7 @@ class _Steering:
 
     def change(self, horovod: ModuleType, undo: ExitStack) -> None:
         """Replace functions of `horovod.tensorflow`, and where TensorFlow begins a step."""
+        check_horovod(horovod, "TensorFlow")
         import tensorflow as tf
         from tensorflow.python.eager.polymorphic_function import (
             concrete_function,
@@ -89,12 +89,7 @@ class _Steering:
         own: Any = horovod
         self._horovod = own
         self._connection = HorovodConnection(
-            own.init,
-            own.shutdown,
-            lambda: (own.rank(), own.size()),
-            partial(broadcast_text, own),
-            stall_s=self._waits.message_s if self._tuned else None,
-            timeout_s=self._waits.message_s,
+            own, partial(broadcast_text, own), timeout_s=self._waits.message_s
         )
         tape = own.DistributedGradientTape
         function: Any = polymorphic_function.Function
@@ -279,17 +274,11 @@ class _Steering:
         given = inspect.signature(original).bind(*args, **kwargs)
         given.apply_defaults()
         options = given.arguments
-        settings = TapeSettings(
-            options["op"],
-            options["process_set"],
-            options["sparse_as_dense"],
-            bool(options["groups"] or options["num_groups"]),
-        )
-        if settings.grouped and self._synchronizer is None:
-            self._connection.execute_groups_alone(False)
+        settings = TapeSettings(options["op"], options["process_set"], options["sparse_as_dense"])
         own, gradient = tape._allreduce_grads, tape.gradient
         alone = own
-        if settings.grouped:  # Horovod fails where a group has no gradients
+        # Horovod fails where a group has no gradients.
+        if options["groups"] or options["num_groups"]:
             ungrouped = original(**{**options, "groups": None, "num_groups": 0})
             alone = ungrouped._allreduce_grads
         target: list[Any] = []

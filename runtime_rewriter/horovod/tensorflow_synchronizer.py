@@ -61,7 +61,6 @@ class TapeSettings:
     op: Any
     process_set: Any
     sparse_as_dense: bool
-    grouped: bool
 
 
 @dataclass(frozen=True)
@@ -144,17 +143,11 @@ class TensorflowSynchronizer(GradientSynchronizer):
     def load(self, plan: Plan | None, *, deferred: bool = False) -> None:
         with self._connection.world.as_default():
             super().load(plan, deferred=deferred)
-            if self._settings.grouped:
-                self._connection.execute_groups_alone(plan is not None)
         self._reported.clear()
         packing: Any = self._packing
         packing.write = partial(self._write_anew, packing.write)
         with tf.init_scope():
             self.planned.assign(plan is not None)
-
-    @property
-    def restarts(self) -> int:
-        return self._connection.restarts
 
     def close(self) -> None:
         with self._connection.world.as_default():

@@ -49,9 +49,8 @@ def attach_to_horovod(model: nn.Module, optimizer: Any, waits: Timeouts) -> Horo
             "autotune.apply needs the module whose trainable parameters hvd.DistributedOptimizer "
             f"updates, but got another {type(model).__name__}; pass that {fitting}"
         )
-    sets = horovod.mpi_ops._basics._get_process_set_ids_and_ranks()
     connection = connection_of(horovod, waits, tuned=False)
-    connection.adopt(process_sets=len(sets) - 1)
+    connection.adopt()
     synchronizer = HorovodSynchronizer(model, optimizer, horovod, connection, waits)
     operations = horovod.mpi_ops
     joining = wraps(operations.join)(partial(_join, operations.join, synchronizer))

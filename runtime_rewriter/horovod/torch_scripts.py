@@ -86,9 +86,6 @@ class _Steering:
         **kwargs: Any,
     ) -> Any:
         optimizer = original(*args, **kwargs)
-        groups = getattr(optimizer, "_groups", None)
-        if groups is not None:
-            connection.execute_groups_alone(False)
         if not self._taken:
             self._taken = True
             check_optimizer(horovod, optimizer)
@@ -110,14 +107,10 @@ class _Steering:
 def connection_of(horovod: Any, waits: Timeouts, tuned: bool) -> HorovodConnection:
     """A connection through `horovod`, the module `horovod.torch` before it is changed."""
     return HorovodConnection(
-        horovod.init,
-        horovod.shutdown,
-        lambda: (horovod.rank(), horovod.size()),
+        horovod,
         partial(_broadcast_text, horovod),
-        stall_s=waits.message_s if tuned else None,
         timeout_s=waits.message_s,
-        # Not `horovod.shutdown`, which forgets the handles that are awaited.
-        stop=horovod.mpi_ops._basics.shutdown,
+        stall_s=waits.message_s if tuned else None,
     )
 
 

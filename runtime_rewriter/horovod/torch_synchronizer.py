@@ -79,8 +79,6 @@ class HorovodSynchronizer(HookedSynchronizer):
     def load(self, plan: Plan | None, *, deferred: bool = False) -> None:
         with self._connection.world.as_default():
             super().load(plan, deferred=deferred)
-            if self._own_groups is not None:
-                self._connection.execute_groups_alone(plan is not None)
 
     @property
     def restarts(self) -> int:

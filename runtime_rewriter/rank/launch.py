@@ -189,7 +189,7 @@ def _steered_by(session: Session, tuned: bool = False) -> Iterator[None]:
     waits = session.timeouts
     ddp = replaced_ddp(session, timeout_s=waits.message_s, agreement_timeout_s=waits.agreement_s)
     horovod = horovod_steered(session, waits, tuned)
-    tensorflow = tensorflow_horovod_steered(session, waits, tuned)
+    tensorflow = tensorflow_horovod_steered(session, waits)
     mirrored = mirrored_steered(partial(_steer_mirrored, session))
     keras, spawned = keras_steered(), spawned_ranks_controlled()
     with ddp, horovod, tensorflow, mirrored, keras, spawned, active_session(session):
