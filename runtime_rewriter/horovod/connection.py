@@ -22,6 +22,7 @@ from typing import Any
 
 from autotune.errors import InvalidInput, LaunchError
 from runtime_rewriter.horovod.hostname import call_on_interface
+from runtime_rewriter.horovod.own_autotuner import check_own_autotuner
 from runtime_rewriter.horovod.own_world import Broadcast, OwnWorld
 from runtime_rewriter.horovod.places import Place, address_of
 from runtime_rewriter.horovod.rendezvous import rendezvous_server
@@ -74,6 +75,7 @@ class HorovodConnection:
             return
         if os.environ.get("HOROVOD_ELASTIC") == "1":
             raise InvalidInput(ELASTIC_REFUSAL)
+        check_own_autotuner(os.environ)
         self._set_defaults()
         if self._world is not None:  # the script has called hvd.shutdown()
             with self.connecting():
@@ -97,6 +99,7 @@ class HorovodConnection:
         Horovod starts again unless it executes them so. Raises `InvalidInput` if this would end
         process sets of the script.
         """
+        check_own_autotuner(os.environ)
         alone = os.environ.get(GROUPS_ALONE) == "1"
         if not alone and len(self._process_sets()) > 1:  # one is of all ranks
             raise InvalidInput(

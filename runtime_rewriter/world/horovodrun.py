@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from autotune.errors import InvalidInput
+from runtime_rewriter.horovod.own_autotuner import own_autotuner_refusal
 
 ELASTIC_REFUSAL = (
     "elastic Horovod cannot be controlled: its ranks change during the trials, and its rendezvous "
@@ -41,6 +42,8 @@ def read_horovodrun(words: list[str]) -> tuple[list[str], dict[str, str], int, l
             "not be measured as it is under horovodrun's --mpi, --mpi-args or --jsrun; leave the "
             "option out"
         )
+    if options.autotune:
+        raise own_autotuner_refusal("horovodrun's --autotune")
     variables: dict[str, Any] = config_parser.set_env_from_args({}, options)
     before = words[: len(words) - len(options.command)]
     if not options.use_gloo:

@@ -21,9 +21,13 @@ from autotune.strategy_space.strategy import Compressor, Synchronizer
 from autotune.workload import Library
 from runtime_rewriter.horovod.importing import changed_on_import, replace_attribute
 from runtime_rewriter.horovod.modules import module_of
+from runtime_rewriter.horovod.own_autotuner import check_own_autotuner
 from runtime_rewriter.horovod.places import Place, address_of
 from runtime_rewriter.horovod.rendezvous import RendezvousClient, rendezvous_server
+from runtime_rewriter.horovod.tensorflow_scripts import tensorflow_horovod_steered
+from runtime_rewriter.horovod.torch_scripts import horovod_steered
 from runtime_rewriter.horovod.versions import check_horovod
+from runtime_rewriter.pytorch.exchange.ranks import TUNING_TIMEOUTS
 from runtime_rewriter.rank.missing_libraries import missing_library_hint
 from runtime_rewriter.world.horovodrun import read_horovodrun
 
@@ -171,6 +175,38 @@ def test_a_horovod_that_the_wrappers_do_not_know_is_refused(
         check_horovod(module, "PyTorch")
     module.init = print  # type: ignore[attr-defined]
     check_horovod(module, "PyTorch")
+
+
+class NoSession:
+    """Steers nothing."""
+
+    def model_built(self, synchronizer: object) -> None:
+        raise AssertionError("no model is built")
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_a_script_of_either_framework_checks_its_horovod(
+    framework: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, module = ModuleType("horovod"), ModuleType(f"horovod.{framework}")
+    package.__version__ = "0.27.0"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "horovod", package)
+    monkeypatch.setitem(sys.modules, f"horovod.{framework}", module)
+    steered = {
+        "torch": horovod_steered(NoSession(), TUNING_TIMEOUTS, tuned=True),
+        "tensorflow": tensorflow_horovod_steered(NoSession(), TUNING_TIMEOUTS),
+    }
+    refused = pytest.raises(InvalidInput, match=r"must be 0\.28\.1, .* has 0\.27\.0")
+    with refused, steered[framework]:
+        pass
+
+
+def test_a_horovod_that_tunes_itself_is_refused_with_the_fix() -> None:
+    for off in ({}, {"HOROVOD_AUTOTUNE": "0"}, {"HOROVOD_AUTOTUNE": ""}):
+        check_own_autotuner(off)
+    fix = r"HOROVOD_AUTOTUNE=1 turns it on; .* by HOROVOD_CYCLE_TIME in ms and HOROVOD_FUSION_THR"
+    with pytest.raises(InvalidInput, match=fix):
+        check_own_autotuner({"HOROVOD_AUTOTUNE": "1"})
 
 
 def test_horovodrun_without_horovod_names_what_builds_it(monkeypatch: pytest.MonkeyPatch) -> None:

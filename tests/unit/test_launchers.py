@@ -168,6 +168,7 @@ REFUSED = {
     "horovodrun python train.py": "the following arguments are required: -np",
     "horovodrun -np 2 --nonsense python train.py": "unrecognized arguments|must be a file",
     "horovodrun -np 2 --mpi python train.py": "leave the option out",
+    "horovodrun -np 2 --autotune python train.py": "--autotune turns it on; leave that",
     "horovodrun -np 2 torchrun --nproc-per-node 2 train.py": "horovodrun must start the script",
     "horovodrun -np 2 --min-np 1 --host-discovery-script d.sh python train.py": "elastic Horovod",
     "torchrun --nproc-per-node 2 --nonsense 3 train.py": "torchrun does not understand",
