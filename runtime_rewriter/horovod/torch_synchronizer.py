@@ -48,6 +48,7 @@ class HorovodSynchronizer(HookedSynchronizer):
     ) -> None:
         self._horovod, self._optimizer, self._connection = horovod, optimizer, connection
         self._own_groups = optimizer._groups
+        self._called = False  # the module, in a forward pass with gradients
         with connection.world.as_default():
             super().__init__(
                 module,
@@ -121,6 +122,7 @@ class HorovodSynchronizer(HookedSynchronizer):
 
     def _synchronize(self) -> None:
         """Implements `optimizer.synchronize()`, which `step` calls."""
+        self._check_called()
         if self._plan is None:
             self._own_synchronize()
             self._begun = self._armed = False
@@ -132,6 +134,17 @@ class HorovodSynchronizer(HookedSynchronizer):
                 optimizer._allreduce_delay[parameter] = optimizer.backward_passes_per_step
             optimizer._handles.clear()
             optimizer._synchronized = True
+
+    def _check_called(self) -> None:
+        """Raise `InvalidInput` in the second step of a script that never calls the module."""
+        second_step = self.boundaries.due and not self._optimizer._synchronized
+        if second_step and self.listeners and not self._called:
+            raise InvalidInput(
+                "a training step must call the module that holds the optimizer's parameters "
+                f"({type(self.module).__name__}), but two steps called only its methods, its "
+                ".forward or its parts; call it itself, as model(x) (a class that only holds the "
+                "trained module should not be an nn.Module)"
+            )
 
     def _finish(self) -> None:
         self._check_usable()
@@ -160,6 +173,7 @@ class HorovodSynchronizer(HookedSynchronizer):
         if not torch.is_grad_enabled():
             self.before_evaluation()
             return
+        self._called = True
         with self._connection.world.as_default() if self.boundaries.due else nullcontext():
             self.before_forward(self._last_pass)
         self.forward_starts()

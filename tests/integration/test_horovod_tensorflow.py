@@ -105,7 +105,7 @@ def refusal_of_one_thread() -> str:
 @contextmanager
 def launched(session: Any) -> Iterator[Any]:
     os.environ.pop("HOROVOD_RANK", None)  # the launcher's last start in this process has set it
-    with tensorflow_horovod_steered(session, WAITS, tuned=True):
+    with tensorflow_horovod_steered(session, WAITS):
         import horovod.tensorflow as hvd
 
         hvd.init()

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from horovod_timelines import operations_of
 from odd_scripts.basics import Net
 from odd_scripts.horovod import HOROVOD_SCRIPTS, Branches
+from odd_scripts.refused_horovod import REFUSED
 from test_odd_scripts import detached
 from torch import nn
 from torch_plans import mixed, uniform
@@ -41,6 +42,8 @@ WAITS = Timeouts(30.0, 20.0)
 TRIAL_STEP = 3
 CYCLE_MS = "5"
 """By default 1: in each cycle Horovod's thread asks all ranks what is ready, also if nothing is."""
+LONG_CYCLE_MS = "50"
+"""All messages of a step become ready in one cycle."""
 FP16 = Compressor.FP16
 PlanOf = Callable[[nn.Module], Plan | None]
 
@@ -166,8 +169,9 @@ def check_all(rank: int, port: int, timeline: str) -> dict[str, Any]:
         "scripts": [f"{name}: {one}" for name, found in problems.items() for one in found],
         "crossed": {name for name, count in crossed.items() if count},
         "sent": sent(rank, timeline),
+        "groups": sent_with_groups(rank, f"{timeline}.groups"),
         "fp16": compressed(rank),
-        "restarts": restarts(rank),
+        "initialized again": initialized_again(rank),
         "sparse on one rank": sparse_on_one_rank(rank),
         "sparse on one rank, in a group": sparse_on_one_rank(rank, grouped=True),
         "unused on one rank, in a group": unused_in_a_group(rank),
@@ -245,6 +249,31 @@ def sent(rank: int, timeline: str) -> list[list[str]]:
     return operations_of(Path(timeline))
 
 
+def sent_with_groups(rank: int, timeline: str) -> tuple[int, list[int]]:
+    """The number of restarts of a script with groups, and of tensors in each of its all-reduces.
+
+    Its own step comes first, then one under a plan, and then its own again.
+    """
+    import horovod.torch as hvd
+
+    session = PlanSession(lambda module: None, in_trial=False)
+    with with_timelines(hvd):
+        os.environ["HOROVOD_CYCLE_TIME"] = LONG_CYCLE_MS
+        os.environ["HOROVOD_DISABLE_GROUP_FUSION"] = "0"
+        with launched(session):
+            model = Net()
+            optimizer = wrapped(model, num_groups=2)
+            synchronizer = session.synchronizer
+            assert synchronizer is not None
+            hvd.start_timeline(timeline)
+            for plan in (None, uniform(model, 2), None):
+                synchronizer.load(plan)
+                train(model, optimizer, rank, steps=1)
+            hvd.stop_timeline()
+            synchronizer.close()
+    return synchronizer.restarts, [] if rank > 0 else list(map(len, operations_of(Path(timeline))))
+
+
 def wrapped(model: nn.Module, **options: Any) -> Any:
     import horovod.torch as hvd
 
@@ -279,23 +308,30 @@ def compressed(rank: int) -> bool:
     return all(map(torch.equal, *results))
 
 
-def restarts(rank: int) -> list[int]:
-    """The number of restarts so far: after building the optimizer, under a plan, and without."""
+def initialized_again(rank: int) -> list[Any]:
+    """The sizes of two process sets after a plan, and the means in that of rank 1.
+
+    One was given to init, and one was added. Rank 0 alone calls init once more.
+    """
     session = PlanSession(lambda module: None, in_trial=False)
-    os.environ.pop("HOROVOD_DISABLE_GROUP_FUSION")  # the user has not set it
-    counts = []
-    with launched(session):
+    with launched(session) as hvd:
+        hvd.shutdown()
+        given = hvd.ProcessSet([1])
+        hvd.init(process_sets=[given])
+        added = hvd.add_process_set([0])
+        if rank == 0:
+            hvd.init()
         model = Net()
         optimizer = wrapped(model, num_groups=2)
-        synchronizer = session.synchronizer
-        assert synchronizer is not None
-        counts.append(synchronizer.restarts)
-        for plan in (uniform(model, 2), uniform(model, 2, groups=1), None):
-            synchronizer.load(plan)
+        assert session.synchronizer is not None
+        for plan in (uniform(model, 2), None):
+            session.synchronizer.load(plan)
             train(model, optimizer, rank, steps=1)
-            counts.append(synchronizer.restarts)
-        synchronizer.close()
-    return counts
+        own = given if rank == 1 else added
+        seen = [given.size(), added.size(), hvd.allreduce(torch.ones(1), process_set=own).item()]
+        session.synchronizer.close()
+        hvd.shutdown()
+    return seen
 
 
 def applied(rank: int) -> list[bool]:
@@ -406,7 +442,8 @@ def refusals(rank: int) -> dict[str, str]:
         hvd.join()
 
     messages = {}
-    for script in (adasum, part_of_a_module, maximum, different_plans, elastic, some_ranks, join):
+    of_plans = (adasum, part_of_a_module, maximum, different_plans, elastic, some_ranks, join)
+    for script in (*of_plans, *REFUSED):
         session = PlanSession(lambda module: None, in_trial=False)
         with launched(session):
             try:
@@ -446,12 +483,21 @@ def test_every_message_is_one_operation_and_they_follow_the_plan(found) -> None:
     assert numbers == sorted(numbers)
 
 
+def test_groups_are_executed_by_themselves_with_and_without_a_plan(found) -> None:
+    """Horovod cannot unset this, so no plan restarts it."""
+    restarts, sizes = found[0]["groups"]
+    own = [4, 4]
+    assert sizes == [*own, *[1] * len(uniform(Net(), 2).messages), *own]
+    assert restarts == 0
+
+
 def test_fp16_gives_the_bits_of_horovods_own_compression(found) -> None:
     assert found[0]["fp16"] and found[1]["fp16"]
 
 
-def test_only_a_script_with_groups_of_its_own_costs_restarts(found) -> None:
-    assert found[0]["restarts"] == found[1]["restarts"] == [1, 2, 2, 3]
+def test_a_second_init_of_one_rank_does_not_wait_and_plans_leave_process_sets_alone(found) -> None:
+    for of_rank in found:
+        assert of_rank["initialized again"] == [1, 1, 1.0]
 
 
 def test_rows_of_one_rank_are_averaged_with_zeros(found) -> None:
@@ -476,6 +522,7 @@ def test_a_script_that_cannot_be_tuned_is_told_why(found) -> None:
         "elastic": "elastic Horovod cannot be controlled",
         "some_ranks": "its process set has ranks 0 of 2; tune with only these ranks",
         "join": "drop the extra batches",
+        **{script.__name__: part for script, part in REFUSED.items()},
     }
     for of_rank in found:
         assert of_rank["refusals"].keys() == expected.keys()
