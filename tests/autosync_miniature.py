@@ -58,9 +58,13 @@ def graph_item() -> bytes:
     return field(1, kind + field(2, b"".join(nodes))) + pairs
 
 
-def server(address: str = "10.0.0.2", staleness: int = 0) -> bytes:
-    limit = field(4, staleness) if staleness else b""
-    return field(2, field(1, f"{address}:CPU:0") + field(3, 1) + limit)
+def server(
+    address: str = "10.0.0.2", staleness: int = 0, sync: bool = True, replicated: bool = False
+) -> bytes:
+    """A server; as in proto3, a field that is false or 0 is absent."""
+    fields = ((2, replicated), (3, sync), (4, staleness))
+    settings = b"".join(field(number, int(value)) for number, value in fields if value)
+    return field(2, field(1, f"{address}:CPU:0") + settings)
 
 
 def all_reduce(group: int, compressor: int = 0) -> bytes:

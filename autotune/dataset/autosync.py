@@ -13,6 +13,9 @@ petuum/autodist. No file of the dataset was available, so the rest is assumed (`
 - the parts of a partitioned variable differ by at most one row, the larger ones first;
 - compressor 1 (Horovod's) and 2 (the same with error feedback) both send 16 bits per number;
 - a server lives on the first worker of its host;
+- local replication at a server is the hierarchical reduction of the supplement's Eq. 2 (without it,
+  AutoDist sums a host's gradients before it sends them all the same);
+- a sparse variable is never replicated, as in AutoDist;
 - `network_bandwidth` is in Gbit/s, 1 where it is missing;
 - the computation was not measured: the workload has no times.
 
@@ -47,7 +50,7 @@ from autotune.workload import Variable, Workload
 
 ASSUMED = (
     "order of gradients, sparsity, sizes of parts, 16-bit compressors, servers on the first worker "
-    "of a host, Gbit/s"
+    "of a host, local replication as hierarchical reduction, Gbit/s"
 )
 MAX_GRAPH_BYTES = 2 * 2**30
 MAX_STRATEGY_BYTES = 16 * 2**20
@@ -204,7 +207,7 @@ def _variable(
     counts = _counts(node.text(5), where)
     cut = [axis for axis, count in enumerate(counts) if count > 1]
     if not cut:
-        shard = _shard(parts[0] if parts else node, workers, where)
+        shard = _shard(parts[0] if parts else node, variable, workers, where)
         return VariableStrategy(variable.name, (shard,), None, _sparse(variable, shard))
     axis = cut[0]
     fits = axis < len(variable.shape) and counts[axis] <= variable.shape[axis]
@@ -212,25 +215,17 @@ def _variable(
         rule = "must be cut along one axis with a configuration per part"
         raise InvalidInput(f"{where}: {variable.name!r} {rule}, but is cut {counts}")
     partition = even_partition(variable, axis, counts[axis])
-    shards = tuple(_shard(part, workers, where) for part in parts)
+    shards = tuple(_shard(part, variable, workers, where) for part in parts)
     return VariableStrategy(variable.name, shards, partition, _sparse(variable, shards[0]))
 
 
-def _shard(node: WireMessage, workers: Mapping[str, int], where: str) -> Shard:
-    """PSSynchronizer: destination 1, staleness 4. AllReduceSynchronizer: group 3.
+def _shard(node: WireMessage, variable: Variable, workers: Mapping[str, int], where: str) -> Shard:
+    """Node: PS 2, all-reduce 3. AllReduceSynchronizer: group 3.
 
     Earlier versions have the compressor in field 2 of the latter.
     """
     if node.has(2):
-        server = node.message(2)
-        address = server.text(1).split(":")[0]
-        if address not in workers:
-            rule = "a server must live on a node of the resource spec"
-            raise InvalidInput(f"{where}: {rule}, but its destination is {server.text(1)!r}")
-        if staleness := server.number(4):
-            rule = "only synchronous strategies are read"
-            raise InvalidInput(f"{where}: {rule}, but the staleness is {staleness}")
-        return Shard(Synchronizer.PARAMETER_SERVER, placement=workers[address])
+        return _served(node.message(2), variable, workers, where)
     if not node.has(3):
         rule = f"{node.text(1)!r} must have a server or an all-reduce"
         raise InvalidInput(f"{where}: {rule}, but has neither")
@@ -239,6 +234,26 @@ def _shard(node: WireMessage, workers: Mapping[str, int], where: str) -> Shard:
         known = sorted(_COMPRESSORS)
         raise InvalidInput(f"{where}: the compressor must be one of {known}, but is {kind}")
     return Shard(Synchronizer.ALL_REDUCE, _COMPRESSORS[kind], group=node.message(3).number(3))
+
+
+def _served(
+    server: WireMessage, variable: Variable, workers: Mapping[str, int], where: str
+) -> Shard:
+    """PSSynchronizer: destination 1, local replication 2, sync 3, staleness 4.
+
+    A field that is absent is false or 0 (proto3).
+    """
+    address = server.text(1).split(":")[0]
+    if address not in workers:
+        rule = "a server must live on a node of the resource spec"
+        raise InvalidInput(f"{where}: {rule}, but its destination is {server.text(1)!r}")
+    rule = "only synchronous strategies are read"
+    if staleness := server.number(4):
+        raise InvalidInput(f"{where}: {rule}, but the staleness is {staleness}")
+    if not server.number(3):
+        raise InvalidInput(f"{where}: {rule}, but the server of {variable.name!r} has sync false")
+    replicated = bool(server.number(2)) and not variable.sparse
+    return Shard(Synchronizer.PARAMETER_SERVER, placement=workers[address], hierarchical=replicated)
 
 
 def _sparse(variable: Variable, shard: Shard) -> SparseHandling:

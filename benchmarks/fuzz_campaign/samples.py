@@ -388,7 +388,8 @@ def autosync() -> Files:
     node = _field(1, _field(1, "kernel") + _field(2, "VarHandleOp") + shape + dtype)
     graph = _field(1, _field(1, "type.googleapis.com/tensorflow.GraphDef") + _field(2, node))
     pair = _field(2, _field(1, "grad:0") + _field(2, "kernel:0"))
-    chosen = _field(3, _field(1, "kernel:0") + _field(2, _field(1, "10.0.0.1:CPU:0")))
+    server = _field(1, "10.0.0.1:CPU:0") + _field(3, 1)
+    chosen = _field(3, _field(1, "kernel:0") + _field(2, server))
     replicas = _field(4, _field(1, "10.0.0.1:GPU:0") + _field(1, "10.0.0.1:GPU:1"))
     nodes = b"nodes:\n  - {address: 10.0.0.1, gpus: [0, 1], network_bandwidth: 25}\n"
     return {

@@ -71,6 +71,18 @@ def test_strategies_keep_all_choices(folder: Path) -> None:
     assert choices == [(Compressor.FP16, 0), (Compressor.FP16, 1)]
 
 
+def test_only_local_replication_of_a_dense_variable_is_hierarchical(folder: Path) -> None:
+    """AutoDist never replicates a sparse variable, whatever its strategy says."""
+    for name, replicated in (("first", False), ("second", True)):
+        path = folder / "ncf" / "aws" / "strategies" / name
+        path.write_bytes(strategy([server(replicated=replicated)] * 3))
+    hierarchical = [
+        {name for name, choice in trial.strategy.by_name.items() if choice.shards[0].hierarchical}
+        for trial in domain(folder).trials
+    ]
+    assert hierarchical == [set(), {"dense/kernel", "dense/bias"}]
+
+
 def test_trials_that_were_read_can_be_planned(folder: Path) -> None:
     ncf = domain(folder)
     plans = [plan(trial.strategy, ncf.workload, trial.cluster.world_size) for trial in ncf.trials]
@@ -101,6 +113,7 @@ def embedding(configuration: bytes) -> bytes:
         (b"\xff" * 12, "more than 10 bytes"),
         (embedding(server("10.0.0.9")), "node of the resource spec"),
         (embedding(server(staleness=3)), "staleness is 3"),
+        (embedding(server(sync=False)), "server of 'embedding' has sync false"),
         (embedding(all_reduce(0, 3)), "compressor must be one of"),
         (embedding(b""), "has neither"),
         (embedding(field(5, "2,2") + server()), "cut along one axis"),
