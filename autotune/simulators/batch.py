@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autotune.arrays import FloatArray
+from autotune.arrays import BoolArray, FloatArray
 from autotune.errors import InvalidInput
 from autotune.features.extract import StrategyFeatures
 from autotune.features.raw import RAW_FEATURES
@@ -50,9 +50,7 @@ class Scaling:
     def of(
         features: Sequence[StrategyFeatures], domains: Sequence[str], with_shards: bool = True
     ) -> Scaling:
-        shards = np.zeros((1, len(RAW_FEATURES)))
-        if with_shards:
-            shards = np.concatenate([item.shards for item in features]).astype(np.float64)
+        shards = _shards(features) if with_shards else np.zeros((1, len(RAW_FEATURES)))
         numbers = np.stack([item.global_features for item in features])
         ratios = [
             item.replayed_step_s / item.analytic_step_s
@@ -94,10 +92,24 @@ def disagreement(features: Sequence[StrategyFeatures], replayed_per_analytic: fl
     return np.log(replayed_per_analytic * analytic_s / base_step_s(features, replayed_per_analytic))
 
 
+def constant_columns(features: Sequence[StrategyFeatures]) -> Tensor:
+    """Return whether each raw feature has one value in all shards, shape (F,)."""
+    return torch.from_numpy(_is_constant(_shards(features)))
+
+
+def _shards(features: Sequence[StrategyFeatures]) -> FloatArray:
+    """Return the raw features of all shards, shape (S, F)."""
+    return np.concatenate([item.shards for item in features]).astype(np.float64)
+
+
+def _is_constant(rows: FloatArray) -> BoolArray:
+    constant: BoolArray = rows.std(axis=0) < 1e-12 * np.maximum(np.abs(rows).max(axis=0), 1e-300)
+    return constant
+
+
 def _moments(rows: FloatArray) -> tuple[Tensor, Tensor]:
     std = rows.std(axis=0)
-    constant = std < 1e-12 * np.maximum(np.abs(rows).max(axis=0), 1e-300)
-    std[constant] = 1.0  # only centred
+    std[_is_constant(rows)] = 1.0  # only centred
     return torch.from_numpy(rows.mean(axis=0)).float(), torch.from_numpy(std).float()
 
 

@@ -51,6 +51,12 @@ def gat_simulator(
 ) -> ResidualSimulator:
     """Return an untrained graph-attention simulator."""
     return ResidualSimulator(
-        Architecture("gat", (hidden, heads), lambda sizes: _Attention(*sizes), with_edges=True),
+        Architecture(
+            "gat",
+            (hidden, heads),
+            lambda sizes: _Attention(*sizes),
+            with_edges=True,
+            first_weights="first.lin.weight",
+        ),
         recipe,
     )

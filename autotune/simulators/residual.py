@@ -27,7 +27,7 @@ from autotune.features.extract import StrategyFeatures
 from autotune.features.raw import RAW_FEATURES
 from autotune.files import read_bytes
 from autotune.parsing import parse, read_json
-from autotune.simulators.batch import FeatureBatch, Scaling, chunks, collate
+from autotune.simulators.batch import FeatureBatch, Scaling, chunks, collate, constant_columns
 from autotune.simulators.interface import Example, FitReport
 from autotune.simulators.training import (
     TrainingRecipe,
@@ -50,7 +50,9 @@ _SMALLEST_SLOPE = 1e-3  # for scores that disagree with the times: monotone, nea
 class Architecture:
     """`build(sizes)` returns a network: `FeatureBatch` -> (residual (n,), hidden (n, H)).
 
-    Without `with_shards`, its batches have no shards and no edges.
+    Without `with_shards`, its batches have no shards and no edges. `first_weights`: name of the
+    parameter, shape (..., F), that weighs the raw features of a shard; "" for a network that reads
+    none, or starts at 0.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Architecture:
     build: Callable[[tuple[int, ...]], nn.Module]
     with_edges: bool = False
     with_shards: bool = True
+    first_weights: str = ""
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,9 @@ class ResidualSimulator:
                 epochs = self.recipe.epochs if warm_epochs is None else warm_epochs
             else:
                 network = self.architecture.build(self.architecture.sizes)
-                scaling = self._scaling_of_training_part(examples, seed)
+                training, _ = split_off_validation(examples, self.recipe.validation_share, seed)
+                scaling = self._scaling([examples[index] for index in training])
+                self._ignore_constants(network, [features[index] for index in training])
                 epochs = self.recipe.epochs
 
             # A domain that fits into one batch is the same batch in every epoch. A cache smaller
@@ -234,13 +239,23 @@ class ResidualSimulator:
             ) from error
         self._fitted = _Fitted(network.eval(), scaling, stored.slope, stored.intercept)
 
-    def _scaling_of_training_part(self, examples: Sequence[Example], seed: int) -> Scaling:
-        training, _ = split_off_validation(examples, self.recipe.validation_share, seed)
+    def _scaling(self, training: Sequence[Example]) -> Scaling:
         return Scaling.of(
-            [examples[index].features for index in training],
-            [examples[index].domain for index in training],
+            [example.features for example in training],
+            [example.domain for example in training],
             self.architecture.with_shards,
         )
+
+    def _ignore_constants(self, network: nn.Module, training: Sequence[StrategyFeatures]) -> None:
+        """Start at 0 the weights of raw features that are constant in the training part.
+
+        Their gradient is 0, so random weights would stay, and move the score of the first strategy
+        with another value. A later fit in which the feature varies moves them.
+        """
+        if self.architecture.first_weights:
+            weights = network.get_parameter(self.architecture.first_weights)
+            with torch.no_grad():
+                weights.masked_fill_(constant_columns(training), 0.0)
 
     def _collated(self, features: Sequence[StrategyFeatures], scaling: Scaling) -> FeatureBatch:
         architecture = self.architecture

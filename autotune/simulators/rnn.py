@@ -62,5 +62,11 @@ def rnn_simulator(
 ) -> ResidualSimulator:
     """Return an untrained recurrent simulator; the defaults are the paper's."""
     return ResidualSimulator(
-        Architecture("rnn", (hidden, layers), lambda sizes: _Recurrent(*sizes)), recipe
+        Architecture(
+            "rnn",
+            (hidden, layers),
+            lambda sizes: _Recurrent(*sizes),
+            first_weights="shard_mlp.0.weight",
+        ),
+        recipe,
     )

@@ -16,6 +16,7 @@ from autotune.errors import InvalidInput
 from autotune.features.compute_cost import overlap_step_s
 from autotune.features.extract import extract
 from autotune.features.flat import flatten
+from autotune.features.raw import RAW_FEATURES
 from autotune.rng import generator
 from autotune.simulators.batch import Scaling, chunks, collate
 from autotune.simulators.evaluation import pairwise_accuracy
@@ -189,6 +190,35 @@ def test_an_untrained_simulator_ranks_exactly_as_the_replay():
         simulator = make(TrainingRecipe(epochs=0, threads=1))
         simulator.fit(examples, seed=0)
         assert accuracy(simulator, examples) == pytest.approx(replay_accuracy(examples))
+
+
+def with_feature(examples: list[Example], column: int, values: list[float]) -> list[Example]:
+    """Return the examples with other values of a raw feature, one for each example."""
+    changed = []
+    for example, value in zip(examples, values, strict=True):
+        shards = example.features.shards.copy()
+        shards[:, column] = value
+        changed.append(replace(example, features=replace(example.features, shards=shards)))
+    return changed
+
+
+@pytest.mark.parametrize("name", ["rnn", "gat"])
+def test_a_feature_moves_no_prediction_before_it_varied_in_training(name: str):
+    """And it does from then on."""
+    column = RAW_FEATURES.index("compressor_int8")
+    training = with_feature(measured_examples(30, seed=16, overhead_s=0.01), column, [0.0] * 30)
+    simulator = SIMULATORS[name]()
+    simulator.fit(training, seed=0)
+    unseen = with_feature(training, column, [1.0] * 30)
+
+    def moves() -> bool:
+        seconds = [simulator.predict_step_s(features_of(each)) for each in (training, unseen)]
+        return not np.array_equal(*seconds)
+
+    assert not moves()
+    slower = [replace(one, step_s=2 * one.step_s) for one in unseen[:15]]
+    simulator.fit(slower + training[15:], seed=0, warm_start=True)
+    assert moves()
 
 
 def test_two_domains_are_learned_together_though_their_models_differ_in_size():
