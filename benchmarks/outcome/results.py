@@ -10,11 +10,10 @@ from statistics import median
 import numpy as np
 
 from autotune.dataset.folder import read_domain
-from autotune.dataset.trials import Environment
+from autotune.dataset.trials import DatasetTrial, Environment
 from autotune.features.extract import Extractor
 from autotune.jobs.campaign.domain_features import domain_extractor
 from autotune.optimizer.bounds import least_step_s, least_synchronization_s
-from autotune.strategy_space.plan import plan
 from autotune.tuning.statistics import fewest_values
 from autotune.workload import Workload
 from benchmarks.outcome.figures import (
@@ -34,6 +33,7 @@ from benchmarks.outcome.kept import (
     Group,
     Side,
     Stop,
+    key_of,
     read_frozen,
     rounds_of,
 )
@@ -168,7 +168,9 @@ def row_of(folder: Path) -> DomainFigures | None:
         domain.name,
         domain.model,
         frozen.settings.ratio,
-        tuple(_compared(side, rounds, ours, _replayed_s(side, extractor)) for side in there),
+        tuple(
+            _compared(side, rounds, ours, _replayed_s(side, trials, extractor)) for side in there
+        ),
         lossless,
         lossy,
         compute_s,
@@ -256,12 +258,10 @@ def _outcome(course: Course, there: Sequence[Side], rounds: Sequence[Round]) -> 
     return Outcome(tuple(marks), best, times_s[best], first_within(stops, times_s, times_s[best]))
 
 
-def _replayed_s(side: Side, extractor: Extractor) -> float | None:
-    if side.strategy is None:
-        return None
-    return extractor.steps.step_s(
-        plan(side.strategy, extractor.workload, extractor.cluster.world_size)
-    )
+def _replayed_s(side: Side, closing: Sequence[DatasetTrial], extractor: Extractor) -> float | None:
+    """Replay the plan that the side's trials enacted; None for the script's own DDP."""
+    enacted = next((trial.plan for trial in closing if key_of(trial) == side.plan), None)
+    return None if enacted is None else extractor.steps.step_s(enacted)
 
 
 def _compared(side: Side, rounds: Sequence[Round], ours: str, replayed_s: float | None) -> Compared:

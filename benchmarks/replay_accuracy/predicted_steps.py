@@ -13,12 +13,12 @@ from autotune.dataset.trials import DatasetTrial, Domain
 from autotune.jobs.campaign.domain_features import domain_extractor
 from autotune.jobs.campaign.strategy_sources import Sourced
 from autotune.simulators.evaluation import kendall_tau
-from autotune.strategy_space.plan import Plan, PlannedStrategy, plan
+from autotune.strategy_space.plan import Plan, PlannedStrategy
 
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """One strategy: medians and predictions in seconds."""
+    """One plan of a strategy: medians and predictions in seconds."""
 
     domain: str
     kind: str
@@ -44,6 +44,7 @@ class PredictedStep:
 class DomainSteps:
     """The drawn strategies of one domain.
 
+    - `rows`: one for each plan of a strategy; a later planner may have made another one of it.
     - `failed`: a strategy that was never measured -> the reason of its last trial.
     - `missing`: drawn strategies without a trial.
     - `disturbed`: rows that count a disturbed trial.
@@ -60,17 +61,17 @@ class DomainSteps:
     commits: frozenset[str]
 
 
-def kind_of(wanted: Plan) -> str:
+def kind_of(enacted: Plan) -> str:
     """Describe a plan: across the step or not, by which synchronizers, compressed or not."""
-    when = "across the step" if wanted.cross_step else "within the step"
-    primitives = {message.synchronizer.operation for message in wanted.messages}
+    when = "across the step" if enacted.cross_step else "within the step"
+    primitives = {message.synchronizer.operation for message in enacted.messages}
     how = primitives.pop().replace("_", " ") if len(primitives) == 1 else "mixed"
-    compressors = {message.compressor.value for message in wanted.messages} - {"none"}
+    compressors = {message.compressor.value for message in enacted.messages} - {"none"}
     return f"{when}, {how}, {'compressed' if compressors else 'uncompressed'}"
 
 
 def steps_of(domain: Domain, drawn: Collection[Sourced]) -> DomainSteps:
-    """Predict every drawn strategy that was measured, by the median of its trials' medians."""
+    """Predict every measured plan of a drawn strategy, by the median of its trials' medians."""
     by_id: dict[str, list[DatasetTrial]] = {strategy.id: [] for _, strategy in drawn}
     others = 0
     for trial in domain.candidates:
@@ -79,17 +80,17 @@ def steps_of(domain: Domain, drawn: Collection[Sourced]) -> DomainSteps:
             by_id[trial.strategy.id].append(trial)
         else:
             others += 1
-    measured = [[one for one in trials if one.step_s] for trials in by_id.values()]
+    measured = [of_plan for trials in by_id.values() for of_plan in _by_plan(trials)]
     failed = [
         trials[-1]
-        for trials, times in zip(by_id.values(), measured, strict=True)
-        if trials and not times
+        for trials in by_id.values()
+        if trials and not any(trial.step_s for trial in trials)
     ]
     predictor = _Predictor(domain)
     sessions = {trial.session for trials in by_id.values() for trial in trials}
     return DomainSteps(
         domain.name,
-        rows=tuple(predictor.row(trials) for trials in measured if trials),
+        rows=tuple(map(predictor.row, measured)),
         failed={f"{domain.name}, {one.source} ({one.number})": one.failure for one in failed},
         missing=sum(not trials for trials in by_id.values()),
         disturbed=sum(any(one.disturbed for one in trials) for trials in measured),
@@ -98,26 +99,36 @@ def steps_of(domain: Domain, drawn: Collection[Sourced]) -> DomainSteps:
     )
 
 
+def _by_plan(trials: Sequence[DatasetTrial]) -> list[list[DatasetTrial]]:
+    """Return the measured trials of each plan that the ranks enacted."""
+    of_plan: dict[str, list[DatasetTrial]] = {}
+    for trial in trials:
+        if trial.step_s:
+            assert trial.plan is not None, "a candidate has a plan"
+            of_plan.setdefault(trial.plan.enacted_id, []).append(trial)
+    return list(of_plan.values())
+
+
 class _Predictor:
     def __init__(self, domain: Domain) -> None:
         self._domain = domain
         self._extractor = domain_extractor(domain)
 
     def row(self, trials: Sequence[DatasetTrial]) -> PredictedStep:
-        """Return the row of the strategy that all `trials` measured."""
-        domain, trial = self._domain, trials[0]
-        assert trial.strategy is not None, "a candidate has a strategy"
-        wanted = plan(trial.strategy, domain.workload, domain.cluster.world_size)
+        """Return the row of the plan that all `trials` measured."""
+        trial = trials[0]
+        assert trial.strategy is not None and trial.plan is not None, "a candidate has both"
+        enacted = trial.plan
         low_s, middle_s, high_s = np.quantile(trial.step_s, [0.25, 0.5, 0.75])
-        features = self._extractor.features(PlannedStrategy(trial.strategy, wanted))
+        features = self._extractor.features(PlannedStrategy(trial.strategy, enacted))
         return PredictedStep(
-            domain.name,
-            kind_of(wanted),
+            self._domain.name,
+            kind_of(enacted),
             trial.source,
-            len(wanted.messages),
+            len(enacted.messages),
             measured_s=float(np.median([one.median_s for one in trials])),
             spread=float((high_s - low_s) / middle_s),
-            replayed_s=self._extractor.steps.step_s(wanted),
+            replayed_s=self._extractor.steps.step_s(enacted),
             analytic_s=features.analytic_step_s,
             overrun=trial.overrun or 0.0,
             load=trial.load,

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from synthetic_job import SyntheticWorld, job_spec, strategy
+from synthetic_job import WORKLOAD, SyntheticWorld, job_spec, strategy
 
+from autotune.cluster import Cluster
 from autotune.dataset.folder import read_domain
 from autotune.dataset.trials import REFERENCE, DatasetTrial
 from autotune.errors import InvalidInput
+from autotune.features.extract import Extractor
 from autotune.records import CURRENT_SETUP, Failed, FailureKind, Measured
 from autotune.rng import generator
-from autotune.strategy_space.plan import Plan
+from autotune.strategy_space.plan import Plan, plan
 from autotune.tuning.history import History
 from autotune.tuning.tuner import search_instruction
 from benchmarks.outcome.figures import (
@@ -27,6 +29,7 @@ from benchmarks.outcome.figures import (
     whole_rounds,
 )
 from benchmarks.outcome.kept import CLOSING, SWEEP, Group, Side, Stop, rounds_of
+from benchmarks.outcome.results import _replayed_s
 from benchmarks.outcome.searches import incumbents, near_the_last
 from benchmarks.stated_clusters import as_shaped
 
@@ -119,6 +122,20 @@ def test_only_whole_rounds_count_and_a_side_that_failed_is_not_waited_for():
     failed = rounds_of([*trials, trial(3, "a", None), trial(4, "a", None)], CLOSING)
     assert len(whole_rounds(failed, sides)) == 3 and failures_of(failed) == {A: "crash: rank 1"}
     assert whole_rounds(rounds, [*sides, rival("c", C)]) == []
+
+
+def test_a_side_is_replayed_by_the_plan_of_its_closing_trials():
+    """Today's planner may make another plan of its strategy."""
+    enacted = plan(strategy(31), WORKLOAD, 2)
+    closing = [
+        trial(0, CURRENT_SETUP, 0.2),
+        replace(trial(0, "a", 0.1), plan=enacted, strategy=strategy(0)),
+    ]
+    extractor = Extractor(WORKLOAD, Cluster.local(2))
+    side = Side("a", Group.OURS, enacted.id, strategy(0))
+    assert _replayed_s(side, closing, extractor) == extractor.steps.step_s(enacted)
+    ddp = Side("DDP", Group.TODAY, CURRENT_SETUP, None)
+    assert _replayed_s(ddp, closing, extractor) is None
 
 
 def test_the_current_setup_is_a_side_of_a_round_and_a_search_of_any_name_is_none():

@@ -9,8 +9,11 @@ from synthetic_job import WORKLOAD
 
 from autotune.cluster import Cluster
 from autotune.dataset.trials import DatasetTrial, Domain, Environment, Session
+from autotune.jobs.campaign.domain_features import domain_extractor
 from autotune.records import Accelerators, Conditions, Failed, FailureKind, Measured, Network
-from autotune.strategy_space.plan import plan
+from autotune.strategy_space.builders.collectives import per_variable
+from autotune.strategy_space.plan import Plan, plan
+from autotune.strategy_space.strategy import Strategy
 from benchmarks.replay_accuracy.__main__ import parsed
 from benchmarks.replay_accuracy.predicted_steps import Counts, steps_of
 from benchmarks.replay_accuracy.trials import strategies
@@ -29,6 +32,21 @@ def domain_of(*trials: DatasetTrial) -> Domain:
     return Domain("layers.two", "layers", "two", WORKLOAD, CLUSTER, {}, 2, sessions, trials)
 
 
+def trial_of(
+    number: int,
+    strategy: Strategy,
+    outcome: Measured | Failed,
+    session: str = "first",
+    disturbed: bool = False,
+    enacted: Plan | None = None,
+) -> DatasetTrial:
+    """Return a trial of the strategy's plan, or of the one `enacted`."""
+    enacted = enacted or plan(strategy, WORKLOAD, CLUSTER.world_size)
+    return DatasetTrial(
+        number, "random:lossless", strategy, enacted, outcome, 1.0, 0.0, session, disturbed
+    )
+
+
 def test_rows_are_of_the_drawn_strategies_and_all_else_is_counted() -> None:
     drawn = strategies(WORKLOAD, CLUSTER, 8, seed=1)
     other = next(
@@ -37,22 +55,15 @@ def test_rows_are_of_the_drawn_strategies_and_all_else_is_counted() -> None:
         if one.id not in {strategy.id for _, strategy in drawn}
     )
 
-    def trial(number, strategy, outcome, session="first", disturbed=False):
-        enacted = plan(strategy, WORKLOAD, CLUSTER.world_size)
-        source = "random:lossless"
-        return DatasetTrial(
-            number, source, strategy, enacted, outcome, 1.0, 0.0, session, disturbed
-        )
-
     fast, slow = Measured(((0.1, 0.1),), 0.0), Measured(((0.3, 0.3),), 0.0)
     steps = steps_of(
         domain_of(
-            trial(0, drawn[0][1], fast),
-            trial(1, drawn[0][1], slow, disturbed=True),
-            trial(2, drawn[1][1], CRASHED),
-            trial(3, drawn[2][1], CRASHED),
-            trial(4, drawn[2][1], fast),
-            trial(5, other, fast, session="second"),
+            trial_of(0, drawn[0][1], fast),
+            trial_of(1, drawn[0][1], slow, disturbed=True),
+            trial_of(2, drawn[1][1], CRASHED),
+            trial_of(3, drawn[2][1], CRASHED),
+            trial_of(4, drawn[2][1], fast),
+            trial_of(5, other, fast, session="second"),
         ),
         drawn,
     )
@@ -65,6 +76,24 @@ def test_rows_are_of_the_drawn_strategies_and_all_else_is_counted() -> None:
         "failed: layers.two, random:lossless (2): crash: rank 1 left",
         "1 strategies failed, 5 have no trial, 1 rows were disturbed, 1 trials of other strategies "
         "are left out; measured at aaa",
+    ]
+
+
+def test_a_trial_is_predicted_for_the_plan_that_it_enacted() -> None:
+    """Today's planner may make another plan of its strategy."""
+    drawn = strategies(WORKLOAD, CLUSTER, 8, seed=1)[:1]
+    strategy = drawn[0][1]
+    today = plan(strategy, WORKLOAD, CLUSTER.world_size)
+    earlier = plan(per_variable(WORKLOAD), WORKLOAD, CLUSTER.world_size)
+    assert earlier.enacted_id != today.enacted_id
+    measured = Measured(((0.1, 0.1),), 0.0)
+    domain = domain_of(
+        trial_of(0, strategy, measured, enacted=earlier), trial_of(1, strategy, measured)
+    )
+    replays = domain_extractor(domain).steps
+    assert [row.replayed_s for row in steps_of(domain, drawn).rows] == [
+        replays.step_s(earlier),
+        replays.step_s(today),
     ]
 
 
