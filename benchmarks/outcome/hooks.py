@@ -5,7 +5,8 @@ compares with the uncompressed one. First, each is swept over the buckets of the
 as many trials as our search and the options that DDP has in the domain. Then a round measures each
 side once, in an order of its own: ours with compressors, ours without, and the best of each hook. A
 script registers its hook for good, so ranks start for their side's turn and end with it. Each trial
-of the sweep and each round is kept when it ends, so a run that was cut off resumes.
+of the sweep and each round is kept when it ends, so a run that was cut off resumes. A trial of the
+sweep that fails is run once more, because the machine may be at fault.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from autotune.strategy_space.strategy import Strategy
 from autotune.tuning.statistics import CONFIDENCE, compare, fewest_values
 from autotune.workload import Workload
 from benchmarks.outcome.ddp_options import option_sets
-from benchmarks.outcome.figures import geomean
-from benchmarks.outcome.horovod_through import block_of
+from benchmarks.outcome.figures import FAILURES, geomean
+from benchmarks.outcome.horovod_through import BlockHung, block_of
 from benchmarks.outcome.kept import BESIDE_HOOKS, Frozen, compressors_are_shown, read_frozen
 from benchmarks.outcome.measure import LENGTHS
 from benchmarks.outcome.rivals import DDP, DDP_SWEPT, ddp_arguments, families
@@ -69,13 +70,14 @@ class HookRivals:
     """The sides of a domain.
 
     `sweep_s`: hook -> for each round of its sweep, setting -> median step; None for a failure.
-    `failed`: "HOOK, SETTING" -> reason.
+    `failed`: "HOOK, SETTING" -> reason. `hung`: hook -> settings that hung.
     """
 
     domain: str
     sides: tuple[HookSide, ...] = ()
     sweep_s: dict[str, tuple[dict[str, float | None], ...]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    hung: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def rounds(self) -> int:
@@ -84,13 +86,17 @@ class HookRivals:
 
 @dataclass(frozen=True)
 class HookRatios:
-    """time(the better hook) / time(ours with compressors); above 1, ours is faster."""
+    """time(the better hook) / time(ours with compressors); above 1, ours is faster.
+
+    `left_out`: a hook that ran with no setting -> the reason.
+    """
 
     domain: str
     hook: str
     value: float
     low: float
     high: float
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
 
 def measure_hooks(setup: Setup, folder: Path, rounds: int, say: Say) -> None:
@@ -109,8 +115,11 @@ def measure_hooks(setup: Setup, folder: Path, rounds: int, say: Say) -> None:
     if not rivals.sides:
         hooks = _best_hooks(rivals.sweep_s)
         if not hooks:
-            reason = next(iter(rivals.failed.values()))
-            raise InvalidInput(f"a hook of torch must run in {setup.name}, but none does: {reason}")
+            reason = next(iter(left_out(rivals).values()))
+            raise InvalidInput(
+                f"a hook of torch must run in {setup.name}, but none does: {reason}; "
+                f"delete {folder / FILE} to try them again"
+            )
         rivals = replace(rivals, sides=(*hooks, *map(HookSide, OURS_SIDES)))
     measure_rounds(
         rivals,
@@ -173,7 +182,10 @@ class Blocks(Protocol):
     def say(self, message: str) -> None: ...
 
     def block(self, source: str, side: HookSide) -> tuple[float, ...]:
-        """Return the seconds of a block's steps. Raises `LaunchError` if it fails."""
+        """Return the seconds of a block's steps.
+
+        Raises `BlockHung` if it hangs, and `LaunchError` if it fails otherwise.
+        """
 
 
 @dataclass(frozen=True)
@@ -216,25 +228,29 @@ def ours_at_last_mark(frozen: Frozen, job: str) -> Strategy | None:
 def _with_look(
     rivals: HookRivals, ranks: Blocks, hook: str, number: int, setting: str
 ) -> HookRivals:
-    """Measure a block of a setting in a round of its hook's sweep.
+    """Measure a block of a setting in a round of its hook's sweep; one that fails is repeated.
 
-    A hook that fails with some buckets is not tried with smaller ones, each of which would hang.
+    A hook that hangs with some buckets is not tried with smaller ones, each of which would hang.
     """
-    title = f"{hook}, {setting}"
-    failed = [
-        earlier
-        for of_round in rivals.sweep_s.get(hook, ())
-        for earlier, step_s in of_round.items()
-        if step_s is None and _smallest_mib(earlier) >= _smallest_mib(setting)
-    ]
-    if failed:
-        return _with_result(rivals, hook, number, setting, None, f"as {failed[0]}")
-    try:
-        block_s = ranks.block(f"sweep {number}, {title}", HookSide(title, hook, setting))
-    except LaunchError as error:
-        ranks.say(f"{rivals.domain}: {title} failed: {error}")
-        return _with_result(rivals, hook, number, setting, None, str(error)[:300])
-    return _with_result(rivals, hook, number, setting, median(block_s))
+    title, hung = f"{hook}, {setting}", rivals.hung.get(hook, ())
+    if setting in hung:
+        return _with_result(rivals, hook, number, setting, None)
+    larger = [one for one in hung if _smallest_mib(one) >= _smallest_mib(setting)]
+    if larger:
+        reason = f"as {larger[0]}: {rivals.failed[f'{hook}, {larger[0]}']}"
+        return _with_result(rivals, hook, number, setting, None, reason)
+    errors: list[LaunchError] = []
+    while len(errors) < FAILURES:
+        try:
+            block_s = ranks.block(f"sweep {number}, {title}", HookSide(title, hook, setting))
+        except LaunchError as error:
+            ranks.say(f"{rivals.domain}: {title} failed: {error}")
+            errors.append(error)
+        else:
+            return _with_result(rivals, hook, number, setting, median(block_s))
+    if all(isinstance(error, BlockHung) for error in errors):
+        rivals = replace(rivals, hung={**rivals.hung, hook: (*hung, setting)})
+    return _with_result(rivals, hook, number, setting, None, str(errors[-1])[:300])
 
 
 def _with_result(
@@ -272,6 +288,17 @@ def read_hooks(folder: Path) -> HookRivals | None:
     return parse(HookRivals, read_json(file), str(file)) if file.exists() else None
 
 
+def left_out(rivals: HookRivals) -> dict[str, str]:
+    """Return each hook that ran with no setting, and the reason of one of its failures."""
+    compared = {side.hook for side in rivals.sides}
+    reasons: dict[str, str] = {}
+    for title, reason in rivals.failed.items():
+        hook = title.partition(", ")[0]
+        if hook not in compared:
+            reasons.setdefault(hook, reason)
+    return reasons
+
+
 def hook_rounds(folder: Path) -> int:
     """Return the blocks that are on disk."""
     rivals = read_hooks(folder)
@@ -300,7 +327,7 @@ def ratios_of(rivals: HookRivals) -> HookRatios:
         if side.hook is not None
     ]
     best, name = min(compared, key=lambda entry: entry[0].ratio)
-    return HookRatios(rivals.domain, name, best.ratio, best.low, best.high)
+    return HookRatios(rivals.domain, name, best.ratio, best.low, best.high, left_out(rivals))
 
 
 def hook_keys(ratios: Sequence[HookRatios]) -> Mapping[str, object]:
@@ -317,6 +344,7 @@ def hook_keys(ratios: Sequence[HookRatios]) -> Mapping[str, object]:
                 "low": one.low,
                 "high": one.high,
                 "hook": one.hook,
+                "left_out": dict(one.left_out),
             }
             for one in ratios
         ],

@@ -25,7 +25,7 @@ from autotune.jobs.campaign.session import TrialSession, trial_session
 from autotune.jobs.campaign.setups import Setup
 from autotune.jobs.campaign.tuning_jobs import begin_job, job_spec, open_jobs
 from autotune.parsing import parse
-from autotune.records import Measured
+from autotune.records import Failed, FailureKind
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import SparseHandling, Strategy, Synchronizer
 from benchmarks.horovod_ranks import start
@@ -58,18 +58,23 @@ def operations_of_horovod(space: SearchSpace) -> SearchSpace:
     )
 
 
+class BlockHung(LaunchError):
+    """The ranks of a block fell silent."""
+
+
 def block_of(session: TrialSession, source: str, strategy: Strategy | None) -> tuple[float, ...]:
     """Return the steps of a trial, the slowest rank's; None: the script's own setup.
 
-    Raises `LaunchError` if it fails.
+    Raises `BlockHung` if it hangs, and `LaunchError` if it fails otherwise.
     """
     trial = (
         session.reference(source)
         if strategy is None
         else session.candidate(source, strategy, STEPS)
     )
-    if not isinstance(trial.outcome, Measured):
-        raise LaunchError(f"a block failed; run again: {trial.failure}")
+    if isinstance(trial.outcome, Failed):
+        kind = BlockHung if trial.outcome.kind is FailureKind.HANG else LaunchError
+        raise kind(f"a block failed; run again: {trial.failure}")
     return tuple(trial.outcome.slowest_s.tolist())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,7 @@ from benchmarks.outcome.hooks import (
     read_hooks,
     settings_of,
 )
+from benchmarks.outcome.horovod_through import BlockHung
 from benchmarks.outcome.sweeps import FINALISTS
 
 ROUNDS = 6
@@ -85,7 +86,7 @@ class MadeRanks:
     def block(self, source: str, side: HookSide) -> tuple[float, ...]:
         self.asked.append(side.name)
         if side.hook != "fp16" and not side.setting.endswith(RUNNING):
-            raise LaunchError("hang")
+            raise BlockHung("hang")
         return (0.1 if side.setting == "bucket_cap_mb_list=[1, 8]" else 0.2,)
 
 
@@ -107,9 +108,64 @@ def test_each_hook_is_swept_over_the_buckets_of_ddp_with_the_budget_of_our_searc
     assert len(hung) == 1, "smaller buckets would hang, too"
 
 
-def test_a_hook_that_fails_with_every_setting_is_left_out():
+@dataclass
+class FailingRanks:
+    """Ranks whose first looks fail with `errors`; later ones take 0.1 s."""
+
+    errors: list[LaunchError]
+    asked: list[str] = field(default_factory=list)
+
+    def say(self, message: str) -> None:
+        pass
+
+    def block(self, source: str, side: HookSide) -> tuple[float, ...]:
+        self.asked.append(side.setting)
+        if self.errors:
+            raise self.errors.pop()
+        return (0.1,)
+
+
+SETTINGS = ("bucket_cap_mb=1000", "bucket_cap_mb=25")
+
+
+def looks(errors: list[LaunchError]) -> tuple[HookRivals, list[str]]:
+    """Return the first round of a hook's sweep, and the settings that its ranks were asked for."""
+    rivals, ranks = HookRivals("a.b"), FailingRanks(errors)
+    for setting in SETTINGS:
+        rivals = _with_look(rivals, ranks, "fp16", 0, setting)
+    return rivals, ranks.asked
+
+
+LARGE, SMALL = SETTINGS
+
+
+def test_a_look_that_fails_once_is_repeated():
+    for error in (LaunchError("a rank is lost"), BlockHung("silence")):
+        rivals, asked = looks([error])
+        assert rivals.sweep_s["fp16"] == ({LARGE: 0.1, SMALL: 0.1},)
+        assert asked == [LARGE, LARGE, SMALL] and not rivals.failed
+
+
+def test_only_a_setting_that_hangs_again_fails_smaller_ones():
+    crashed, asked = looks([LaunchError("crash"), LaunchError("crash")])
+    assert crashed.sweep_s["fp16"] == ({LARGE: None, SMALL: 0.1},)
+    assert asked == [LARGE, LARGE, SMALL] and crashed.failed == {f"fp16, {LARGE}": "crash"}
+    hung, asked = looks([BlockHung("silence"), BlockHung("silence")])
+    assert hung.sweep_s["fp16"] == ({LARGE: None, SMALL: None},) and asked == [LARGE, LARGE]
+    assert hung.failed[f"fp16, {SMALL}"] == f"as {LARGE}: silence"
+    again = _with_look(hung, FailingRanks([]), "fp16", 1, LARGE)
+    assert again.sweep_s["fp16"][1] == {LARGE: None} and again.failed == hung.failed
+
+
+def test_a_hook_that_fails_with_every_setting_is_left_out_with_the_reason():
     failed = {hook: ({"bucket_cap_mb=1": None},) for hook in HOOKS}
     assert _best_hooks(failed) == []
+    sides = tuple(side for side in RIVALS.sides if side.hook != "power_sgd_4")
+    reasons = {"fp16, bucket_cap_mb=1": "hang", "power_sgd_4, bucket_cap_mb_list=[1, 8]": "crash"}
+    ratios = ratios_of(replace(RIVALS, sides=sides, failed=reasons))
+    assert ratios.left_out == {"power_sgd_4": "crash"}
+    [of_domain] = hook_keys([ratios])["hooks"]
+    assert of_domain["left_out"] == {"power_sgd_4": "crash"}
 
 
 def test_the_better_hook_is_compared_with_ours_with_compressors(tmp_path: Path):

@@ -26,7 +26,7 @@ from autotune.dataset.folder import (
 )
 from autotune.dataset.trials import DatasetTrial, Environment
 from autotune.dataset.writing import opened
-from autotune.errors import InvalidInput
+from autotune.errors import InvalidInput, LaunchError
 from autotune.jobs.campaign.session import TrialSession
 from autotune.jobs.campaign.setups import Setup
 from autotune.records import (
@@ -48,6 +48,7 @@ from autotune.workload import Variable, Workload
 from benchmarks.outcome.__main__ import main
 from benchmarks.outcome.figures import whole_rounds
 from benchmarks.outcome.freeze import measured_again
+from benchmarks.outcome.horovod_through import BlockHung, block_of
 from benchmarks.outcome.kept import (
     CLOSING,
     SWEEP,
@@ -112,6 +113,7 @@ class MadeWorld:
     dies: Callable[[Sequence[DatasetTrial]], bool] = lambda _: False
     earlier: Callable[[], Sequence[DatasetTrial]] = tuple
     fails: str | None = None
+    failure: FailureKind = FailureKind.CRASH
     trials: list[str] = field(default_factory=list)
 
     def model_id(self):
@@ -126,7 +128,7 @@ class MadeWorld:
         key = plan.id if plan is not None else CURRENT_SETUP
         self.trials.append(key)
         if key == self.fails:
-            return Failed(FailureKind.CRASH, "rank 1 exited with code 1", 1)
+            return Failed(self.failure, "rank 1 exited with code 1", 1)
         messages, across = (len(plan.messages), plan.cross_step) if plan is not None else (2, False)
         step_s = (0.08 if across else 0.1) + 0.0002 * messages
         return Measured(((step_s,) * request.timed_steps,) * 2, 0.0, overrun=0.0)
@@ -148,6 +150,14 @@ def ran(folder: Path, world: MadeWorld, settings: OutcomeSettings = SETTINGS) ->
     with session_on(folder, world) as session:
         run(session, settings, lambda _: None)
     return world.trials
+
+
+@pytest.mark.parametrize("kind", [FailureKind.CRASH, FailureKind.HANG])
+def test_only_a_block_whose_ranks_fall_silent_has_hung(tmp_path, kind: FailureKind):
+    world = MadeWorld(fails=CURRENT_SETUP, failure=kind)
+    with session_on(tmp_path / "made.up", world) as session, pytest.raises(LaunchError) as raised:
+        block_of(session, "beside-hooks:0:reference", None)
+    assert isinstance(raised.value, BlockHung) == (kind is FailureKind.HANG)
 
 
 def jobs(folder: Path) -> Store:
