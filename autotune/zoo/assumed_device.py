@@ -2,8 +2,9 @@
 
 Nobody measured them; every result says `source="assumed"`. The time of an op is the larger of its
 arithmetic by the device's rate and its memory traffic by the memory's rate (the roofline; Williams
-et al., CACM 52(4), 2009), plus the time to start a kernel. The backward op of a layer with weights
-does twice the arithmetic and traffic of its forward op, for the gradients of input and weights.
+et al., CACM 52(4), 2009), plus the time to start a kernel. A backward op moves twice the
+bytes of its forward op. That of a matrix product or of a layer with weights also does twice the
+arithmetic: C = A B needs dA = dC B^T and dB = A^T dC, whether B is a weight or an activation.
 """
 
 from __future__ import annotations
@@ -82,20 +83,28 @@ class Net(ABC):
         reads: Iterable[int],
         names: Iterable[str] = (),
         gradient: float = 0.0,
+        is_matmul: bool = False,
     ) -> int:
         """An op that moves `moved` and writes `written` elements; its number.
 
         `names`: its variables. `gradient`: further elements that its backward op writes.
+        `is_matmul`: it multiplies two matrices, which both need a gradient.
         """
         variables = tuple(self.variables[variable] for variable in names)
         forward_s = self.device.seconds(flop, moved * _FLOAT_BYTES)
-        backward_flop = (2 if variables else 1) * flop
+        backward_flop = (2 if is_matmul or variables else 1) * flop
         backward_s = self.device.seconds(backward_flop, (2 * moved + gradient) * _FLOAT_BYTES)
         code = f"{name.rsplit('/', 1)[-1]} {flop:g} {moved:g}"
         self._ops.append(Op(name, code, forward_s, backward_s, written * _FLOAT_BYTES, variables))
         number = len(self._ops) - 1
         self._edges.extend((before, number) for before in sorted(set(reads)))
         return number
+
+    def gather(self, name: str, table: str, elements: float, moved: float) -> int:
+        """Look up `elements` of a table; the gradient of a dense table is written in full."""
+        variable = self.variables[table]
+        gradient = 0.0 if variable.sparse else float(variable.elements)
+        return self.op(name, 0.0, moved, elements, (), (table,), gradient=gradient)
 
     def pointwise(
         self, name: str, elements: float, reads: tuple[int, ...], names: Iterable[str] = ()
@@ -106,9 +115,10 @@ class Net(ABC):
     def product(
         self, name: str, read: int, rows: float, inputs: int, outputs: int, *names: str
     ) -> int:
-        """`rows` vectors times a matrix."""
+        """`rows` vectors times a matrix; without `names`, it is a variable of another op."""
         moved = rows * (inputs + outputs) + inputs * outputs
-        return self.op(name, 2 * rows * inputs * outputs, moved, rows * outputs, (read,), names)
+        flop = 2 * rows * inputs * outputs
+        return self.op(name, flop, moved, rows * outputs, (read,), names, is_matmul=True)
 
     def graph(self, update_passes: float) -> OpGraph:
         """The graph; the optimizer reads and writes each dense parameter `update_passes` times."""

@@ -80,7 +80,7 @@ class _Bert(Net):
     def _embeddings(self) -> int:
         elements = float(self.tokens) * float(self.hidden)
         gathered = [
-            self.op(f"{name}/gather", 0.0, 2 * elements, elements, (), (f"{name}/embeddings",))
+            self.gather(f"{name}/gather", f"{name}/embeddings", elements, 2 * elements)
             for name in ("word_embeddings", "position_embedding", "type_embeddings")
         ]
         total = self.pointwise("embeddings/add", elements, tuple(gathered))
@@ -102,9 +102,9 @@ class _Bert(Net):
         )
         scores = n * self.heads * SEQUENCE
         flop, moved = 2 * n * SEQUENCE * h, 2 * n * h + scores
-        product = self.op(f"{name}/scores", flop, moved, scores, (query, key))
+        product = self.op(f"{name}/scores", flop, moved, scores, (query, key), is_matmul=True)
         weights = self.op(f"{name}/softmax", 5 * scores, 2 * scores, scores, (product,))
-        mixed = self.op(f"{name}/mix", flop, moved, n * h, (weights, value))
+        mixed = self.op(f"{name}/mix", flop, moved, n * h, (weights, value), is_matmul=True)
         return self._dense(f"{layer}/self_attention_output", mixed, h, h)
 
     def _training_heads(self, read: int) -> None:
@@ -121,9 +121,7 @@ class _Bert(Net):
         normed = self._norm(f"{name}/transform/layer_norm", active)
         masked = 0.15 * n  # share of predicted tokens, BERT, sec. 3.1
         words = masked * vocabulary
-        moved = masked * (h + vocabulary) + h * vocabulary
-        flop = 2 * masked * h * vocabulary
-        logits = self.op(f"{name}/matmul", flop, moved, words, (normed,))
+        logits = self.product(f"{name}/matmul", normed, masked, h, vocabulary)
         bias = f"{name}/output_bias/bias"
         self.op(f"{name}/add_bias", words, 2 * masked * vocabulary, 0.0, (logits,), (bias,))
         pooled = self._dense("pooler_transform", read, h, h)
@@ -143,9 +141,8 @@ class _Transformer(Net):
 
     def op_graph(self) -> OpGraph:
         """The softmax shares the first table, so its gradient is final at the end."""
-        table = ("embedding_and_softmax/weights",)
-        elements = self.elements
-        read = self.op("embedding/gather", 0.0, 4 * elements, 2 * elements, (), table)
+        elements, table = self.elements, "embedding_and_softmax/weights"
+        read = self.gather("embedding/gather", table, 2 * elements, 4 * elements)
         encoded = self._stack("encoder", read, None)
         decoded = self._stack("decoder", read, encoded)
         logits = self.product("softmax/matmul", decoded, self.tokens, self.hidden, self.vocabulary)
@@ -176,9 +173,9 @@ class _Transformer(Net):
         )
         scores = n * self.heads * SENTENCE
         flop, moved = 2 * n * SENTENCE * h, 2 * n * h + scores
-        product = self.op(f"{name}/scores", flop, moved, scores, (query, key))
+        product = self.op(f"{name}/scores", flop, moved, scores, (query, key), is_matmul=True)
         weights = self.pointwise(f"{name}/softmax", scores, (product,))
-        mixed = self.op(f"{name}/mix", flop, moved, n * h, (weights, value))
+        mixed = self.op(f"{name}/mix", flop, moved, n * h, (weights, value), is_matmul=True)
         output = f"{name}/output_transform"
         projected = self.product(output, mixed, n, h, h, f"{output}/kernel")
         return self.pointwise(f"{name}/residual", n * h, (read, projected))
@@ -200,15 +197,11 @@ class _NeuMF(Net):
     """Rows of two tables: a product of their first factors, and a perceptron of the others."""
 
     def op_graph(self) -> OpGraph:
-        """The gradient of a dense table is written in full."""
         batch = float(self.batch)
         gathered = []
         for name in ("embedding_user/embeddings", "embedding_item/embeddings"):
-            table = self.variables[name]
-            rows = batch * table.shape[1]
-            gradient = 0.0 if table.sparse else float(table.elements)
-            gather = self.op(f"{name}/gather", 0.0, 2 * rows, rows, (), (name,), gradient=gradient)
-            gathered.append(gather)
+            rows = batch * self.variables[name].shape[1]
+            gathered.append(self.gather(f"{name}/gather", name, rows, 2 * rows))
         product = self.pointwise("product", rows, tuple(gathered))
         at = self.op("concat", 0.0, 2 * rows, rows, tuple(gathered))
         for kernel, variable in self.variables.items():

@@ -35,13 +35,17 @@ class Vision(Net):
         }[re.split(r"[-0-9]", self.model)[0]]()
         return self.graph(MOMENTUM)
 
+    @property
+    def _image_side(self) -> int:
+        return 299 if self.model.startswith("inception") else 224
+
     def _elements(self, side: int, channels: int) -> float:
         return float(self.batch * side * side * channels)
 
     def _conv(self, name: str, read: _Map | None, side: int) -> _Map:
         height, width, inputs, outputs = self.variables[f"{name}/kernel"].shape
         written = self._elements(side, outputs)
-        side_in, reads = (read.side, (read.op,)) if read is not None else (2 * side, ())
+        side_in, reads = (read.side, (read.op,)) if read is not None else (self._image_side, ())
         moved = self._elements(side_in, inputs) + written + height * width * inputs * outputs
         flop = 2 * written * height * width * inputs
         names = self._present(f"{name}/kernel", f"{name}/bias")

@@ -108,6 +108,56 @@ def test_assumed_arithmetic_matches_publications(name: str) -> None:
     assert 1e9 * forward_s == pytest.approx(PUBLISHED[name], rel=0.08)
 
 
+COUNTING_FLOP = AssumedDevice(2.0, 1e30, efficiency=1.0, kernel_s=0.0)
+COUNTING_ELEMENTS = AssumedDevice(1e30, 4.0, efficiency=1.0, kernel_s=0.0)
+"""Devices whose times are the multiplications, and the elements moved."""
+
+
+@pytest.mark.parametrize(
+    ("name", "products"),
+    [
+        ("transformer", ("softmax/matmul", "decoder/layer_0/encdec_attention/scores")),
+        ("bert-base", ("cls/predictions/matmul", "transformer/layer_0/self_attention/mix")),
+    ],
+)
+def test_both_operands_of_a_matrix_product_have_a_gradient(
+    name: str, products: tuple[str, ...]
+) -> None:
+    """Also if none is a variable of the op: a table that a lookup shares, or attention."""
+    ops = {op.name: op for op in assumed_ops(name, device=COUNTING_FLOP).ops}
+    for product in products:
+        assert not ops[product].variables
+        assert ops[product].backward_s == 2 * ops[product].forward_s > 1e6
+
+
+@pytest.mark.parametrize(
+    ("model", "op", "full"),
+    [
+        ("transformer", "embedding/gather", True),
+        ("bert-3l", "word_embeddings/gather", True),
+        ("ncf-dense", "embedding_user/embeddings/gather", True),
+        ("ncf-sparse", "embedding_user/embeddings/gather", False),
+    ],
+)
+def test_the_gradient_of_a_dense_table_is_written_in_full(model: str, op: str, full: bool) -> None:
+    ops = {one.name: one for one in assumed_ops(model, device=COUNTING_ELEMENTS).ops}
+    [table] = ops[op].variables
+    written = ops[op].backward_s - 2 * ops[op].forward_s
+    assert written == pytest.approx(table.elements if full else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "image", "side", "channels", "kernel"),
+    [("vgg16", 224, 224, 64, 3), ("resnet50", 224, 112, 64, 7), ("inception-v3", 299, 149, 32, 3)],
+)
+def test_the_first_convolution_reads_the_image(
+    name: str, image: int, side: int, channels: int, kernel: int
+) -> None:
+    first = assumed_ops(name, 1, COUNTING_ELEMENTS).ops[0]
+    moved = 3 * image**2 + channels * side**2 + 3 * channels * kernel**2
+    assert first.forward_s == pytest.approx(moved)
+
+
 def test_unknown_models_and_empty_batches_are_refused() -> None:
     with pytest.raises(InvalidInput, match="the zoo's models resnet50"):
         assumed_ops("absent")
