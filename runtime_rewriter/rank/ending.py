@@ -25,10 +25,10 @@ def exit_now(code: int) -> NoReturn:
 
 def describe(error: BaseException) -> str:
     """The error and its place in the user's own files, without our frames and the frameworks', and
-    without secrets."""
+    without secrets. Bytes of a path that are no UTF-8 become escapes."""
     secrets = secrets_of(sys.argv, os.environ)
     if isinstance(error, AutotuneError):
-        return masked(str(error), secrets)
+        return _encodable(masked(str(error), secrets))
     package = Path(__file__).parents[1]
     frames = [
         frame
@@ -39,4 +39,9 @@ def describe(error: BaseException) -> str:
     ]
     where = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     hint = lightning_hint(error, os.environ) or missing_library_hint(error)
-    return masked(f"{type(error).__name__}: {error}{where}{hint}", secrets)[:MESSAGE_CHARACTERS]
+    text = masked(f"{type(error).__name__}: {error}{where}{hint}", secrets)
+    return _encodable(text)[:MESSAGE_CHARACTERS]
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from autotune.errors import LaunchError
+from autotune.errors import InvalidInput, LaunchError
 from autotune.records import Failed, FailureKind
 from autotune.strategy_space.plan import Plan
 from autotune.workload import Workload
@@ -348,7 +348,7 @@ class RunningScript:
         """New events of every rank."""
         events: list[list[RankEvent | ProcessExited]] = []
         for rank, polled in enumerate(self.placement.poll(timeout_s)):
-            events.append([*map(decode_event, polled.lines)])
+            events.append([*map(_event_of, polled.lines)])
             if polled.exited is not None:
                 self._exits[rank] = polled.exited.code
                 events[-1].append(polled.exited)
@@ -381,6 +381,14 @@ class RunningScript:
             if left_s <= 0:
                 return
             self._poll(min(left_s, FAREWELL_POLL_S))
+
+
+def _event_of(line: str) -> RankEvent:
+    """The event, or a failure of its rank: one rank's wrong line must not end the job."""
+    try:
+        return decode_event(line)
+    except InvalidInput as error:
+        return RankFailed(FailureKind.CRASH, f"a message of the rank cannot be read: {error}")
 
 
 def worker_lost_again(error: WorkerLost) -> Failed:

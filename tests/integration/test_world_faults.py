@@ -25,7 +25,7 @@ from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.strategy import Compressor
 from autotune.tuning.job import JobSpec
 from runtime_rewriter.protocol import StartTrial, decode_instruction
-from runtime_rewriter.world.worker import ProcessSupervisor, WorkerLost
+from runtime_rewriter.world.worker import Polled, ProcessSupervisor, WorkerLost
 
 LSTM = Path(__file__).parents[2] / "examples" / "lstm_text.py"  # it clips by the global norm
 RANKS = 2
@@ -153,6 +153,10 @@ def test_a_script_that_cannot_be_tuned_is_refused_with_the_fix(make_world, words
             "raise TimeoutError('the data server did not answer')",
             r"\(hang\): TimeoutError: the data server did not answer",
         ),
+        (
+            "raise RuntimeError('cannot read caf\\udce9.bin')",
+            r"\(crash\): RuntimeError: cannot read caf\\udce9\.bin \(at ",
+        ),
     ],
 )
 def test_a_script_that_dies_at_its_start_is_reported_with_its_own_error(
@@ -177,6 +181,20 @@ def test_a_message_may_take_as_long_as_the_driver_waits_for_a_step(make_world, t
     script.write_text(TELLS_ITS_TIMEOUT)
     with pytest.raises(LaunchError, match="a message may take 300 s"):
         make_world(script=script, ranks=1, step_timeout_s=300.0).run_trial(REQUEST, None)
+
+
+class Garbled(ProcessSupervisor):
+    """Its lines lose their last character."""
+
+    def poll(self, timeout_s: float) -> Polled:
+        polled = super().poll(timeout_s)
+        return replace(polled, lines=tuple(line[:-1] for line in polled.lines))
+
+
+def test_a_message_that_cannot_be_read_is_a_failure_of_its_rank(make_world) -> None:
+    reason = r"\(crash\): a message of the rank cannot be read: an event of a rank must be JSON"
+    with pytest.raises(LaunchError, match=reason):
+        make_world(ranks=1, supervisor=partial(Garbled, ForkedRank)).run_trial(REQUEST, None)
 
 
 class Doomed(ProcessSupervisor):
