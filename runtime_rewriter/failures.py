@@ -25,6 +25,7 @@ _OUT_OF_MEMORY_TEXT = (
 _NO_THREAD_TEXT = "can't start new thread"
 """Python's error if a thread's stack gets no memory, or if there are too many threads."""
 _TIMEOUT_TEXT = ("timed out", "timeout")
+_NCCL_LOST_PEER_TEXT = "a remote process exiting prematurely"
 # Errors of a rank whose peer is gone: a consequence, never the cause.
 _CONSEQUENCE_TEXT = (
     "connection closed by peer",
@@ -33,12 +34,13 @@ _CONSEQUENCE_TEXT = (
     "socket closed",
     "aborted due to",
     "read error",
-    "a remote process exiting prematurely",  # NCCL
+    _NCCL_LOST_PEER_TEXT,
     "horovod has been shut down",
 )
 _NCCL_TIMEOUT_TEXT = "watchdog caught collective operation timeout"
 """Torch writes it and aborts, without an exception, if a rank never joins a collective over
 NCCL."""
+_LAST_OUTPUT = "; last output: "
 _URGENCY = (
     FailureKind.OUT_OF_MEMORY,
     FailureKind.NUMERICS,
@@ -69,7 +71,7 @@ def _memory_is_limited() -> bool:
 
 def failure_of_exit(code: int, rank: int, log_tail: str) -> Failed:
     """The failure of a process that ended without a report (a signal, `os._exit`)."""
-    tail = f"; last output: {log_tail[-600:].strip()}" if log_tail.strip() else ""
+    tail = f"{_LAST_OUTPUT}{log_tail[-600:].strip()}" if log_tail.strip() else ""
     if code == -signal.SIGKILL:
         message = f"rank {rank} was killed by SIGKILL, as when memory runs out{tail}"
         return Failed(FailureKind.OUT_OF_MEMORY, message, rank)
@@ -84,8 +86,15 @@ def failure_of_exit(code: int, rank: int, log_tail: str) -> Failed:
 
 
 def is_consequence(failure: Failed) -> bool:
-    """Whether the rank only lost another one."""
-    return any(word in failure.message.lower() for word in _CONSEQUENCE_TEXT)
+    """Whether the rank only lost another one.
+
+    The last output of a process that ended without a report proves nothing: the script may have
+    handled the error that it shows. Only NCCL's own text counts there.
+    """
+    message = failure.message.lower()
+    reported = message.partition(_LAST_OUTPUT)[0]
+    lost = any(word in reported for word in _CONSEQUENCE_TEXT)
+    return lost or _NCCL_LOST_PEER_TEXT in message
 
 
 def root_cause(failures: list[Failed]) -> Failed:

@@ -58,7 +58,7 @@ class WorkerLost(AutotuneError):
 
 @dataclass(frozen=True)
 class ProcessExited:
-    """The training process has ended; `log_tail`: its last output."""
+    """The training process has ended; `log_tail`: its last output, without that of earlier ones."""
 
     code: int
     log_tail: str
@@ -109,6 +109,8 @@ class ProcessSupervisor:
         self._process: Process | None = None
         self._line: ControlLine | None = None
         self._log_path: Path | None = None
+        self._log_start = 0
+        """Size of the log when the process was started; before it is output of earlier starts."""
         self._exit_reported = False
         self._secrets: frozenset[str] = frozenset()
 
@@ -128,6 +130,7 @@ class ProcessSupervisor:
         environment = _child_environment(dict(os.environ), environment)
         self._secrets = secrets_of(words, environment)
         with self._log_path.open("ab") as log, theirs:
+            self._log_start = log.tell()
             self._process = self._spawn(words, environment, directory, log, theirs)
 
     def instruct(self, line: str) -> None:
@@ -198,7 +201,7 @@ class ProcessSupervisor:
         assert self._log_path is not None
         with self._log_path.open("rb") as log:
             log.seek(0, os.SEEK_END)
-            log.seek(max(0, log.tell() - LOG_TAIL_BYTES))
+            log.seek(max(self._log_start, log.tell() - LOG_TAIL_BYTES))
             return masked(log.read().decode(errors="replace"), self._secrets)
 
 

@@ -82,6 +82,11 @@ def test_a_rank_whose_peer_left_nccl_reports_a_consequence() -> None:
     assert is_consequence(failure_of_exit(1, 0, text))
 
 
+def test_the_last_output_of_a_process_does_not_make_its_end_a_consequence() -> None:
+    ended = failure_of_exit(-11, 1, "a retry of a download: Connection reset by peer")
+    assert "Connection reset" in ended.message and not is_consequence(ended)
+
+
 def outcome_of(*by_rank: list[RankEvent | ProcessExited], now_s: float = 1.0) -> object:
     answers = Answers(TrialAnswer, len(by_rank), 6.0, 0.0)
     for rank, events in enumerate(by_rank):

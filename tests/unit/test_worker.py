@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from runtime_rewriter.control import ControlClosed, ControlLine
-from runtime_rewriter.world.worker import ProcessSupervisor, carried_environment
+from runtime_rewriter.world.worker import ProcessExited, ProcessSupervisor, carried_environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,13 +26,17 @@ def supervisor() -> Iterator[ProcessSupervisor]:
     supervisor.stop()
 
 
-def exit_code(supervisor: ProcessSupervisor) -> int:
+def end_of(supervisor: ProcessSupervisor) -> ProcessExited:
     end_s = time.monotonic() + 60.0
     while time.monotonic() < end_s:
         polled = supervisor.poll(1.0)
         if polled.exited is not None:
-            return polled.exited.code
+            return polled.exited
     raise AssertionError("the end of the process was not noticed")
+
+
+def exit_code(supervisor: ProcessSupervisor) -> int:
+    return end_of(supervisor).code
 
 
 def start(supervisor: ProcessSupervisor, directory: Path, text: str, **environment: str) -> None:
@@ -78,6 +82,14 @@ os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     start(supervisor, tmp_path, text)
     assert exit_code(supervisor) == 1
+
+
+def test_the_last_output_of_a_process_is_not_that_of_an_earlier_one(supervisor, tmp_path) -> None:
+    failing = "import os\nprint('Connection closed by peer', flush=True)\nos._exit(3)\n"
+    start(supervisor, tmp_path, failing)
+    assert end_of(supervisor) == ProcessExited(3, "Connection closed by peer\n")
+    start(supervisor, tmp_path, "import os\nos._exit(4)\n")
+    assert end_of(supervisor) == ProcessExited(4, "")
 
 
 SUPERVISE = """
