@@ -16,7 +16,7 @@ from rich.table import Table
 from autotune.canonical import to_data
 from autotune.commands.render.tables import table_text
 from autotune.errors import InvalidInput
-from autotune.jobs.record import earlier_kept, record, recorded_files
+from autotune.jobs.record import earlier_kept, record, recorded_files, restore_earlier
 from autotune.masking import masked_command
 from autotune.recordings.job_file import JOB_FILE, RecordedJob, trace_name
 from autotune.recordings.memory_file import RecordedMemory
@@ -88,6 +88,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     command = read_command(options.command)
     timeout_s = parse_seconds(options.timeout, "--timeout")
     folder = options.output.resolve()
+    restore_earlier(folder)
     existing = recorded_files(folder)
     if existing and not options.overwrite:
         raise InvalidInput(

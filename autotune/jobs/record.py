@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -22,6 +24,9 @@ from runtime_rewriter.world.starting import launcher_words
 
 STOPPING_S = 30.0
 """Time for the script to end once everything is written."""
+_ASIDE = ".earlier-recording-"
+_LOCK = "lock"
+"""Locked while the command runs that has put a recording aside."""
 
 
 def recorded_files(folder: Path) -> list[Path]:
@@ -40,20 +45,44 @@ def clear_recording(folder: Path) -> None:
 def earlier_kept(folder: Path) -> Iterator[None]:
     """Put an earlier recording aside, and back if the block fails; else delete it.
 
-    In its place, its traces would be read along with the new ones.
+    In its place, its traces would be read along with the new ones. `restore_earlier` puts it back
+    after `kill -9`.
     """
     earlier = recorded_files(folder)
     if not earlier:
         yield
         return
-    with tempfile.TemporaryDirectory(prefix=".earlier-recording-", dir=folder) as aside:
+    with tempfile.TemporaryDirectory(prefix=_ASIDE, dir=folder) as aside, _locked(Path(aside)):
         _move(earlier, Path(aside))
         try:
             yield
         except BaseException:
             clear_recording(folder)
-            _move([Path(aside, path.name) for path in earlier], folder)
+            _put_back(Path(aside), folder)
             raise
+
+
+def restore_earlier(folder: Path) -> None:
+    """Put back the recordings that killed commands left aside, unless there is a new one."""
+    for aside in folder.glob(f"{_ASIDE}*"):
+        with suppress(OSError), (aside / _LOCK).open("rb+") as lock:  # locked: its command runs
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not (folder / JOB_FILE).exists():
+                _put_back(aside, folder)
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def _locked(aside: Path) -> Iterator[None]:
+    with (aside / _LOCK).open("wb") as lock:
+        with suppress(OSError):  # a file system without locks, where no other command gets one
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _put_back(aside: Path, folder: Path) -> None:
+    """The job file comes last: until then `restore_earlier` can go on."""
+    _move(reversed(recorded_files(aside)), folder)
 
 
 def _move(files: Iterable[Path], folder: Path) -> None:

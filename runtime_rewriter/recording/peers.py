@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from autotune.errors import LaunchError
+from autotune.recordings.graph_file import GRAPH_FILE
 from autotune.recordings.job_file import JOB_FILE, trace_name
 from autotune.recordings.memory_file import MEMORY_FILE
 
@@ -97,6 +98,16 @@ class Peers:
             if self.group is not None and self.group in groups:
                 dist.destroy_process_group(self.group)
         self.group = None
+
+
+def remove_other_files(folder: Path, ranks: int) -> None:
+    """Delete a graph, and traces of further ranks, that an earlier recording left: they would be
+    read along with this one."""
+    (folder / GRAPH_FILE).unlink(missing_ok=True)
+    for path in folder.glob(trace_name("[0-9]*")):
+        number = path.name.removeprefix("rank").partition(".")[0]
+        if number.isdecimal() and int(number) >= ranks:
+            path.unlink(missing_ok=True)
 
 
 def _content(path: Path) -> bytes | None:

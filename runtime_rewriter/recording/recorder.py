@@ -34,7 +34,7 @@ from runtime_rewriter.recording.collectives import CollectiveLog
 from runtime_rewriter.recording.horovod_spans import add_spans
 from runtime_rewriter.recording.kineto import KinetoTrace
 from runtime_rewriter.recording.memory.capture import MEMORY_STEPS, MemoryCapture
-from runtime_rewriter.recording.peers import Peers
+from runtime_rewriter.recording.peers import Peers, remove_other_files
 from runtime_rewriter.recording.settings import SETTLING_STEPS, WORKLOAD_STEPS, RecordSettings
 from runtime_rewriter.recording.trace_file import Annotated, TraceClock, annotate, write_trace
 from runtime_rewriter.recording.turns import Turns, estimated_cost, ordinary_steps
@@ -368,6 +368,7 @@ class StepRecorder:
             annotated = Annotated((*annotated.collectives, *spans))
             folder = Path(self.settings.folder)
             folder.mkdir(parents=True, exist_ok=True)
+            remove_other_files(folder, self._peers.size)
             write_trace(content, folder / trace_name(rank))
         except (OSError, ValueError, RuntimeError) as error:
             return None, (), f"{type(error).__name__}: {error}"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from command_line import error_output
 
-from autotune.jobs.record import earlier_kept, record
+from autotune.jobs.record import earlier_kept, record, restore_earlier
 from autotune.recordings.job_file import JOB_FILE, RecordedJob
 from autotune.recordings.memory_file import RecordedMemory
 from runtime_rewriter.recording.settings import RecordSettings
@@ -113,6 +113,41 @@ def test_an_earlier_recording_stays_until_there_is_a_new_one(tmp_path, capsys) -
     with earlier_kept(tmp_path):
         trace.write_bytes(b"new")
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"new"]
+
+
+KILLED = """
+import os, pathlib, signal, sys
+from autotune.jobs.record import earlier_kept
+folder = pathlib.Path(sys.argv[1])
+with earlier_kept(folder):
+    for name in sys.argv[2:]:
+        (folder / name).write_bytes(b"new")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("names", [(), ("rank0.json.gz", JOB_FILE)], ids=["nothing", "a new one"])
+def test_an_earlier_recording_comes_back_after_a_kill_unless_there_is_a_new_one(
+    tmp_path, capsys, names
+) -> None:
+    for name in (JOB_FILE, "rank0.json.gz"):
+        (tmp_path / name).write_bytes(b"earlier")
+    words = [sys.executable, "-c", KILLED, str(tmp_path), *names]
+    assert subprocess.run(words, cwd=ROOT, timeout=60).returncode == -signal.SIGKILL
+    again = error_output(capsys, *profile(tmp_path, "--", "--steps", "1"))
+    assert "has a job.json; name another --output, or use --overwrite" in again
+    contents = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    left = b"new" if names else b"earlier"
+    assert contents == {JOB_FILE: left, "rank0.json.gz": left}
+
+
+def test_a_recording_that_a_running_command_has_put_aside_stays_there(tmp_path) -> None:
+    (tmp_path / JOB_FILE).write_bytes(b"earlier")
+    with pytest.raises(KeyboardInterrupt), earlier_kept(tmp_path):
+        restore_earlier(tmp_path)
+        assert not (tmp_path / JOB_FILE).exists()
+        raise KeyboardInterrupt
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"earlier"]
 
 
 @pytest.mark.slow

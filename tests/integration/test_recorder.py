@@ -25,6 +25,7 @@ from autotune.profiling.alignment import align
 from autotune.profiling.graph.traced_steps import TracedSteps
 from autotune.profiling.traces import read_job
 from autotune.profiling.traces.job import assemble
+from autotune.recordings.graph_file import GRAPH_FILE
 from autotune.recordings.job_file import ORDINARY_STEPS, RecordedJob, trace_name
 from autotune.strategy_space.plan import Message, Plan, TensorSlice
 from autotune.strategy_space.strategy import Compressor, Synchronizer
@@ -314,9 +315,12 @@ def ended_early(rank: int, folder: str) -> bool:
 
 @pytest.fixture(scope="module")
 def two_folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Folders of two hosts without a common file system; one has an earlier trace."""
+    """Folders of two hosts without a common file system, with files of an earlier recording."""
     folder = tmp_path_factory.mktemp("hosts")
-    (folder / "host0").mkdir()
+    for host in ("host0", "host1"):
+        (folder / host).mkdir()
+        for name in (trace_name(2), trace_name(10), GRAPH_FILE):
+            (folder / host / name).write_bytes(b"earlier")
     (folder / "host0" / trace_name(1)).write_bytes(b"earlier")
     assert run_world(ended_early, 2, str(folder)) == [True, True]
     return [folder / f"host{rank}" for rank in range(2)]

@@ -422,6 +422,16 @@ def test_folders_globs_and_archives_give_the_same_job(tmp_path: Path) -> None:
     assert len({TracedSteps(job).measured_s() for job in jobs}) == 1
 
 
+def test_hidden_files_and_folders_of_a_folder_are_not_read(tmp_path: Path) -> None:
+    Job().run().write(tmp_path)
+    hidden = tmp_path / ".earlier-recording-1"
+    hidden.mkdir()
+    Job(offsets_s=(-60.0, -60.0)).run().write(hidden)
+    (tmp_path / "._rank0.json").write_bytes(b"of another system")
+    assert [Path(trace.source).parent for trace in read_job(tmp_path).ranks] == [tmp_path] * 2
+    assert read_job(hidden).rank_numbers == (0, 1)
+
+
 def test_headers_of_an_archive_cannot_fill_the_memory_or_the_stack(tmp_path: Path) -> None:
     long_name = tarfile.TarInfo("././@LongLink")
     long_name.type, long_name.size = tarfile.GNUTYPE_LONGNAME, 2**33

@@ -64,8 +64,8 @@ class TraceSource:
 def find_sources(paths: str | Path | Sequence[str | Path]) -> Iterator[TraceSource]:
     """Yield every trace file of `paths` in the given order.
 
-    A folder is sorted by name; an archive keeps its order, and each of its sources must be read
-    before the next one is requested. Raises `InvalidInput` for a missing path.
+    A folder is sorted by name, without hidden files. An archive keeps its order, and each of its
+    sources must be read before the next one is requested. Raises `InvalidInput` for a missing path.
     """
     listed = [paths] if isinstance(paths, str | Path) else list(paths)
     if not listed:
@@ -114,7 +114,7 @@ def _expanded(paths: Sequence[str | Path]) -> Iterator[Path]:
 
 
 def _inside(folder: Path) -> Iterator[Path]:
-    """The trace files below a folder."""
+    """The trace files below a folder, without hidden ones."""
 
     def refuse(error: OSError) -> None:
         raise _unreadable(Path(error.filename or folder), error) from error
@@ -122,12 +122,14 @@ def _inside(folder: Path) -> Iterator[Path]:
     visited = 0
     for parent, folders, names in os.walk(folder, onerror=refuse):
         visited += len(folders) + len(names)
+        folders[:] = [name for name in folders if not name.startswith(".")]
         if visited > MAX_VISITED:
             limit = f"at most {MAX_VISITED} files and folders"
             raise InvalidInput(f"a folder of traces may hold {limit}, but {folder} has more")
         for name in names:
             path = Path(parent, name)
-            if name.lower().endswith((*_ENDINGS, *_ARCHIVES)) and is_file(path):
+            is_trace = name.lower().endswith((*_ENDINGS, *_ARCHIVES))
+            if is_trace and not name.startswith(".") and is_file(path):
                 yield path
 
 
