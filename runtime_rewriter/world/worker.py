@@ -8,6 +8,7 @@ them, so it imports none of their types.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -252,16 +253,36 @@ def _child_environment(ours: dict[str, str], added: dict[str, str]) -> dict[str,
 def free_port(first: int, last: int, host: str) -> int:
     """A port on which rank 0 can listen; 0, 0 asks the kernel.
 
-    Raises `LaunchError` when all are taken.
+    Raises `LaunchError` when all are taken, and when `host` is no address of this machine.
     """
-    for port in range(first, last + 1):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with contextlib.suppress(OSError):
-                probe.bind((host, port))
-                chosen: int = probe.getsockname()[1]
+    try:
+        family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+        for port in range(first, last + 1):
+            if chosen := _bound_port(family, host, port):
                 return chosen
+    except OSError as error:
+        fix = "the address of its node must be one of its interfaces' (ray start --node-ip-address)"
+        if isinstance(error, PermissionError):
+            fix = "give another range with --master-ports"
+        raise LaunchError(
+            f"rank 0 must listen on a port in {first}-{last} of {host}, but cannot: "
+            f"{error.strerror or error}; {fix}"
+        ) from error
     raise LaunchError(
         f"rank 0 needs a free port in {first}-{last} on {host}, but all are taken; "
         "give another range with --master-ports"
     )
+
+
+def _bound_port(family: int, host: str, port: int) -> int | None:
+    """The port, or the kernel's choice for 0, if it is free. Raises `OSError` for other reasons."""
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return None
+        chosen: int = probe.getsockname()[1]
+        return chosen

@@ -13,8 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from autotune.errors import LaunchError
 from runtime_rewriter.control import ControlClosed, ControlLine
-from runtime_rewriter.world.worker import ProcessExited, ProcessSupervisor, carried_environment
+from runtime_rewriter.world.worker import (
+    ProcessExited,
+    ProcessSupervisor,
+    carried_environment,
+    free_port,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -172,3 +178,14 @@ def test_a_message_that_nobody_reads_raises_after_the_timeout() -> None:
         with pytest.raises(ControlClosed, match="timed out"):
             line.send("x" * 2**24)
         line.close()
+
+
+def test_an_address_of_another_machine_is_refused_with_the_systems_reason() -> None:
+    reason = r"a port in 0-0 of 203\.0\.113\.5, but cannot: Cannot assign .*--node-ip-address"
+    with pytest.raises(LaunchError, match=reason):
+        free_port(0, 0, "203.0.113.5")
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
+def test_a_port_of_an_address_of_ip_version_6_is_found() -> None:
+    assert free_port(0, 0, "::1") > 0
