@@ -24,6 +24,11 @@ KEEPS_TRAINING = "AUTOTUNE_KEEPS_TRAINING"
 """Environment variable of ranks whose training goes on after the trials: "1"."""
 STEP_TIMEOUT = "AUTOTUNE_STEP_TIMEOUT"
 """Environment variable of tuned ranks: the seconds of silence after which the driver gives up."""
+PROFILE_WARMUP_STEPS = 1
+"""Steps before those that are profiled: the first one is traced, or touches new buffers."""
+EMULATION_STEPS = 2
+"""Steps of `StartEmulation`: a real one, which is recorded, and one that is emulated. Batches of
+other shapes are recorded when they come."""
 
 
 class _Message:

@@ -26,6 +26,7 @@ from autotune.errors import SynchronizationError
 from autotune.strategy_space.plan import Message, Plan, TensorSlice
 from autotune.strategy_space.strategy import Compressor, Synchronizer
 from autotune.workload import Variable, Workload
+from runtime_rewriter.protocol import PROFILE_WARMUP_STEPS
 from runtime_rewriter.pytorch.agreement import dtype_name
 from runtime_rewriter.pytorch.autograd import by_identity, variable_edges
 from runtime_rewriter.pytorch.emulation import accelerator_of
@@ -35,9 +36,6 @@ from runtime_rewriter.pytorch.observers import BackwardObserver
 from runtime_rewriter.pytorch.reads import can_watch, script_compiles, unwatch, watch
 from runtime_rewriter.pytorch.script_reads import ScriptReads
 from runtime_rewriter.scheduling import step_down, take_round_robin
-
-WARMUP_STEPS = 1
-"""The first step under a new plan touches its buffers for the first time."""
 
 
 @dataclass
@@ -140,7 +138,7 @@ class WorkloadProfiler(BackwardObserver):
     def done(self) -> bool:
         # A number of steps that is the same on every rank, though one rank alone may evaluate in
         # between.
-        return self._seen >= WARMUP_STEPS + self._wanted
+        return self._seen >= PROFILE_WARMUP_STEPS + self._wanted
 
     def on_forward_start(self) -> None:
         if self._marks.forward_start is not None:
@@ -187,7 +185,7 @@ class WorkloadProfiler(BackwardObserver):
         if marks.backward_end is None:  # the step began before this profiler
             return
         self._seen += 1
-        if self._seen > WARMUP_STEPS:
+        if self._seen > PROFILE_WARMUP_STEPS:
             self._steps.append((self._step_of(marks, self._marks.boundary), clean))
 
     def _step_of(self, marks: _Marks, end: Mark) -> _Step:

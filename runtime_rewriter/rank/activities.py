@@ -10,6 +10,7 @@ from autotune.workload import Workload
 from runtime_rewriter.emulation import timetable_of
 from runtime_rewriter.probe.collectives import probe_links
 from runtime_rewriter.protocol import (
+    EMULATION_STEPS,
     EmulationAnswer,
     ProfileAnswer,
     RankEvent,
@@ -23,9 +24,6 @@ from runtime_rewriter.pytorch.update_gate import UpdateGate
 from runtime_rewriter.scheduling import usable_cores
 from runtime_rewriter.software import software_versions
 from runtime_rewriter.tolerances import GateResult
-
-RECORDED_STEPS = 1
-"""Real steps before emulated ones. Batches of other shapes are recorded when they come."""
 
 
 class Accelerator(Protocol):
@@ -203,7 +201,7 @@ class EmulationRun:
 
     def step_finished(self, step_s: float, clean: bool) -> bool:
         self._steps += 1
-        return self._steps == RECORDED_STEPS + 1
+        return self._steps == EMULATION_STEPS
 
     def answer(self) -> EmulationAnswer:
         return EmulationAnswer()

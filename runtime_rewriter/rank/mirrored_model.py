@@ -25,6 +25,8 @@ from runtime_rewriter.mirrored.summed import refuse, refuse_model
 from runtime_rewriter.mirrored.turns import Turns
 from runtime_rewriter.probe.mirrored_collectives import probe_mirrored
 from runtime_rewriter.protocol import (
+    EMULATION_STEPS,
+    PROFILE_WARMUP_STEPS,
     ContinueTrial,
     EmulationAnswer,
     ProbeAnswer,
@@ -36,7 +38,7 @@ from runtime_rewriter.protocol import (
     StartTrial,
     TrainOn,
 )
-from runtime_rewriter.rank.activities import RECORDED_STEPS, FurtherTraining, TrialRun
+from runtime_rewriter.rank.activities import FurtherTraining, TrialRun
 from runtime_rewriter.rank.exported import ExportSession, agree_on_plan
 from runtime_rewriter.rank.mirrored_recorder import MirroredRecorder
 from runtime_rewriter.rank.session import TuningSession
@@ -49,8 +51,6 @@ from runtime_rewriter.tensorflow.refusals import CROSSING_REFUSED
 from runtime_rewriter.tolerances import GateResult
 
 MODEL = "train_step"
-WARMUP_STEPS = 1
-"""The first observed step is traced."""
 TURN_S = 300.0
 """Longest time that the first worker computes alone: its first step is traced."""
 _SHORTEST_S = 1e-6
@@ -190,7 +190,7 @@ class FirstSteps:
 
     def step_finished(self, step_s: float, clean: bool) -> bool:
         self._steps += 1
-        return self._steps == RECORDED_STEPS + 1
+        return self._steps == EMULATION_STEPS
 
     def answer(self) -> EmulationAnswer:
         return EmulationAnswer()
@@ -208,13 +208,13 @@ class ProfileRun:
         model.profiled(request.steps, request.alone)
 
     def step_finished(self, step_s: float, clean: bool) -> bool:
-        return not self._steps or len(self.observations) >= WARMUP_STEPS + self._steps
+        return not self._steps or len(self.observations) >= PROFILE_WARMUP_STEPS + self._steps
 
     def answer(self) -> ProfileAnswer:
         model = self._model
         workload = None
         if self._steps:
-            workload = workload_of(model.variables, self.observations[WARMUP_STEPS:])
+            workload = workload_of(model.variables, self.observations[PROFILE_WARMUP_STEPS:])
         return ProfileAnswer(
             workload,
             self._series,

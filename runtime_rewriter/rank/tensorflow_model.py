@@ -24,6 +24,7 @@ from autotune.workload import Workload
 from runtime_rewriter.emulation import timetable_of
 from runtime_rewriter.probe.tensorflow_collectives import probe_tensorflow
 from runtime_rewriter.protocol import (
+    PROFILE_WARMUP_STEPS,
     ContinueTrial,
     EmulationAnswer,
     ProbeAnswer,
@@ -57,9 +58,6 @@ from runtime_rewriter.tensorflow.refusals import CROSSING_REFUSED, DIRECT_REFUSE
 from runtime_rewriter.tensorflow.running import RunningGraph
 from runtime_rewriter.tensorflow.script_recorder import ScriptRecorder
 from runtime_rewriter.tensorflow.servers import session_config, versions
-
-WARMUP_STEPS = 1
-"""The first traced step allocates what the later ones use."""
 
 Batch = Mapping[str, np.ndarray]
 
@@ -248,7 +246,7 @@ class ProfileRun:
             )
         self._recording: StepRecording | None = None
         if request.steps:
-            self._recording = StepRecording(request.steps, WARMUP_STEPS, partitions=False)
+            self._recording = StepRecording(request.steps, PROFILE_WARMUP_STEPS, partitions=False)
         self._alone: list[ReplicaTimes] = []
         self._touched: dict[str, list[np.ndarray]] = {}
 

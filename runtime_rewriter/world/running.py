@@ -35,6 +35,7 @@ from runtime_rewriter.protocol import (
 from runtime_rewriter.world.answers import Answer, Answers, ScriptEnded, Silence
 from runtime_rewriter.world.placement import Placement
 from runtime_rewriter.world.results import Trained, TrainingEnded
+from runtime_rewriter.world.short_scripts import too_short
 from runtime_rewriter.world.worker import ProcessExited, WorkerLost
 
 POLL_S = 2.0
@@ -141,11 +142,7 @@ class RunningScript:
             except ScriptEnded as ended:
                 self._script_ended(ended)
                 if started_fresh and not self._keeps_training:
-                    raise LaunchError(
-                        f"the script ends after {ended.steps} steps, but one trial needs more; "
-                        "let it train "
-                        "longer (more epochs or steps) or lower --warmup-steps and --timed-steps"
-                    ) from ended
+                    raise LaunchError(too_short(ended, instruction)) from ended
                 continue
             if not isinstance(outcome, Failed):
                 self._fresh = False

@@ -132,7 +132,10 @@ def test_a_script_that_comes_to_its_end_is_started_again_and_the_trial_completes
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("--steps", "5"), r"ends after \d+ steps, but one trial needs more; let it train longer"),
+        (
+            ("--steps", "5"),
+            "ends after 5 steps, but one trial needs at least 8; let it train longer .*--warmup-steps",
+        ),
         (
             ("--steps", "5", "--without-ddp"),
             "without a training step under DistributedDataParallel; wrap the model",
@@ -143,6 +146,15 @@ def test_a_script_that_comes_to_its_end_is_started_again_and_the_trial_completes
 def test_a_script_that_cannot_be_tuned_is_refused_with_the_fix(make_world, words, reason) -> None:
     with pytest.raises(LaunchError, match=reason):
         make_world(*words).run_trial(REQUEST, None)
+
+
+def test_a_script_too_short_for_the_profile_is_refused_with_the_steps_that_it_needs(
+    make_world,
+) -> None:
+    reason = r"ends after 8 steps, but the profile needs at least 9; let it train longer \(.*\)$"
+    with pytest.raises(LaunchError, match=reason):
+        make_world("--steps", "8", probe_s=0.0).profile()
+    assert make_world("--steps", "9", probe_s=0.0).profile().workload.compute_s > 0
 
 
 @pytest.mark.parametrize(

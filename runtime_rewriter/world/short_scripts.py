@@ -1,0 +1,38 @@
+"""The refusal of a script that ends before an instruction is carried out."""
+
+from __future__ import annotations
+
+from runtime_rewriter.protocol import (
+    EMULATION_STEPS,
+    PROFILE_WARMUP_STEPS,
+    RankInstruction,
+    StartEmulation,
+    StartProfile,
+    StartTrial,
+)
+from runtime_rewriter.world.answers import ScriptEnded
+
+SURROUNDING_STEPS = 2
+"""The first step, after which instructions are taken, and the one that ends the last step."""
+_LONGER = "let it train longer (more epochs or steps)"
+
+
+def too_short(ended: ScriptEnded, instruction: RankInstruction) -> str:
+    """The message for a script that ended although `instruction` was its first one."""
+    needs, fix = _needs(instruction)
+    return f"the script ends after {ended.steps + 1} steps, but {needs}; {fix}"
+
+
+def _needs(instruction: RankInstruction) -> tuple[str, str]:
+    """The steps that the instruction needs at least, and the fix."""
+    if isinstance(instruction, StartTrial):
+        steps = instruction.warmup_steps + instruction.timed_steps
+        fix = f"{_LONGER} or lower --warmup-steps and --timed-steps"
+        return f"one trial needs at least {SURROUNDING_STEPS + steps}", fix
+    if isinstance(instruction, StartProfile):
+        steps = PROFILE_WARMUP_STEPS + instruction.steps if instruction.steps else 1
+        return f"the profile needs at least {SURROUNDING_STEPS + steps}", _LONGER
+    if isinstance(instruction, StartEmulation):
+        steps = SURROUNDING_STEPS + EMULATION_STEPS
+        return f"emulated accelerators need at least {steps}", _LONGER
+    return f"the job needs more than {SURROUNDING_STEPS}", _LONGER
