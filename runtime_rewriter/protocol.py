@@ -190,9 +190,14 @@ class RankFailed(_Message):
 
 @dataclass(frozen=True)
 class ScriptFinished(_Message):
-    """The script came to its own end."""
+    """The script came to its own end.
+
+    `steps`: of the tuned model. `model`: number of the model that the script trains instead of it,
+    which counts as its end; 1: of none.
+    """
 
     steps: int
+    model: int = 1
 
 
 RankInstruction = (

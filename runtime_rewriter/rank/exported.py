@@ -68,13 +68,19 @@ class ExportSession:
 
     def __init__(self, path: Path) -> None:
         self.export = read_export(path)
-        self._applied = False
+        self._models = 0
 
     def model_built(self, synchronizer: GradientSynchronizer) -> None:
         """Load the export's plan into the first model; further models keep theirs."""
-        if self._applied:
+        self._models += 1
+        if self._models > 1:
+            if synchronizer.ranks.rank == 0:
+                _log.warning(
+                    "the strategy is of the script's first DDP model; model %d keeps its own "
+                    "synchronization",
+                    self._models,
+                )
             return
-        self._applied = True
         plan, notes = plan_for(self.export, synchronizer.module, synchronizer.ranks.size)
         # Also if nothing changes: the plans of all ranks are compared.
         synchronizer.load(plan or synchronizer.plan)

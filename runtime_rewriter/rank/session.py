@@ -14,6 +14,7 @@ from dataclasses import replace
 from autotune.errors import InvalidInput, InvalidStrategy
 from autotune.records import FailureKind
 from runtime_rewriter.control import ControlClosed, ControlLine
+from runtime_rewriter.further_models import FurtherModels
 from runtime_rewriter.protocol import (
     HEARTBEAT_S,
     EndScript,
@@ -63,19 +64,24 @@ class TuningSession:
         self._step_started_s = 0.0
         self._heartbeat_s = 0.0
         self._without_ddp = StepsWithoutDdp()
+        self._kept = kept
+        self._further = FurtherModels(self._further_stepped)
+        self._last_model = 1
         self.steps = 0
         """Steps that the script has made since it started."""
 
     def model_built(self, synchronizer: GradientSynchronizer) -> None:
         """Tune the first model of PyTorch; its present plan is its current setup.
 
-        Further models keep theirs.
+        Further models keep theirs. Unless the training is kept, the script ends here once it trains
+        them instead of the first one.
         """
         if self._model is None:
             self.tune(TorchModel(synchronizer))
             synchronizer.listeners.append(self)
         elif isinstance(self._model, TorchModel):
-            self._model.further_models += 1
+            synchronizer.listeners.append(self._further.add())
+            self._model.further_models = self._further.count
         self._without_ddp.stop()
 
     def tune(self, model: TunedModel, followers: Sequence[ControlLine] = ()) -> None:
@@ -92,11 +98,11 @@ class TuningSession:
         Raises `ControlClosed` if the supervisor is gone.
         """
         if failure is None:
-            farewell = encode(ScriptFinished(self.steps))
+            farewell = encode(ScriptFinished(self.steps, self._last_model))
             for follower in self._followers:
                 with contextlib.suppress(ControlClosed):
                     follower.send(farewell)
-        self.line.send(encode(failure or ScriptFinished(self.steps)))
+        self.line.send(encode(failure or ScriptFinished(self.steps, self._last_model)))
 
     def on_backward_end(self) -> None:
         """Nothing to do: a step ends at the next forward pass."""
@@ -104,6 +110,7 @@ class TuningSession:
     def on_boundary(self, now_s: float, clean: bool) -> None:
         """Account for the step that ended. Between two instructions the script waits here."""
         self.steps += 1
+        self._further.first_stepped()
         assert self._model is not None
         if self._activity is None:
             # The script may have registered a communication hook until its first step.
@@ -118,6 +125,13 @@ class TuningSession:
             return
         self._activity = self._next_activity(self._model)
         self._step_started_s = time.perf_counter()
+
+    def _further_stepped(self, number: int, now_s: float) -> None:
+        if self._further.replaced_the_first and not self._kept:
+            self._last_model = number
+            raise SystemExit(0)
+        if self._activity is not None:
+            self._pulse(Heartbeat(self.steps), now_s)
 
     def _next_activity(self, model: TunedModel) -> Activity:
         while True:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from autotune.errors import AutotuneError, LaunchError
+from runtime_rewriter.further_models import FurtherModels
 from runtime_rewriter.pytorch.exchange.ranks import Timeouts
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.recording.recorder import StepRecorder
@@ -53,13 +54,19 @@ class RecordingSession:
         """Closed when the script is about to end, before this process ends without a shutdown."""
         self._synchronizer: GradientSynchronizer | None = None
         self._in_step = True
+        self._further = FurtherModels(self._further_stepped)
+        self._last_model = 1
 
     @property
     def steps(self) -> int:
         return 0 if self.recorder is None else self.recorder.steps
 
     def model_built(self, synchronizer: GradientSynchronizer) -> None:
-        """Collective, like the building of the model. Further models are not recorded."""
+        """Collective, like the building of the model.
+
+        Further models are not recorded. A script to be stopped ends once it trains them instead of
+        the first one.
+        """
         if self.recorder is None:
             self._synchronizer = synchronizer
             if synchronizer.records_graph:
@@ -69,6 +76,8 @@ class RecordingSession:
             else:
                 self.recorder = StepRecorder(self.settings, synchronizer)
             synchronizer.listeners.append(self)
+        else:
+            synchronizer.listeners.append(self._further.add())
 
     def graph_built(self, recorder: Recording) -> None:
         """Record a TensorFlow graph, if nothing else is recorded."""
@@ -84,8 +93,15 @@ class RecordingSession:
     def on_boundary(self, now_s: float, clean: bool) -> None:
         assert self.recorder is not None
         self._in_step = True
+        self._further.first_stepped()
         if self.recorder.boundary(clean):
             self._done()
+
+    def _further_stepped(self, number: int, now_s: float) -> None:
+        if self._further.replaced_the_first and self.settings.stop:
+            self._last_model = number
+            self._in_step = True  # the first model's last step has lasted until now
+            raise SystemExit(0)
 
     def _done(self) -> None:
         self.written = True
@@ -112,7 +128,15 @@ class RecordingSession:
                 "autotune.distribute(step) one of TensorFlow",
                 anchor="no-ddp",
             )
-        self.recorder.finish(last_step_ended=not self._in_step)
+        try:
+            self.recorder.finish(last_step_ended=not self._in_step)
+        except LaunchError as error:
+            if self._last_model == 1:
+                raise
+            raise LaunchError(
+                f"{error}; it then trains its DDP model {self._last_model}, but only the first one "
+                "is recorded"
+            ) from error
         self.written = True
         self.report()
 

@@ -17,10 +17,11 @@ Answer = TypeVar("Answer", bound=RankEvent)
 
 
 class ScriptEnded(Exception):
-    """The script came to its own end after `steps` steps."""
+    """The script came to its own end after `steps` steps, or trains `model` from then on."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, model: int = 1) -> None:
         self.steps = steps
+        self.model = model
 
 
 class Silence(Exception):
@@ -45,7 +46,7 @@ class Answers(Generic[Answer]):
         self._silence_s = silence_s
         self._answers: dict[int, Answer] = {}
         self._failures: dict[int, Failed] = {}
-        self._ended: dict[int, int] = {}
+        self._ended: dict[int, ScriptFinished] = {}
         self._heard_s = [now_s] * ranks
         self._first_failure_s: float | None = None
 
@@ -63,7 +64,7 @@ class Answers(Generic[Answer]):
         elif isinstance(event, RankFailed):
             self._failures.setdefault(rank, Failed(event.kind, event.message, rank))
         elif isinstance(event, ScriptFinished):
-            self._ended[rank] = event.steps
+            self._ended[rank] = event
         elif isinstance(event, ProcessExited) and not self._is_settled(rank):
             self._failures[rank] = failure_of_exit(event.code, rank, event.log_tail)
 
@@ -97,7 +98,8 @@ class Answers(Generic[Answer]):
         """
         failures = list(self._failures.values())
         if self._ended and all(is_consequence(failure) for failure in failures):
-            raise ScriptEnded(max(self._ended.values()))
+            last = max(self._ended.values(), key=lambda event: (event.model, event.steps))
+            raise ScriptEnded(last.steps, last.model)
         if failures:
             return root_cause(failures)
         silent = self._silent(now_s)

@@ -35,7 +35,7 @@ from runtime_rewriter.protocol import (
 from runtime_rewriter.world.answers import Answer, Answers, ScriptEnded, Silence
 from runtime_rewriter.world.placement import Placement
 from runtime_rewriter.world.results import Trained, TrainingEnded
-from runtime_rewriter.world.short_scripts import too_short
+from runtime_rewriter.world.short_scripts import too_short, without_step
 from runtime_rewriter.world.worker import ProcessExited, WorkerLost
 
 POLL_S = 2.0
@@ -280,13 +280,9 @@ class RunningScript:
             self._send(StartEmulation(self.emulated))
             emulating = self._collect(EmulationAnswer, self.step_timeout_s)
             return emulating if isinstance(emulating, Failed) else None
-        except ScriptEnded:
+        except ScriptEnded as ended:
             self._stop()
-            raise LaunchError(
-                "the script ended without a training step under DistributedDataParallel; "
-                f"{NO_STEP_FIX}",
-                anchor="no-ddp",
-            ) from None
+            raise LaunchError(without_step(ended), anchor="no-ddp") from None
         except Silence:
             self._stop()
             raise LaunchError(

@@ -1,7 +1,8 @@
-"""The refusal of a script that ends before an instruction is carried out."""
+"""Refusals of a script that ends before it makes a step, or carries out an instruction."""
 
 from __future__ import annotations
 
+from runtime_rewriter.failures import NO_STEP_FIX
 from runtime_rewriter.protocol import (
     EMULATION_STEPS,
     PROFILE_WARMUP_STEPS,
@@ -20,7 +21,23 @@ _LONGER = "let it train longer (more epochs or steps)"
 def too_short(ended: ScriptEnded, instruction: RankInstruction) -> str:
     """The message for a script that ended although `instruction` was its first one."""
     needs, fix = _needs(instruction)
+    if ended.model > 1:
+        return (
+            f"the script trains its DDP model {ended.model} after {ended.steps + 1} steps of its "
+            f"first one, the only one that is tuned, but {needs}; let the script train its first "
+            "model for longer, or tune a script that wraps only the model to tune"
+        )
     return f"the script ends after {ended.steps + 1} steps, but {needs}; {fix}"
+
+
+def without_step(ended: ScriptEnded) -> str:
+    """The message for a script that ended before the first step of its first model."""
+    if ended.model > 1:
+        return (
+            f"the script trains its DDP model {ended.model}, but has made no step of its first "
+            "one, the only one that is tuned; wrap the model to tune before the others"
+        )
+    return f"the script ended without a training step under DistributedDataParallel; {NO_STEP_FIX}"
 
 
 def _needs(instruction: RankInstruction) -> tuple[str, str]:

@@ -115,6 +115,15 @@ def test_an_earlier_recording_stays_until_there_is_a_new_one(tmp_path, capsys) -
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"new"]
 
 
+def test_a_script_that_wraps_its_model_again_yields_the_steps_before(tmp_path) -> None:
+    done = run(tmp_path / "some", "--no-workload", "--", "--wrap-again", "6")
+    assert done.returncode == 0, done.stderr
+    assert "recorded 2 steps of 3 asked for on 2 rank(s)" in done.stdout
+    done = run(tmp_path / "none", "--no-workload", "--", "--wrap-again", "2")
+    assert done.returncode == 1
+    assert "it then trains its DDP model 2, but only the first one is recorded" in done.stderr
+
+
 KILLED = """
 import os, pathlib, signal, sys
 from autotune.jobs.record import earlier_kept

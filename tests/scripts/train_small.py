@@ -53,7 +53,9 @@ def main() -> None:
     parser.add_argument("--loss-scale", type=float, default=1.0)
     parser.add_argument("--without-ddp", action="store_true")
     parser.add_argument("--clip", action="store_true", help="clip gradients by their global norm")
-    parser.add_argument("--further-model", action="store_true", help="another DDP, never trained")
+    parser.add_argument("--further-model", action="store_true", help="another DDP, not trained")
+    parser.add_argument("--further-steps", type=int, default=0, help="of it, in every step")
+    parser.add_argument("--wrap-again", type=int, help="after so many steps, as a new phase may")
     accumulate = "backward passes per step of the optimizer, each synchronized"
     parser.add_argument("--accumulate", type=int, default=1, help=accumulate)
     parser.add_argument("--evaluate", action="store_true", help="after every step")
@@ -65,13 +67,18 @@ def main() -> None:
     inner = (torch.nn.Linear(32, width), torch.nn.ReLU(), torch.nn.Linear(width, width))
     model = torch.nn.Sequential(*inner, torch.nn.Linear(width, 8))
     wrapped = model if options.without_ddp else DistributedDataParallel(model)
-    further = DistributedDataParallel(torch.nn.Linear(8, 1)) if options.further_model else None
+    has_further = options.further_model or options.further_steps
+    further = DistributedDataParallel(torch.nn.Linear(8, 1)) if has_further else None
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
     data = torch.Generator().manual_seed(dist.get_rank())
     for step in range(options.steps):
         is_last_rank = dist.get_rank() == dist.get_world_size() - 1
         if options.fault and step == options.fault_step and is_last_rank:
             misbehave(options.fault.split(","), options.fault_file)
+        if step == options.wrap_again:
+            wrapped = DistributedDataParallel(model)
+        for _ in range(options.further_steps):
+            further(torch.randn(4, 8)).square().mean().backward()
         if step % options.accumulate == 0:
             optimizer.zero_grad()
         loss = wrapped(torch.randn(16, 32, generator=data)).square().mean() * options.loss_scale
@@ -83,6 +90,8 @@ def main() -> None:
         if options.evaluate:
             with torch.no_grad():
                 wrapped(torch.randn(16, 32, generator=data))
+    if options.wrap_again:
+        print(f"trained {options.steps} steps", flush=True)
     # Before its process group: torch 2.13 may hang if DDP is the last to release it.
     del wrapped, further
     dist.destroy_process_group()

@@ -42,7 +42,7 @@ EVENTS = (
     protocol.EmulationAnswer(),
     protocol.TrialAnswer((0.1 + 0.2, 1e-9), (True, False), (0.01, 0.0), None),
     protocol.RankFailed(FailureKind.NUMERICS, "line one\nline two"),
-    protocol.ScriptFinished(7),
+    protocol.ScriptFinished(7, 2),
 )
 
 
