@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, NoReturn, TypeVar
 
 T = TypeVar("T")
+SLICE_S = 1.0
+"""A caller waits in slices, so that a pause of the process ends one of them and not the deadline."""
 _THREAD = "call with a deadline"
 
 
@@ -47,13 +50,36 @@ class Call(Generic[T]):
     def result(self, seconds: float) -> T:
         """The result of the function, or its exception; raises `Overdue` after `seconds`.
 
-        Signal handlers run while the caller waits, whatever the function does.
+        Signal handlers run while the caller waits, whatever the function does. A pause of the
+        process (Ctrl-Z) counts as one second: whoever answers the call was not heard meanwhile.
         """
-        if not self._returned.wait(min(seconds, threading.TIMEOUT_MAX)):
-            raise Overdue
+        left_s = seconds
+        while not self._returned.wait(min(left_s, SLICE_S)):
+            left_s -= SLICE_S
+            if left_s <= 0:
+                raise Overdue
         if self._error is not None:
             raise self._error
         return self._results[0]
+
+
+class AwakeClock:
+    """Seconds since it was made, in which a pause of this process (Ctrl-Z) takes no time.
+
+    `elapsed_s` of the system's clock; more than `longest_s` between two readings was a pause.
+    """
+
+    def __init__(self, longest_s: float, elapsed_s: Callable[[], float] = time.monotonic) -> None:
+        self._longest_s = longest_s
+        self._elapsed_s = elapsed_s
+        self._read_s = elapsed_s()
+        self._awake_s = 0.0
+
+    def now_s(self) -> float:
+        read_s = self._elapsed_s()
+        self._awake_s += min(read_s - self._read_s, self._longest_s)
+        self._read_s = read_s
+        return self._awake_s
 
 
 def within(seconds: float, function: Callable[[], T]) -> T:

@@ -39,6 +39,15 @@ class ControlLine:
         except OSError as error:
             raise ControlClosed(str(error)) from error
 
+    def offer(self, line: str) -> None:
+        """Write one short line, or drop it if the other end has left much unread.
+
+        Never waits and never writes a part: the kernel calls a line writable while a good part of
+        its buffer is free. Raises `ControlClosed` if the other end is gone.
+        """
+        if select.select([], [self._socket], [], 0.0)[1]:
+            self.send(line)
+
     def receive(self, timeout_s: float | None) -> str | None:
         """The next line, or None after `timeout_s` without one.
 

@@ -6,7 +6,14 @@ import select
 
 from autotune.errors import SynchronizationError
 from runtime_rewriter.control import ControlClosed, ControlLine
-from runtime_rewriter.protocol import EndScript, ScriptFinished, decode_event, decode_instruction
+from runtime_rewriter.protocol import (
+    EndScript,
+    Heartbeat,
+    Probing,
+    ScriptFinished,
+    decode_event,
+    decode_instruction,
+)
 
 HEARD_S = 0.0
 
@@ -25,9 +32,14 @@ def follow(leader: ControlLine, supervisor: ControlLine | None) -> None:
             continue
         try:
             while (text := leader.receive(HEARD_S)) is not None:
-                if isinstance(decode_event(text), ScriptFinished):
+                event = decode_event(text)
+                if isinstance(event, ScriptFinished):
                     return
-                if supervisor is not None:
+                if supervisor is None:
+                    continue
+                if isinstance(event, Heartbeat | Probing):
+                    supervisor.offer(text)
+                else:
                     supervisor.send(text)
         except ControlClosed as error:
             raise SynchronizationError(

@@ -158,10 +158,14 @@ class TuningSession:
         self._pulse(Probing(description), time.perf_counter())
 
     def _pulse(self, event: Heartbeat | Probing, now_s: float) -> None:
-        """Send a sign of life, at most one per heartbeat."""
+        """Send a sign of life, at most one per heartbeat; none while nobody reads them.
+
+        The driver may be stopped (Ctrl-Z), and training must not wait for it.
+        """
         if now_s - self._heartbeat_s >= HEARTBEAT_S:
             self._heartbeat_s = now_s
-            self._send(event)
+            for line in (*self._followers, self.line):
+                line.offer(encode(event))
 
     def _send(self, event: RankEvent) -> None:
         line = encode(event)

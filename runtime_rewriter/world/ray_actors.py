@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autotune.deadlines import SLICE_S
 from autotune.errors import AutotuneError
 from runtime_rewriter.file_view import FileView
 from runtime_rewriter.world.interfaces import GLOO_INTERFACE, interface_for_gloo
@@ -84,7 +85,7 @@ def fetch(references: Any, timeout_s: float) -> Any:
     import ray
 
     try:
-        return ray.get(references, timeout=timeout_s)
+        return _results(references, timeout_s)
     except ray.exceptions.RuntimeEnvSetupError as error:
         raise not_shipped(error) from error
     except ray.exceptions.RayTaskError as error:
@@ -93,3 +94,17 @@ def fetch(references: Any, timeout_s: float) -> Any:
         raise ours from error
     except ray.exceptions.RayError as error:
         raise WorkerLost(in_one_line(error)) from error
+
+
+def _results(references: Any, timeout_s: float) -> Any:
+    """Wait in slices, of which a pause of this process ends one: see `Call.result`."""
+    import ray
+
+    left_s = timeout_s
+    while True:
+        try:
+            return ray.get(references, timeout=min(left_s, SLICE_S))
+        except ray.exceptions.GetTimeoutError:
+            left_s -= SLICE_S
+            if left_s <= 0:
+                raise

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from autotune.deadlines import AwakeClock
 from autotune.errors import InvalidInput, LaunchError
 from autotune.records import Failed, FailureKind
 from autotune.strategy_space.plan import Plan
@@ -354,10 +355,11 @@ class RunningScript:
 
         Raises `ScriptEnded` and `Silence`.
         """
-        answers = Answers(answer, len(self.placement.workers), silence_s, time.monotonic())
+        clock = AwakeClock(2 * POLL_S)  # a poll that took longer had a pause inside
+        answers = Answers(answer, len(self.placement.workers), silence_s, clock.now_s())
         while True:
             by_rank = self._poll(min(POLL_S, silence_s))
-            now_s = time.monotonic()
+            now_s = clock.now_s()
             for rank, events in enumerate(by_rank):
                 answers.take(rank, events, now_s)
             for event in by_rank[0]:

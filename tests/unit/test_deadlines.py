@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import threading
+import time
+from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
-from autotune.deadlines import Call, Overdue, within
+from autotune.deadlines import AwakeClock, Call, Overdue, within
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_call_gives_its_result_or_its_own_error():
@@ -52,3 +60,32 @@ def test_a_signal_is_handled_while_a_call_blocks():
     finally:
         signal.signal(signal.SIGALRM, before)
         released.set()
+
+
+WAITING = """
+import sys, threading
+from autotune.deadlines import Call
+released = threading.Event()
+call = Call(released.wait)
+print("waits", flush=True)
+threading.Thread(target=lambda: (sys.stdin.readline(), released.set()), daemon=True).start()
+print(call.result(3.0), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_pause_of_the_process_is_not_the_calls():
+    command = [sys.executable, "-c", WAITING]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True, cwd=ROOT) as caller:
+        assert caller.stdout.readline() == "waits\n"
+        caller.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, caller.pid, os.WSTOPPED | os.WNOWAIT)
+        time.sleep(3.5)  # the pause itself
+        caller.send_signal(signal.SIGCONT)
+        assert caller.communicate("released\n", timeout=60.0)[0] == "True\n"
+
+
+def test_a_pause_between_two_readings_takes_no_more_time_than_the_longest_wait():
+    times_s = iter([100.0, 101.0, 103.5, 1000.0, 1000.5])
+    clock = AwakeClock(3.0, lambda: next(times_s))
+    assert [clock.now_s() for _ in range(4)] == [1.0, 3.5, 6.5, 7.0]

@@ -189,3 +189,22 @@ def test_an_address_of_another_machine_is_refused_with_the_systems_reason() -> N
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
 def test_a_port_of_an_address_of_ip_version_6_is_found() -> None:
     assert free_port(0, 0, "::1") > 0
+
+
+def test_a_sign_of_life_that_nobody_reads_is_dropped_and_an_answer_still_arrives() -> None:
+    ours, theirs = socket.socketpair()
+    writer, reader = ControlLine(ours, send_timeout_s=1.0), ControlLine(theirs)
+    for number in range(10_000):  # none of them waits
+        writer.offer(f"heartbeat {number}")
+    writer.send("answer")
+    lines = []
+    while (line := reader.receive(0.0)) is not None:
+        lines.append(line)
+    assert lines[:-1] == [f"heartbeat {number}" for number in range(len(lines) - 1)]
+    assert len(lines) < 10_000 and lines[-1] == "answer"
+    writer.offer("heartbeat")
+    assert reader.receive(10.0) == "heartbeat"
+    reader.close()
+    with pytest.raises(ControlClosed):
+        writer.offer("heartbeat")
+    writer.close()
