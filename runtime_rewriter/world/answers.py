@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from autotune.records import Failed
 from runtime_rewriter.failures import failure_of_exit, is_consequence, root_cause
-from runtime_rewriter.protocol import RankEvent, RankFailed, ScriptFinished
+from runtime_rewriter.protocol import Heartbeat, RankEvent, RankFailed, ScriptFinished
 from runtime_rewriter.world.worker import ProcessExited
 
+MAX_NAMED = 8
+"""Ranks that a message names."""
+SLOW_STEP_S = 4.0
+"""Time between two heartbeats that shows a step of at least 2 s: one may arrive 2 s late."""
 UNEXPLAINED = 3
 """A lost connection can be seen sooner than the end of the process behind it."""
 
@@ -25,19 +30,62 @@ class ScriptEnded(Exception):
 
 
 class Silence(Exception):
-    """A rank sent nothing for too long, not even a heartbeat."""
+    """Ranks sent nothing for too long, not even a heartbeat.
 
-    def __init__(self, rank: int, silence_s: float) -> None:
+    `steps`: those of each rank since its start, by its last heartbeat; empty: not known.
+    """
+
+    def __init__(self, ranks: Sequence[int], silence_s: float, steps: Mapping[int, int]) -> None:
+        least, most = (min(steps.values()), max(steps.values())) if steps else (0, 0)
+        slow = [rank for rank in ranks if most > least == steps[rank]]
+        self.ranks = tuple(ranks)
+        self.rank = (slow or ranks)[0]
+        """The rank to look at: the first of those behind the others, if any is."""
+        behind = ""
+        if slow:
+            verb = "is" if len(slow) == 1 else "are"
+            behind = f"{named_ranks(slow)} {verb} behind ({least} steps, others {most}); "
         super().__init__(
-            f"rank {rank} made no step for {silence_s:.0f} s; the limit is --step-timeout"
+            f"{named_ranks(ranks)} made no step for {silence_s:.0f} s; {behind}the limit is "
+            "--step-timeout"
         )
-        self.rank = rank
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Ascending ranks in words, the first few of many."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    more = f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
+    return f"ranks {', '.join(map(str, ranks[:MAX_NAMED]))}{more}"
+
+
+@dataclass(frozen=True)
+class _Beat:
+    """A heartbeat at `at_s`; `exact`: the rank has made no step since.
+
+    Heartbeats leave out steps that are shorter than their interval.
+    """
+
+    steps: int
+    at_s: float
+    exact: bool = False
+
+    @staticmethod
+    def after(before: _Beat | None, steps: int, now_s: float) -> _Beat:
+        """The heartbeat that follows `before`."""
+        if before is None:
+            return _Beat(steps, now_s)
+        slow = now_s - before.at_s >= SLOW_STEP_S
+        return _Beat(steps, now_s, exact=slow and steps == before.steps + 1)
 
 
 class Answers(Generic[Answer]):
     """Collects the events of `ranks` ranks until each has answered by `answer`, failed or ended.
 
-    A rank that sends nothing for `silence_s` is hung. Times are of any one clock, in seconds.
+    A rank that sends nothing for `silence_s` is hung; the ranks then have some time to report it
+    themselves. Times are of any one clock, in seconds.
     """
 
     def __init__(self, answer: type[Answer], ranks: int, silence_s: float, now_s: float) -> None:
@@ -48,18 +96,22 @@ class Answers(Generic[Answer]):
         self._failures: dict[int, Failed] = {}
         self._ended: dict[int, ScriptFinished] = {}
         self._heard_s = [now_s] * ranks
+        self._beats: dict[int, _Beat] = {}
+        """Last heartbeat of each rank."""
         self._first_failure_s: float | None = None
 
     def take(self, rank: int, events: Iterable[RankEvent | ProcessExited], now_s: float) -> None:
         """Take one rank's new events."""
         for event in events:
             self._heard_s[rank] = now_s
-            self._sort(rank, event)
+            self._sort(rank, event, now_s)
         if self._failures and self._first_failure_s is None:
             self._first_failure_s = now_s
 
-    def _sort(self, rank: int, event: RankEvent | ProcessExited) -> None:
-        if isinstance(event, self._answer):
+    def _sort(self, rank: int, event: RankEvent | ProcessExited, now_s: float) -> None:
+        if isinstance(event, Heartbeat):
+            self._beats[rank] = _Beat.after(self._beats.get(rank), event.steps, now_s)
+        elif isinstance(event, self._answer):
             self._answers[rank] = event
         elif isinstance(event, RankFailed):
             self._failures.setdefault(rank, Failed(event.kind, event.message, rank))
@@ -74,7 +126,8 @@ class Answers(Generic[Answer]):
     def complete(self, now_s: float, straggler_s: float) -> bool:
         """Whether the outcome is known; after a failure, others have `straggler_s` to report.
 
-        They have `UNEXPLAINED` times as long while ranks have only lost another one.
+        They have `UNEXPLAINED` times as long while ranks have only lost another one. Beyond the
+        silence that is allowed, all have `straggler_s` to name the message that they miss.
         """
         if all(self._is_settled(rank) for rank in range(self._ranks)):
             return True
@@ -82,13 +135,16 @@ class Answers(Generic[Answer]):
             explained = not all(map(is_consequence, self._failures.values()))
             longest_s = straggler_s if explained else UNEXPLAINED * straggler_s
             return now_s - self._first_failure_s > longest_s
-        return self._silent(now_s) is not None
+        return bool(self._silent(now_s, straggler_s))
 
-    def _silent(self, now_s: float) -> int | None:
-        for rank in range(self._ranks):
-            if not self._is_settled(rank) and now_s - self._heard_s[rank] > self._silence_s:
-                return rank
-        return None
+    def _silent(self, now_s: float, more_s: float = 0.0) -> list[int]:
+        """The ranks that were silent for `more_s` longer than is allowed."""
+        return [
+            rank
+            for rank in range(self._ranks)
+            if not self._is_settled(rank)
+            and now_s - self._heard_s[rank] > self._silence_s + more_s
+        ]
 
     def outcome(self, now_s: float) -> list[Answer] | Failed:
         """The answers by rank, or the failure; raises `ScriptEnded` or `Silence`.
@@ -103,6 +159,9 @@ class Answers(Generic[Answer]):
         if failures:
             return root_cause(failures)
         silent = self._silent(now_s)
-        if silent is not None:
-            raise Silence(silent, self._silence_s)
+        if silent:
+            beats = {rank: beat for rank, beat in self._beats.items() if rank in silent}
+            known = len(beats) == len(silent) and all(beat.exact for beat in beats.values())
+            steps = {rank: beat.steps for rank, beat in beats.items()} if known else {}
+            raise Silence(silent, self._silence_s, steps)
         return [self._answers[rank] for rank in range(self._ranks)]

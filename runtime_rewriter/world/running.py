@@ -12,7 +12,7 @@ from autotune.errors import InvalidInput, LaunchError
 from autotune.records import Failed, FailureKind
 from autotune.strategy_space.plan import Plan
 from autotune.workload import Workload
-from runtime_rewriter.failures import NO_STEP_FIX, failure_of_exit, root_cause
+from runtime_rewriter.failures import failure_of_exit, root_cause
 from runtime_rewriter.protocol import (
     HEARTBEAT_S,
     KEEPS_TRAINING,
@@ -36,7 +36,7 @@ from runtime_rewriter.protocol import (
 from runtime_rewriter.world.answers import Answer, Answers, ScriptEnded, Silence
 from runtime_rewriter.world.placement import Placement
 from runtime_rewriter.world.results import Trained, TrainingEnded
-from runtime_rewriter.world.short_scripts import too_short, without_step
+from runtime_rewriter.world.short_scripts import no_first_step, too_short
 from runtime_rewriter.world.worker import ProcessExited, WorkerLost
 
 POLL_S = 2.0
@@ -139,7 +139,7 @@ class RunningScript:
                 lost = error
                 continue
             except Silence as silence:
-                outcome = Failed(FailureKind.HANG, str(silence), silence.rank)
+                outcome = self._hang(silence)
             except ScriptEnded as ended:
                 self._script_ended(ended)
                 if started_fresh and not self._keeps_training:
@@ -172,7 +172,7 @@ class RunningScript:
             self._send(instruction)
             outcome = self._collect(answer, self.step_timeout_s)
         except Silence as silence:
-            outcome = Failed(FailureKind.HANG, str(silence), silence.rank)
+            outcome = self._hang(silence)
         except ScriptEnded as ended:
             self._script_ended(ended)
             return None
@@ -241,16 +241,17 @@ class RunningScript:
             lost_the_port = "address already in use" in problem.message.lower()
             if problem.kind is FailureKind.HANG or not (self.model_id or lost_the_port):
                 break  # another attempt at a script that hangs or never ran would end the same way
-        log = self._log_of(problem.rank or 0)
         raise LaunchError(
             f"the script died before its first step ({problem.kind}): {problem.message}"
-            f"{f'; its output: {log}' if log else ''}"
+            f"{self._output_of(problem.rank or 0)}"
         )
 
-    def _log_of(self, rank: int) -> str:
-        """Path of a rank's log, with its host if that is another machine; "" before a start."""
-        path = self.log_paths[rank] if self.log_paths else ""
-        return f"{path} on {self._log_addresses[rank]}" if path and self._log_addresses else path
+    def _output_of(self, rank: int) -> str:
+        """The end of a message: a rank's log, with its host if that is another machine."""
+        if not self.log_paths:
+            return ""
+        host = f" on {self._log_addresses[rank]}" if self._log_addresses else ""
+        return f"; its output: {self.log_paths[rank]}{host}"
 
     def lose_workers(self) -> None:
         """Give up all workers after one was lost."""
@@ -269,28 +270,36 @@ class RunningScript:
 
     def _started(self) -> Failed | None:
         """One attempt to bring all ranks to their first step boundary."""
+        self._start_ranks()
         try:
-            self._start_ranks()
             ready = self._collect(Ready, self._start_timeout_s)
-            if isinstance(ready, Failed):
-                return ready
-            self.model_id = ready[0].model_id
-            self.round_robin = all(event.round_robin for event in ready)
-            if self.emulated is None:
-                return None
-            self._send(StartEmulation(self.emulated))
-            emulating = self._collect(EmulationAnswer, self.step_timeout_s)
-            return emulating if isinstance(emulating, Failed) else None
+        except (ScriptEnded, Silence) as end:
+            self._stop()
+            output = self._output_of(end.rank if isinstance(end, Silence) else 0)
+            raise no_first_step(
+                end, len(self.log_paths), self._start_timeout_s, output
+            ) from None
+        if isinstance(ready, Failed):
+            return ready
+        self.model_id = ready[0].model_id
+        self.round_robin = all(event.round_robin for event in ready)
+        return None if self.emulated is None else self._emulated_again(self.emulated)
+
+    def _emulated_again(self, workload: Workload) -> Failed | None:
+        instruction = StartEmulation(workload)
+        try:
+            self._send(instruction)
+            answers = self._collect(EmulationAnswer, self.step_timeout_s)
         except ScriptEnded as ended:
             self._stop()
-            raise LaunchError(without_step(ended), anchor="no-ddp") from None
-        except Silence:
-            self._stop()
-            raise LaunchError(
-                "the script made no training step under DistributedDataParallel within "
-                f"{self._start_timeout_s:.0f} s; {NO_STEP_FIX}; or raise --start-timeout",
-                anchor="no-ddp",
-            ) from None
+            raise LaunchError(too_short(ended, instruction)) from None
+        except Silence as silence:
+            return Failed(FailureKind.HANG, str(silence), silence.rank)
+        return answers if isinstance(answers, Failed) else None
+
+    def _hang(self, silence: Silence) -> Failed:
+        message = f"{silence}{self._output_of(silence.rank)}"
+        return Failed(FailureKind.HANG, message, silence.rank)
 
     def _start_ranks(self) -> None:
         if self._placement is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autotune.errors import LaunchError
 from runtime_rewriter.failures import NO_STEP_FIX
 from runtime_rewriter.protocol import (
     EMULATION_STEPS,
@@ -11,8 +12,9 @@ from runtime_rewriter.protocol import (
     StartProfile,
     StartTrial,
 )
-from runtime_rewriter.world.answers import ScriptEnded
+from runtime_rewriter.world.answers import ScriptEnded, Silence, named_ranks
 
+DDP = "DistributedDataParallel"
 SURROUNDING_STEPS = 2
 """The first step, after which instructions are taken, and the one that ends the last step."""
 _LONGER = "let it train longer (more epochs or steps)"
@@ -30,14 +32,31 @@ def too_short(ended: ScriptEnded, instruction: RankInstruction) -> str:
     return f"the script ends after {ended.steps + 1} steps, but {needs}; {fix}"
 
 
-def without_step(ended: ScriptEnded) -> str:
-    """The message for a script that ended before the first step of its first model."""
-    if ended.model > 1:
-        return (
-            f"the script trains its DDP model {ended.model}, but has made no step of its first "
-            "one, the only one that is tuned; wrap the model to tune before the others"
+def no_first_step(
+    end: ScriptEnded | Silence, ranks: int, limit_s: float, output: str
+) -> LaunchError:
+    """The refusal of a script of which a rank made no step: it ended, or the time is up.
+
+    `output`: the end of the message.
+    """
+    if isinstance(end, Silence) and len(end.ranks) < ranks:
+        return LaunchError(
+            f"{named_ranks(end.ranks)} made no training step within {limit_s:.0f} s, but the other "
+            f"ranks did; let all begin at about the same time, or raise --start-timeout{output}"
         )
-    return f"the script ended without a training step under DistributedDataParallel; {NO_STEP_FIX}"
+    if isinstance(end, Silence):
+        problem = (
+            f"the script made no training step under {DDP} within {limit_s:.0f} s; {NO_STEP_FIX}; "
+            "of several such models the first one must train; or raise --start-timeout"
+        )
+    elif end.model > 1:
+        problem = (
+            f"the script trains its DDP model {end.model}, but has made no step of its first one, "
+            "the only one that is tuned; wrap the model to tune before the others"
+        )
+    else:
+        problem = f"the script ended without a training step under {DDP}; {NO_STEP_FIX}"
+    return LaunchError(f"{problem}{output}", anchor="no-ddp")
 
 
 def _needs(instruction: RankInstruction) -> tuple[str, str]:

@@ -36,7 +36,7 @@ FAULTS = (
     ("crash", FailureKind.CRASH, "planted crash"),
     ("exit", FailureKind.CRASH, "exit code 7"),
     ("memory", FailureKind.OUT_OF_MEMORY, "memory"),
-    ("hang", FailureKind.HANG, "no step for 12 s"),
+    ("hang", FailureKind.HANG, "ranks 0, 1 made no step for 12 s"),
 )
 
 
@@ -138,7 +138,7 @@ def test_a_script_that_comes_to_its_end_is_started_again_and_the_trial_completes
         ),
         (
             ("--steps", "5", "--without-ddp"),
-            "without a training step under DistributedDataParallel; wrap the model",
+            r"without a training step under DistributedDataParallel; wrap the model.*rank0.log",
         ),
     ],
     ids=["too short for one trial", "without DDP"],
@@ -193,6 +193,16 @@ def test_a_message_may_take_as_long_as_the_driver_waits_for_a_step(make_world, t
     script.write_text(TELLS_ITS_TIMEOUT)
     with pytest.raises(LaunchError, match="a message may take 300 s"):
         make_world(script=script, ranks=1, step_timeout_s=300.0).run_trial(REQUEST, None)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_before_its_first_step_is_named_with_its_output(
+    make_world, tmp_path
+) -> None:
+    world = make_world("--fault", "hang", "--fault-step", "1", start_timeout_s=8.0)
+    named = "rank 1 made no training step within 8 s, but the other ranks did"
+    with pytest.raises(LaunchError, match=f"{named}.*; its output: {tmp_path}/rank1.log"):
+        world.run_trial(REQUEST, None)
 
 
 class Garbled(ProcessSupervisor):

@@ -11,7 +11,7 @@ from autotune.errors import SynchronizationError
 from autotune.records import Failed, FailureKind
 from runtime_rewriter.failures import failure_of_exit, is_consequence, kind_of_exception
 from runtime_rewriter.protocol import Heartbeat, RankEvent, RankFailed, ScriptFinished, TrialAnswer
-from runtime_rewriter.world.answers import Answers, ScriptEnded, Silence
+from runtime_rewriter.world.answers import Answers, ScriptEnded, Silence, named_ranks
 from runtime_rewriter.world.worker import ProcessExited
 
 LOST_PEER = RankFailed(
@@ -102,7 +102,7 @@ def test_the_answers_come_by_rank_whatever_else_the_ranks_send() -> None:
 
 @pytest.mark.parametrize(
     ("by_rank", "now_s"),
-    [([[LOST_PEER], [FINISHED, ProcessExited(0, "")]], 1.0), ([[], [FINISHED]], 7.0)],
+    [([[LOST_PEER], [FINISHED, ProcessExited(0, "")]], 1.0), ([[], [FINISHED]], 12.0)],
     ids=["lost its peer", "waits in vain"],
 )
 def test_a_rank_without_a_peer_that_ended_normally_is_at_the_end_of_the_script(
@@ -139,7 +139,46 @@ def test_others_have_longer_to_report_while_ranks_have_only_lost_another_one() -
 def test_silence_counts_from_the_last_event() -> None:
     answers = Answers(TrialAnswer, 1, 6.0, 0.0)
     answers.take(0, [Heartbeat()], 5.0)
-    assert not answers.complete(10.0, 5.0)
-    assert answers.complete(11.5, 5.0)
+    assert not answers.complete(15.5, 5.0), "the rank may yet name the message that it misses"
+    assert answers.complete(16.5, 5.0)
     with pytest.raises(Silence, match="rank 0 made no step for 6 s"):
-        answers.outcome(11.5)
+        answers.outcome(16.5)
+
+
+def silence_after(beats: dict[float, tuple[int, ...]]) -> Silence:
+    """The silence of ranks that sent heartbeats with these steps at these times."""
+    answers = Answers(TrialAnswer, 4, 60.0, 0.0)
+    for now_s, steps in beats.items():
+        for rank, count in enumerate(steps):
+            answers.take(rank, [Heartbeat(count)], now_s)
+    with pytest.raises(Silence) as silence:
+        answers.outcome(now_s + 65.0)
+    return silence.value
+
+
+def test_a_rank_that_is_a_step_behind_the_others_is_named_first() -> None:
+    silence = silence_after({5.0: (40,) * 4, 10.0: (41,) * 4, 15.0: (42, 42, 42)})
+    behind = "rank 3 is behind (41 steps, others 42); the limit is --step-timeout"
+    assert str(silence) == f"ranks 0-3 made no step for 60 s; {behind}"
+    assert silence.rank == 3 and silence.ranks == (0, 1, 2, 3)
+
+
+def test_no_rank_is_behind_where_heartbeats_leave_out_short_steps() -> None:
+    steps = {1.0: (100, 90, 95, 99), 2.0: (111, 100, 106, 109)}
+    silence = silence_after(steps)
+    assert str(silence) == "ranks 0-3 made no step for 60 s; the limit is --step-timeout"
+    assert silence.rank == 0
+    assert "behind" not in str(silence_after({1.0: (7, 8, 8, 8), 2.5: (8, 9, 9, 9)}))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ((2,), "rank 2"),
+        ((0, 1), "ranks 0, 1"),
+        ((3, 4, 5), "ranks 3-5"),
+        ((*range(0, 20, 2),), "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 2 more"),
+    ],
+)
+def test_ranks_are_named_in_few_words(ranks, words) -> None:
+    assert named_ranks(ranks) == words
