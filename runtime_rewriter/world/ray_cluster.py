@@ -24,7 +24,7 @@ from runtime_rewriter.world.ray_connection import (
     start_private,
 )
 from runtime_rewriter.world.ray_folder import PrivateFolder
-from runtime_rewriter.world.worker import Polled
+from runtime_rewriter.world.worker import Polled, WorkerLost
 
 T = TypeVar("T")
 
@@ -57,6 +57,8 @@ class RemoteWorker:
     def __init__(self, cluster: RayCluster, actor: Any) -> None:
         self._cluster = cluster
         self.actor = actor
+        self.name = ""
+        """Rank and host, once it is placed."""
 
     def call(self, method: str, *arguments: Any) -> Any:
         calls = [(self, method, arguments)]
@@ -160,7 +162,7 @@ class RayCluster:
     ) -> list[Any]:
         """The results of calls (worker, method, arguments) to actors, made at once.
 
-        Raises what `fetch` raises, and `RayStuck`.
+        Raises what `fetch` raises, with the name of a lost worker, and `RayStuck`.
         """
 
         def call() -> list[Any]:
@@ -171,7 +173,11 @@ class RayCluster:
             results: list[Any] = fetch(references, timeout_s)
             return results
 
-        return self.ask(call, timeout_s)
+        try:
+            return self.ask(call, timeout_s)
+        except WorkerLost as error:
+            name = _lost([worker for worker, _, _ in calls], error.__cause__)
+            raise WorkerLost(f"{name}: {error}" if name else str(error)) from error.__cause__
 
     def _give_up(self) -> None:
         import ray
@@ -262,3 +268,11 @@ class RayCluster:
             self._folder.end()
             self._folder = None
         self._quiet.close()
+
+
+def _lost(workers: list[RemoteWorker], error: BaseException | None) -> str:
+    """The name of the worker that Ray's error is about; empty if it is not known."""
+    if len(workers) == 1:
+        return workers[0].name
+    actor = getattr(error, "actor_id", None)
+    return next((one.name for one in workers if one.actor._actor_id.hex() == actor), "")

@@ -61,6 +61,8 @@ class _RayPlacement:
         order = sorted(range(workers), key=lambda index: (nodes.index(places[index].node), index))
         self.workers = [actors[index] for index in order]
         self._places = [places[index] for index in order]
+        for rank, (worker, placed) in enumerate(zip(self.workers, self._places, strict=True)):
+            worker.name = f"rank {rank} on {placed.name} at {placed.address}"
         self._log_directory = log_directory
 
     @property
