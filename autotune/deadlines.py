@@ -11,7 +11,7 @@ from typing import Generic, NoReturn, TypeVar
 
 T = TypeVar("T")
 SLICE_S = 1.0
-"""A caller waits in slices, so that a pause of the process ends one of them and not the deadline."""
+"""A caller waits in slices, so that a pause of the process ends one of them, not the deadline."""
 _THREAD = "call with a deadline"
 
 

@@ -23,6 +23,7 @@ class ControlLine:
 
     def __init__(self, end: socket.socket, send_timeout_s: float = SEND_TIMEOUT_S) -> None:
         end.settimeout(send_timeout_s)  # reading waits in `select` and never here
+        self._send_timeout_s = send_timeout_s
         self._socket = end
         self._buffer = bytearray()
 
@@ -34,16 +35,31 @@ class ControlLine:
 
         Raises `ControlClosed`, also if the other end does not read; the line is unusable then.
         """
+        data = line.encode() + b"\n"
         try:
-            self._socket.sendall(line.encode() + b"\n")
+            if rest := data[self._sent(data) :]:
+                self._socket.sendall(rest)
         except OSError as error:
             raise ControlClosed(str(error)) from error
+
+    def _sent(self, data: bytes) -> int:
+        """The number of bytes sent without waiting.
+
+        A socket with a timeout would wait until most of its buffer is free.
+        """
+        self._socket.settimeout(0.0)
+        try:
+            return self._socket.send(data)
+        except BlockingIOError:
+            return 0
+        finally:
+            self._socket.settimeout(self._send_timeout_s)
 
     def offer(self, line: str) -> None:
         """Write one short line, or drop it if the other end has left much unread.
 
-        Never waits and never writes a part: the kernel calls a line writable while a good part of
-        its buffer is free. Raises `ControlClosed` if the other end is gone.
+        Never waits and never writes a part: the kernel calls a line writable while most of its
+        buffer is free. The rest is left to `send`. Raises `ControlClosed` if the other end is gone.
         """
         if select.select([], [self._socket], [], 0.0)[1]:
             self.send(line)

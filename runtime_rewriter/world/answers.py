@@ -142,8 +142,7 @@ class Answers(Generic[Answer]):
         return [
             rank
             for rank in range(self._ranks)
-            if not self._is_settled(rank)
-            and now_s - self._heard_s[rank] > self._silence_s + more_s
+            if not self._is_settled(rank) and now_s - self._heard_s[rank] > self._silence_s + more_s
         ]
 
     def outcome(self, now_s: float) -> list[Answer] | Failed:

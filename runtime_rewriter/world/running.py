@@ -276,9 +276,7 @@ class RunningScript:
         except (ScriptEnded, Silence) as end:
             self._stop()
             output = self._output_of(end.rank if isinstance(end, Silence) else 0)
-            raise no_first_step(
-                end, len(self.log_paths), self._start_timeout_s, output
-            ) from None
+            raise no_first_step(end, len(self.log_paths), self._start_timeout_s, output) from None
         if isinstance(ready, Failed):
             return ready
         self.model_id = ready[0].model_id

@@ -19,9 +19,7 @@ from runtime_rewriter.world.results import TrainingEnded
 REQUEST = TrialRequest(0, "strategy-under-test", Role.CANDIDATE, warmup_steps=2, timed_steps=4)
 
 
-def test_a_model_that_is_trained_by_turns_with_another_one_is_tuned_as_if_alone(
-    make_world,
-) -> None:
+def test_a_model_that_is_trained_by_turns_with_another_one_is_tuned_as_if_alone(make_world) -> None:
     world = make_world("--further-steps", "12")
     outcomes = [world.run_trial(replace(REQUEST, timed_steps=30), None) for _ in range(2)]
     assert all(isinstance(outcome, Measured) for outcome in outcomes)
