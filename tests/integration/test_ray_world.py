@@ -237,6 +237,7 @@ def test_the_room_of_lost_workers_is_used_again(make_world, tmp_path) -> None:
     assert isinstance(world.run_trial(replace(REQUEST, timed_steps=30), None), Measured)
     assert world.restarts == 1, "the trial that lost a worker was repeated on other workers"
     assert not world.round_robin()
+    world.close()
     lost = make_world("--fault", "supervisor", "--fault-step", "3").run_trial(REQUEST, None)
     assert isinstance(lost, Failed)
     again = "a worker was lost, and again on other workers: rank 1 on "

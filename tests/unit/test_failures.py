@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
@@ -145,7 +145,7 @@ def test_silence_counts_from_the_last_event() -> None:
         answers.outcome(16.5)
 
 
-def silence_after(beats: dict[float, tuple[int, ...]]) -> Silence:
+def silence_after(beats: Mapping[float, tuple[int, ...]]) -> Silence:
     """The silence of ranks that sent heartbeats with these steps at these times."""
     answers = Answers(TrialAnswer, 4, 60.0, 0.0)
     for now_s, steps in beats.items():
