@@ -270,8 +270,8 @@ class RunningScript:
 
     def _started(self) -> Failed | None:
         """One attempt to bring all ranks to their first step boundary."""
-        self._start_ranks()
         try:
+            self._start_ranks()
             ready = self._collect(Ready, self._start_timeout_s)
         except (ScriptEnded, Silence) as end:
             self._stop()
