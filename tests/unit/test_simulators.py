@@ -212,8 +212,8 @@ def test_a_feature_moves_no_prediction_before_it_varied_in_training(name: str):
     unseen = with_feature(training, column, [1.0] * 30)
 
     def moves() -> bool:
-        seconds = [simulator.predict_step_s(features_of(each)) for each in (training, unseen)]
-        return not np.array_equal(*seconds)
+        before, after = (simulator.predict_step_s(features_of(each)) for each in (training, unseen))
+        return not np.array_equal(before, after)
 
     assert not moves()
     slower = [replace(one, step_s=2 * one.step_s) for one in unseen[:15]]
