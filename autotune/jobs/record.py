@@ -141,8 +141,8 @@ def _failure_text(launched: Launched, reports: Path, problem: str, command: Scri
     lines = list(dict.fromkeys(causes or problems))
     ranks = command.workers or 1
     if lines and (causes or len(by_rank) == ranks):
-        said = "; ".join(lines[:3])
-        return f"{problem}: {launcher_needed(said)}{said}"
+        reasons = "; ".join(lines[:3])
+        return f"{problem}: {launcher_needed(reasons)}{reasons}"
     silent = [str(rank) for rank in range(ranks) if rank not in by_rank and command.nodes == 1]
     quiet = f"; rank {', '.join(silent)} reported nothing" if silent else ""
     first = "".join(f"; {line}" for line in lines[:1])

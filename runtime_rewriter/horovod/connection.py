@@ -59,7 +59,7 @@ class HorovodConnection:
         self.stalls = StallWatch(basics.shutdown)
         """Limits waits for Horovod's own operations."""
         self.restarts = 0
-        """How often Horovod was shut down and started again for plans."""
+        """How often Horovod was started again so that it executes groups alone."""
 
     @property
     def world(self) -> OwnWorld:

@@ -22,7 +22,7 @@ from autotune.recordings.probe import HostPair, LinkCost, ProbePoint
 LARGE_BYTES = 2**19
 """Many times what a shaper or a socket buffer holds."""
 LEAST_BYTES = 2**16
-"""Of smaller messages latency makes the time, unless the link is slow."""
+"""Smaller messages show the latency of a link and not its bandwidth, unless the link is slow."""
 FIRST_ROUNDS = 7
 FLAT = 1e-6
 """A line that rises by less than this share of the longest time is flat but for rounding."""

@@ -327,11 +327,12 @@ def initialized_again(rank: int) -> list[Any]:
         for plan in (uniform(model, 2), None):
             session.synchronizer.load(plan)
             train(model, optimizer, rank, steps=1)
-        own = given if rank == 1 else added
-        seen = [given.size(), added.size(), hvd.allreduce(torch.ones(1), process_set=own).item()]
+        alone = given if rank == 1 else added
+        total = hvd.allreduce(torch.ones(1), process_set=alone).item()
+        results = [given.size(), added.size(), total]
         session.synchronizer.close()
         hvd.shutdown()
-    return seen
+    return results
 
 
 def applied(rank: int) -> list[bool]:
@@ -486,8 +487,8 @@ def test_every_message_is_one_operation_and_they_follow_the_plan(found) -> None:
 def test_groups_are_executed_by_themselves_with_and_without_a_plan(found) -> None:
     """Horovod cannot unset this, so no plan restarts it."""
     restarts, sizes = found[0]["groups"]
-    own = [4, 4]
-    assert sizes == [*own, *[1] * len(uniform(Net(), 2).messages), *own]
+    of_script = [4, 4]
+    assert sizes == [*of_script, *[1] * len(uniform(Net(), 2).messages), *of_script]
     assert restarts == 0
 
 

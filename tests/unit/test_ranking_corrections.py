@@ -135,14 +135,14 @@ def test_the_tuners_ranker_is_its_own_code_and_knows_others_until_it_is_calibrat
 
 
 def test_the_tuner_learns_from_as_many_earlier_trials_as_a_job_does() -> None:
-    own = [point("own", "even", number, "id of own") for number in range(3)]
+    of_job = [point("own", "even", number, "id of own") for number in range(3)]
     jobs = [f"m{number}" for number in range(NEWEST + 3)]
     others = [point(name, "even", number, name) for name in jobs for number in range(40)]
     other_runtime = [
         replace(point("tf", "even", number, "tf"), runtime="tensorflow") for number in range(40)
     ]
-    given = own + others + other_runtime
-    sources = np.arange(len(own), len(given))
+    given = of_job + others + other_runtime
+    sources = np.arange(len(of_job), len(given))
     chosen = earlier_trials(given, sources, "own on even")
     names_of = [given[index].domain for index in chosen]
     assert len(set(names_of)) == NEWEST and "tf on even" not in names_of
