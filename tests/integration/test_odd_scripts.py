@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from odd_scripts import ODD_SCRIPTS
+from odd_scripts import TOPICS
 from odd_scripts.basics import Script
 from odd_scripts.outcomes import EXPECTED_OUTCOMES
 from torch import nn
@@ -146,17 +146,16 @@ WAYS: dict[str, dict[str, Any]] = {
     "half crossing": {"results": True},
     "within the step": {"crossing": False},
 }
-READING_GRADIENTS = ("odd_scripts.gradients", "odd_scripts.optimizers")
-"""Modules of the scripts in which results that wait for norms can matter."""
+READING_GRADIENTS = ("gradients", "optimizers")
+"""The topics in whose scripts results that wait for norms can matter."""
 
 
-def check(rank: int, names: list[str]) -> dict[str, dict[str, str]]:
+def check(rank: int, topic: str, *names: str) -> dict[str, dict[str, str]]:
     gc.disable()  # otherwise every plan that crosses the step is loaded with a collection
-    gc.freeze()  # those between the scripts visit no imports
     warnings.filterwarnings("ignore", "the plan's synchronization ends with each backward pass")
     outcomes: dict[str, dict[str, str]] = {}
-    for name in names:
-        script = ODD_SCRIPTS[name]
+    for name in names or TOPICS[topic]:
+        script = TOPICS[topic][name]
         plain = PlainRun(rank)
         torch.manual_seed(rank)
         try:
@@ -166,7 +165,7 @@ def check(rank: int, names: list[str]) -> dict[str, dict[str, str]]:
             raise
         outcomes[name] = {}
         for way, options in WAYS.items():
-            if options.get("results") and script.__module__ not in READING_GRADIENTS:
+            if options.get("results") and topic not in READING_GRADIENTS:
                 continue
             run = PlannedRun(rank, **options)
             try:
@@ -175,6 +174,7 @@ def check(rank: int, names: list[str]) -> dict[str, dict[str, str]]:
                 error.add_note(f"in the script {name!r}, {way}")
                 raise
         gc.collect()  # until then threads of gloo's closed process groups wake up every 10 ms
+        gc.freeze()  # the next collection visits nothing that has been imported so far
     return outcomes
 
 
@@ -187,8 +187,9 @@ def signs(ways: dict[str, str]) -> str:
     return "".join("." if kind is None else SIGNS[kind] for kind in kinds)
 
 
-def test_no_script_sees_or_trains_anything_else() -> None:
-    results = run_world(check, 2, list(ODD_SCRIPTS), timeout_s=600.0)
+@pytest.mark.parametrize("topic", TOPICS)
+def test_no_script_sees_or_trains_anything_else(topic: str) -> None:
+    results = run_world(check, 2, topic, timeout_s=240.0)
     differing = [
         f"rank {rank}, {name}, {way}: {found}"
         for rank, outcomes in enumerate(results)
@@ -197,8 +198,13 @@ def test_no_script_sees_or_trains_anything_else() -> None:
         if found.startswith("DIFFER")
     ]
     assert not differing, "\n".join(differing)
+    expected = {name: EXPECTED_OUTCOMES.get(name) for name in TOPICS[topic]}
     for outcomes in results:
-        assert {name: signs(ways) for name, ways in outcomes.items()} == EXPECTED_OUTCOMES
+        assert {name: signs(ways) for name, ways in outcomes.items()} == expected
+
+
+def test_every_outcome_belongs_to_a_script() -> None:
+    assert set(EXPECTED_OUTCOMES) == {name for scripts in TOPICS.values() for name in scripts}
 
 
 def built(source: Path, code: str) -> str:
@@ -212,9 +218,9 @@ def built(source: Path, code: str) -> str:
 
 def check_with_extension(rank: int, operators: str, foreign: str) -> dict[str, dict[str, str]]:
     ctypes.CDLL(operators)
-    before = check(rank, ["plain_sgd"])["plain_sgd"]
+    before = check(rank, "basics", "plain_sgd")["plain_sgd"]
     ctypes.CDLL(foreign)
-    return {"before": before, "after": check(rank, ["plain_sgd"])["plain_sgd"]}
+    return {"before": before, "after": check(rank, "basics", "plain_sgd")["plain_sgd"]}
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="builds a module with gcc")
