@@ -30,11 +30,13 @@ class OfWeights(Dataset[Tensor]):
 def data_loader_workers(run: Run) -> None:
     net = Net()
     model = run.wrap(net)
+    # The ranks of these tests come from a fork server; a worker from a second one imports torch.
+    workers: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork", "timeout": 60}
 
     def epoch(step: int) -> None:
         multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
         if step == 5:
-            run.see(list(DataLoader(OfWeights(net.a.weight), num_workers=1, timeout=30)))
+            run.see(list(DataLoader(OfWeights(net.a.weight), **workers)))
 
     train(run, model, sgd(model), epoch)
 
