@@ -277,7 +277,16 @@ class Cluster:
         if len(known) != len(names):
             raise InvalidInput(f"host names must be unique, but are {hosts}")
         check_range(self.world_size, 1, MAX_RANKS, f"devices of cluster {self.name!r}")
+        check_range(self.machine_cores, 0, MAX_RANKS, f"machine_cores of cluster {self.name!r}")
+        linked = set[frozenset[str]]()
         for link in self.pair_links:
+            pair = frozenset(link.between)
+            if len(pair) < 2 or pair in linked:
+                raise InvalidInput(
+                    "a link must join two hosts that no other link joins, but one is between "
+                    f"{' and '.join(link.between)}"
+                )
+            linked.add(pair)
             for end in link.between:
                 if end not in known:
                     raise InvalidInput(f"a link names host {end!r}, but the hosts are {hosts}")
@@ -404,8 +413,8 @@ class Cluster:
 
     @cached_property
     def _pair_of(self) -> dict[frozenset[str], PairLink]:
-        """The link of each pair of hosts by their names; the first one of a pair counts."""
-        return {frozenset(link.between): link for link in reversed(self.pair_links)}
+        """The link of each pair of hosts by their names."""
+        return {frozenset(link.between): link for link in self.pair_links}
 
     def to_data(self) -> dict[str, Any]:
         data: dict[str, Any] = to_data(self)

@@ -66,10 +66,24 @@ class _ClusterSpec:
     fits: tuple[CollectiveFit, ...] = ()
 
 
+def _refuse_booleans(data: Any, path: Path) -> None:
+    """Raise `InvalidInput` for true or yes as a value of a host or a link: it would count as 1."""
+    for kind in ("hosts", "links"):
+        items = data.get(kind) if isinstance(data, dict) else None
+        for item in items if isinstance(items, list) else ():
+            for name, value in item.items() if isinstance(item, dict) else ():
+                if isinstance(value, bool):
+                    raise InvalidInput(
+                        f"{path}: {name} in {kind} must be a number or text, but is a boolean "
+                        "(YAML reads yes and on as true)"
+                    )
+
+
 def read_cluster(path: Path) -> Cluster:
     """Read a cluster from its YAML file; docs/cluster.md lists the fields and their units."""
     data = read_yaml(path)
     refuse_newer(data, 1, "cluster", str(path))
+    _refuse_booleans(data, path)
     spec = parse(_ClusterSpec, data, str(path))
     if spec.source not in SOURCES:
         raise InvalidInput(

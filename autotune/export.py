@@ -56,7 +56,8 @@ class Export:
 
     `variables` are in backward order. `tuned` and `current` are the sides of the closing
     comparison, or None. `predicted_s`: the tuned strategy's predicted step time at its proposal.
-    `conditions`: what was emulated when these times were measured. `library`: see `Workload`.
+    `conditions`: what was emulated when these times were measured. `library`, `reads_norms`: see
+    `Workload`.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -79,6 +80,7 @@ class Export:
     conditions: Conditions = REAL_CONDITIONS
     schema: int = SCHEMA
     library: Library = field(default=Library.DDP, metadata=LATER)
+    reads_norms: bool = field(default=False, metadata=LATER)
 
     def __post_init__(self) -> None:
         check_range(self.world_size, 1, MAX_RANKS, f"world_size of job {self.job_id!r}")
@@ -91,9 +93,8 @@ class Export:
         """
         if self.strategy is None:
             return None
-        rebuilt = planning.plan(
-            self.strategy, Workload(self.model, self.variables), self.world_size
-        )
+        workload = Workload(self.model, self.variables, reads_norms=self.reads_norms)
+        rebuilt = planning.plan(self.strategy, workload, self.world_size)
         if self.plan_id is not None and rebuilt.id != self.plan_id:
             raise InvalidInput(
                 f"the export of job {self.job_id} must give plan {self.plan_id}, but this version "

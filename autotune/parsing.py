@@ -145,8 +145,12 @@ def schema_of_stored(kind: type[Any], source: Any, handler: Any) -> Any:
 
 
 def refuse_newer(data: Any, newest: int, what: str, where: str) -> None:
-    """Refuse a newer schema before its new fields are reported as unknown."""
+    """Refuse a newer schema before its new fields are reported as unknown, and none of ours."""
     schema = data.get("schema") if isinstance(data, dict) else None
+    if isinstance(schema, int) and schema < 1:
+        raise InvalidInput(
+            f"{where}: the schema of {what} must be from 1 to {newest}, but is {schema}"
+        )
     if isinstance(schema, int) and schema > newest:
         raise InvalidInput(
             f"{where}: this version reads {what} schema {newest}, but the file has {schema}; "
@@ -199,3 +203,14 @@ def json_schema(kind: type[Any]) -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of the input of `parse` for the dataclass `kind`."""
     schema: dict[str, Any] = _adapter(cast(Hashable, kind)).json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def check_utf8(what: str, text: str) -> None:
+    """Raise `InvalidInput` if `text` has bytes of the system that are not UTF-8 (PEP 383)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        shown = text.encode("utf-8", "backslashreplace").decode()
+        raise InvalidInput(
+            f"{what} must be UTF-8, since jobs are stored so, but is {shown!r}; rename it"
+        ) from error

@@ -41,6 +41,8 @@ def parse_bytes_per_s(value: str | float, what: str) -> float:
     """`1Gbit/s`, `25GbE` or `10GB/s`; a plain number is bytes per second."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return _checked(value, what)
+    if plain := re.match(_NUMBER + r"$", str(value)):  # 1e9 is text in YAML
+        return _checked(float(plain[1]), what)
     match = _RATE.match(str(value))
     if match is None:
         raise InvalidInput(f"{what} needs a rate such as 1Gbit/s or 10GB/s, but is {value!r}")
@@ -66,7 +68,7 @@ def _checked(value: float, what: str) -> float:
         number = math.inf
     if not (math.isfinite(number) and number >= 0):
         raise InvalidInput(f"{what} must be finite and at least 0, but is {number}")
-    return number
+    return number + 0.0  # not -0.0, which is other content
 
 
 _TIMES = (("h", 3600.0, 1), ("min", 60.0, 2), ("s", 1.0, 1), ("ms", 1e-3, 1), ("us", 1e-6, 1))

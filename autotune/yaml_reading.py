@@ -6,6 +6,7 @@ few bytes in the file, and billions of values once they are built or printed.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from autotune.errors import InvalidInput
@@ -16,6 +17,8 @@ MAX_DIGITS = 40
 """Most characters of a number. A float in full precision has 24, and Python prints up to 4300."""
 
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_NOT_DECIMAL = re.compile(r"[-+]?0[0-9_]+|.*:.*")
+"""YAML 1.1 reads 010 as 8 and 1:30 as 90."""
 
 
 def parse_yaml(text: str, where: str) -> Any:
@@ -71,6 +74,18 @@ class _Checked:
                     f"{self._at(node)}: a number may have at most {MAX_DIGITS} characters, "
                     f"but one has {len(node.value)}"
                 )
+            if node.tag in _NUMBERS and _NOT_DECIMAL.fullmatch(node.value):
+                raise InvalidInput(
+                    f"{self._at(node)}: numbers must be decimal, but one is {node.value}, which "
+                    "YAML reads in another base; write it as a decimal number, or quote it"
+                )
+            try:
+                node.value.encode()
+            except UnicodeEncodeError as error:
+                raise InvalidInput(
+                    f"{self._at(node)}: text must not have half of a surrogate pair, but is "
+                    f"{node.value!r}"
+                ) from error
             return []
         if node.value and isinstance(node.value[0], tuple):
             self._refuse_duplicates(node)

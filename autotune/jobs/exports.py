@@ -118,6 +118,7 @@ def build_export(
         software=dict(history.profiled.software),
         conditions=history.conditions(spec.conditions),
         library=workload.library,
+        reads_norms=workload.reads_norms,
     )
 
 

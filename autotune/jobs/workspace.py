@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 
 from autotune.errors import InvalidInput
+from autotune.parsing import check_utf8
 from autotune.storage.store import Store
 
 MOST_OF_THE_NAME = 80
@@ -27,6 +28,7 @@ class Workspace:
     @staticmethod
     def create(directory: Path) -> Workspace:
         """Create the directory; raises `InvalidInput` if it cannot be written."""
+        check_utf8("the path of --directory", str(directory.resolve()))
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -42,6 +44,7 @@ class Workspace:
 
     @staticmethod
     def existing(directory: Path) -> Workspace:
+        check_utf8("the path of --directory", str(directory.resolve()))
         if not (directory / "autotune.db").is_file():
             raise InvalidInput(
                 f"{directory} holds no jobs (no autotune.db); run `autotune tune` first, or give "

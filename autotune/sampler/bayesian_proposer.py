@@ -65,7 +65,8 @@ class BayesianProposer:
         """
         assert history.profiled is not None
         workload = history.profiled.workload
-        failed_s = FAILED_FACTOR * history.references[0][1]
+        slowest_s = max(history.measured_s.values(), default=0.0)
+        failed_s = max(FAILED_FACTOR * history.references[0][1], slowest_s)
         tried = dict.fromkeys(trial.request.strategy_id for trial in history.candidates)
         times = {
             planned.plan.enacted_id: history.measured_s.get(strategy_id, failed_s)

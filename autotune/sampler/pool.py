@@ -60,6 +60,12 @@ class Pool:
     cut_short: bool = False
     slices: int = 0
 
+    def mark_built(self, enacted_id: str) -> None:
+        """Note that the candidate with this plan, if there is one, is hand-made, too."""
+        for number, candidate in enumerate(self.candidates):
+            if candidate.planned.plan.enacted_id == enacted_id:
+                self.candidates[number] = replace(candidate, built=True)
+
     def explained(self, reason: str) -> str:
         """Add whether the optimizer was cut short, and how many strategies were refused."""
         reason, refusals = f"{reason}; {CUT_SHORT}" if self.cut_short else reason, self.refusals
@@ -213,6 +219,8 @@ class PoolBuilder:
         workload, most = history.profiled.workload, most + len(pool.candidates)
         for origin, strategy in strategies:
             planned = PlannedStrategy.of(strategy, workload, self._spec.workers)
+            if built:
+                pool.mark_built(planned.plan.enacted_id)
             if planned.plan.enacted_id not in pool.known:
                 pool.known.add(planned.plan.enacted_id)
                 refusal = self._allowed.refusal_reason(planned.plan, workload)

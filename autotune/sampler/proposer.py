@@ -26,7 +26,7 @@ from autotune.sampler.pool import (
     PoolBuilder,
     proposal_of,
 )
-from autotune.sampler.scoring import Candidate, Scorer, Scores
+from autotune.sampler.scoring import INCUMBENT, Candidate, Scorer, Scores
 from autotune.sampler.selection import choice_agreement_rows, hidden_cosine, select_diverse
 from autotune.simulators.interface import Simulator
 from autotune.simulators.replay_settings import ReplaySettings
@@ -125,14 +125,15 @@ class Proposer:
             return Proposed(round_, proposals, "random", reason, len(pool), (), 0.0)
         scores = self._scorer.score(history, pool, deadline.share(SCORING))
         scored = len(scores.ranked)
-        untried.cut_short |= scored < len(pool)
+        untried.cut_short |= scores.cut_short
         most = int(LATER_LEADERS * count) if round_ else max(1, round(LEADERS * count))
         optimized = [i for i in range(scored) if pool[i].optimized]
         leading = optimized[:most]
         if not round_:
             leading = _with_lossless(pool, leading, optimized[most:])
         if not round_ and len(leading) < count:
-            leading += _nearly_fastest_built(pool, scores)
+            built = _nearly_fastest_built(pool, scores)
+            leading += [i for i in built if i not in leading]
         rest = [i for i in range(scored) if i not in leading]
         if rest and len(leading) < count:
             others, left = [pool[i] for i in rest], count - len(leading)
@@ -144,14 +145,7 @@ class Proposer:
         later = [i for i in scores.ranked.tolist() if pool[i].optimized and i not in leading]
         passed_over = tuple(_scored(pool, scores, i, history) for i in later[:PASSED_OVER])
         return Proposed(
-            round_,
-            proposals,
-            scores.ranker,
-            reason,
-            len(pool),
-            quality,
-            0.0,
-            passed_over=passed_over,
+            round_, proposals, scores.ranker, reason, scored, quality, 0.0, passed_over=passed_over
         )
 
     def _propose_neighbours(
@@ -169,11 +163,11 @@ class Proposer:
             reason = pool.explained(f"{what}: all were tried")
             return Proposed(round_, (), "none", reason, 0, (), 0.0, incumbent)
         # The incumbent is scored with its neighbours, so that predictions compare.
-        candidates = [Candidate(start, "incumbent", optimized=True), *pool.candidates]
+        candidates = [Candidate(start, INCUMBENT, optimized=True), *pool.candidates]
         scores = self._scorer.score(
             history, candidates, deadline.share(SCORING), replayed=NEIGHBOURS
         )
-        pool.cut_short |= len(scores.ranked) < len(candidates)
+        pool.cut_short |= scores.cut_short
         assert scores.predicted_s is not None, "only a guided search descends"
         most_s = (1 + NEAR) * float(scores.predicted_s[0])
         chosen = [i for i in scores.ranked.tolist() if i and scores.predicted_s[i] <= most_s]

@@ -6,8 +6,9 @@ candidates that have no score by then are left out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -49,6 +50,11 @@ SCORED_SHARDS = 2**15
 """Shards of the candidates that a simulator of shards scores at once, 10 MB of features."""
 
 
+INCUMBENT = "incumbent"
+"""Origin of the candidate with which its neighbours are compared."""
+NO_TIMES = "times that are no finite numbers above 0"
+
+
 @dataclass(frozen=True)
 class Candidate:
     """`optimized`: found by the optimizer, whose replays are cached. `built`: hand-made."""
@@ -66,7 +72,7 @@ class Scores:
     `hidden` (n, H): hidden states of unit norm, if a simulator ranked. `shown_s` (n,): seconds to
     show, None if they are those to choose by; `sd` (n,): relative standard deviations of
     measurements around these, NaN where unknown, or None. n: the first candidates, all that were
-    scored before the deadline.
+    scored before the deadline. `cut_short`: whether more time could have changed them.
     """
 
     ranker: str
@@ -77,6 +83,7 @@ class Scores:
     quality: tuple[RankingQuality, ...]
     shown_s: FloatArray | None = None
     sd: FloatArray | None = None
+    cut_short: bool = False
 
     def of_one(self, number: int) -> float | None:
         """Predicted seconds of this candidate; None without a prediction."""
@@ -148,20 +155,24 @@ class Scorer:
         extractor = self.extractor(history)
         learning = deadline.share(LEARNING)
         examples = self.examples(history, learning)
+        all_known = len(examples) == len(history.measured_s)
         if len(examples) < SMALLEST_TRAINING:
             count = len(examples)
             reason = f"{count} measured strategies are too few to train on, so the replay ranks"
+            if not all_known:
+                reason = f"only {count} measured strategies were replayed, so the replay ranks"
             others = self._experience(history, learning)
             if others.trials:
                 reason = f"{reason}, corrected by {others.trials} strategies of earlier jobs"
-            return _ranked(
+            scores = _ranked(
                 REPLAY, reason, pool, extractor, None, examples, others, (), deadline, replayed
             )
+            return replace(scores, cut_short=scores.cut_short or not all_known)
         quality, left_out = self._train(examples, history, learning)
         choice = choose_ranker(quality)
         simulator = None if choice.ranker in UNLEARNED else self._trained[choice.ranker]
         reason = "; ".join([choice.reason, *left_out])
-        return _ranked(
+        scores = _ranked(
             choice.ranker,
             reason,
             pool,
@@ -173,6 +184,7 @@ class Scorer:
             deadline,
             replayed,
         )
+        return replace(scores, cut_short=scores.cut_short or not all_known)
 
     def finish(self, history: History, deadline: Deadline = NO_DEADLINE) -> dict[str, Simulator]:
         """Fit each simulator on all measurements, to keep for later jobs; may return none.
@@ -227,7 +239,7 @@ class Scorer:
         splits = k_fold(examples, FOLDS, self._spec.seed)
         quality = evaluate(examples, {}, splits, self._spec.seed, history.noise)
         known = {one.ranker for one in quality}
-        clock, too_large = deadline.clock, []
+        clock, too_large, unusable = deadline.clock, [], []
         for name, make in self._make.items():
             left_s = TRAINING_SHARE * history.elapsed_s - sum(self._training_s.values())
             if self._last_training_s.get(name, 0.0) > left_s:
@@ -242,16 +254,21 @@ class Scorer:
                 continue
             simulator.fit(examples, self._spec.seed, limit_s=limit_s)
             fit_s = clock() - began_s
-            if fit_s <= limit_s:
+            self._trained.pop(name, None)
+            usable = _are_times(simulator.predict_step_s([each.features for each in examples]))
+            if usable and fit_s <= limit_s:
                 figures = evaluate(examples, {name: make}, splits, self._spec.seed, history.noise)
-                quality += [one for one in figures if one.ranker not in known]
-                self._trained[name] = simulator
-            else:
-                self._trained.pop(name, None)
+                new = [one for one in figures if one.ranker not in known]
+                # Kendall's tau of predictions that are no numbers is none either
+                if usable := all(math.isfinite(one.kendall_tau) for one in new):
+                    quality += new
+                    self._trained[name] = simulator
+            if not usable:
+                unusable.append(f"{name} left out: it predicts {NO_TIMES}")
             took_s = clock() - began_s
             self._last_training_s[name] = max(took_s, (FOLDS + 1) * fit_s)
             self._training_s[name] = self._training_s.get(name, 0.0) + took_s
-        return tuple(quality), _too_large(too_large, self._trained_shards)
+        return tuple(quality), _too_large(too_large, self._trained_shards) + unusable
 
     def extractor(self, history: History) -> Extractor:
         """One for the whole round and the optimizer's replays, so that nothing is replayed twice.
@@ -322,7 +339,12 @@ class Scorer:
                 profiled.software,
                 profiled.op_fusions,
             )
+            # A resumed job goes on with the constants of its last round.
+            last = history.rounds[-1] if history.rounds else None
             self._calibrated = None
+            if last is not None and last.constants is not None:
+                extractor = with_constants(stated, last.constants)
+                self._calibrated = extractor, last.constants, last.contradicted
         self._stated = stated
         return stated
 
@@ -337,7 +359,7 @@ class Scorer:
         measured: dict[str, PlannedStrategy] = {}
         for strategy_id in history.measured_s:
             if strategy_id not in self._measured and deadline.passed():
-                break
+                continue
             planned = history.planned(strategy_id)
             assert planned is not None, "the current setup is no candidate"
             measured[strategy_id] = planned
@@ -345,7 +367,7 @@ class Scorer:
         examples = []
         for strategy_id, planned in measured.items():
             if strategy_id not in self._measured and deadline.passed():
-                break
+                continue
             features = self._features(history, planned, strategy_id, shards <= self._trained_shards)
             step_s, group = history.measured_s[strategy_id], planned.plan.enacted_id
             examples.append(Example(features, step_s, domain, group))
@@ -385,16 +407,23 @@ def _ranked(
     deadline: Deadline,
     replayed: int,
 ) -> Scores:
-    """Rank candidates without a replay, then replay the optimizer's and the best and rank these
-    anew.
+    """Rank candidates without a replay, then replay the incumbent, the optimizer's and the best and
+    rank these anew.
 
     The others follow them. Without a simulator, `examples` and the `past` of earlier jobs correct
     the replay. The first half of the time is for the first ranking.
     """
     guessed = list(_guesses(pool, extractor, simulator, deadline.share(0.5)))
     predicted_s = np.concatenate([guess.step_s for guess in guessed])
-    others = np.array([not candidate.optimized for candidate in pool[: len(predicted_s)]])
-    first = np.lexsort((predicted_s, others))
+    if simulator is not None and not _are_times(predicted_s):
+        reason = f"{reason}; but it predicts {NO_TIMES}, so the replay ranks"
+        return _ranked(
+            REPLAY, reason, pool, extractor, None, examples, past, quality, deadline, replayed
+        )
+    guesses = pool[: len(predicted_s)]
+    others = np.array([not candidate.optimized for candidate in guesses])
+    not_compared = np.array([candidate.origin != INCUMBENT for candidate in guesses])
+    first = np.lexsort((predicted_s, others, not_compared))
     described = []
     replaying = deadline if simulator is None else deadline.share(0.5)
     for index in first[:replayed].tolist():
@@ -403,6 +432,7 @@ def _ranked(
         described.append(extractor.described(features, planned.plan))
         if replaying.passed():
             break
+    cut_short = len(predicted_s) < len(pool) or len(described) < len(first[:replayed])
     shortlist, rest = first[: len(described)], first[len(described) :]
     hidden = shown_s = sd = None
     if simulator is None:
@@ -420,7 +450,7 @@ def _ranked(
         hidden[shortlist] = np.concatenate([guess.hidden for guess in again])
     shortlist = shortlist[np.argsort(predicted_s[shortlist], kind="stable")]
     order = np.concatenate([shortlist, rest])
-    return Scores(ranker, reason, predicted_s, order, hidden, quality, shown_s, sd)
+    return Scores(ranker, reason, predicted_s, order, hidden, quality, shown_s, sd, cut_short)
 
 
 @dataclass(frozen=True)
@@ -466,6 +496,11 @@ def _parts(pool: Sequence[Candidate]) -> Iterator[Sequence[Candidate]]:
             start, shards = stop, 0
         shards += count
     yield pool[start:]
+
+
+def _are_times(step_s: FloatArray) -> bool:
+    """Whether all are finite and above 0, which a simulator of a plugin may break."""
+    return bool(np.all(np.isfinite(step_s) & (step_s > 0)))
 
 
 def _have_shards(examples: Sequence[Example]) -> bool:

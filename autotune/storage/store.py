@@ -134,7 +134,7 @@ class Store:
                 "a job id must have up to 100 letters, digits, '.', '_' or '-' and begin with a "
                 f"letter or digit, but is {job_id!r}; give another --job"
             )
-        now = datetime.now(UTC).isoformat(timespec="seconds")
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
         with self.database.transaction() as db:
             first_id, number = job_id, 1
             while db.execute("SELECT 1 FROM jobs WHERE id = ?", (job_id,)).fetchone():

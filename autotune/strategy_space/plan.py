@@ -230,6 +230,7 @@ def plan(strategy: Strategy, workload: Workload, world_size: int) -> Plan:
         raise InvalidStrategy(
             f"ring_order must name all {world_size} ranks, but names {len(strategy.ring_order)}"
         )
+    in_rank_order = strategy.ring_order == tuple(range(world_size))
     issued: list[tuple[int, int, int, int, Message]] = []  # each with its sort key
     groups = _Groups(world_size)
     dense = SparseHandling.DENSE  # looking up a member of an enumeration takes as long as a call
@@ -267,7 +268,7 @@ def plan(strategy: Strategy, workload: Workload, world_size: int) -> Plan:
         world_size,
         messages,
         strategy.cross_step,
-        strategy.ring_order,
+        None if in_rank_order else strategy.ring_order,
         in_flight=strategy.in_flight,
         op_fusion=strategy.op_fusion,
         local_copies=strategy.local_copies,

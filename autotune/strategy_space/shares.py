@@ -39,7 +39,7 @@ def normal_shares(shares: Sequence[float] | None) -> Shares | None:
     """Return the shares as a tuple of floats, or None if all are equal."""
     if shares is None or len(set(shares)) < 2:
         return None
-    return tuple(map(float, shares))
+    return tuple(share + 0.0 for share in shares)  # -0.0 is another content than 0.0
 
 
 def pieces_error(pieces: int) -> str | None:

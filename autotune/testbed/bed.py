@@ -111,9 +111,9 @@ def up(
 ) -> Testbed:
     """Create a testbed of `cluster`. If `owned`, it is a leftover once this process has died.
 
-    Testbeds of dead owners are removed first. A failure or an interrupt is undone. Raises
-    `EmulationUnavailable` (this machine cannot), `InvalidInput` (the name is in use, a value breaks
-    a rule), `EmulationError`.
+    Testbeds of dead owners are removed first, where they can be. A failure or an interrupt is
+    undone. Raises `EmulationUnavailable` (this machine cannot), `InvalidInput` (the name is in use,
+    a value breaks a rule), `EmulationError`.
     """
     able = capabilities()
     able.demand()
@@ -182,12 +182,24 @@ def running(
     byte_scale: float = 1.0,
     directory: Path = STATE_DIRECTORY,
 ) -> Iterator[Testbed]:
-    """An owned testbed for a `with` block, removed however the block ends."""
+    """An owned testbed for a `with` block, removed however the block ends.
+
+    If it cannot be removed, that is a warning: the block's own end counts.
+    """
     bed = up(cluster, name=name, owned=True, byte_scale=byte_scale, directory=directory)
     try:
         yield bed
     finally:
-        down(bed.name, directory=directory)
+        try:
+            down(bed.name, directory=directory)
+        except EmulationError as error:
+            log.warning(
+                "the testbed %s could not be removed: %s; the next testbed removes it, or "
+                "`autotune testbed down %s`",
+                bed.name,
+                error,
+                bed.name,
+            )
 
 
 def _testbed(recorded: Recorded) -> Testbed:
@@ -233,10 +245,18 @@ def _refuse_names_in_use(states: States, layout: Layout) -> None:
 
 
 def _remove_leftovers(states: States) -> tuple[str, ...]:
-    leftovers = [recorded for recorded in states.all() if recorded.left_over]
-    for recorded in leftovers:
-        _remove(states, recorded)
-    return tuple(recorded.layout.name for recorded in leftovers)
+    """Remove what can be removed; the rest stays recorded, with a warning."""
+    removed = []
+    for recorded in states.all():
+        if recorded.left_over:
+            name = recorded.layout.name
+            try:
+                _remove(states, recorded)
+            except EmulationError as error:
+                log.warning("the testbed %s of a dead process stays: %s", name, error)
+            else:
+                removed.append(name)
+    return tuple(removed)
 
 
 def _remove(states: States, recorded: Recorded) -> None:

@@ -16,7 +16,7 @@ Metric = tuple[str, float, int]
 
 def is_local(uri: str) -> bool:
     """Whether MLflow keeps its runs in files of this machine."""
-    return uri.startswith(("sqlite:", "file:")) or "://" not in uri
+    return uri.startswith(("sqlite:", "file:")) or not (uri == "databricks" or "://" in uri)
 
 
 class Connection:
@@ -31,6 +31,7 @@ class Connection:
         self.job_id = job_id
         self._created_ms = int(created_at.timestamp() * 1000)
         self._run_ids: dict[str, str] = {}
+        self._latest_id = ""
         self.parent_id = self.run("job", job_id, {"mlflow.source.name": "autotune"}, 0.0)
 
     @staticmethod
@@ -47,7 +48,7 @@ class Connection:
         existing = client.get_experiment_by_name(experiment)
         if existing is not None:
             return Connection(client, existing.experiment_id, job_id, created_at)
-        served = uri.startswith(("http:", "https:"))
+        served = uri.startswith(("http:", "https:", "databricks"))
         location = None if served else artifact_dir.resolve().as_uri()
         experiment_id = client.create_experiment(experiment, artifact_location=location)
         return Connection(client, experiment_id, job_id, created_at)
@@ -59,24 +60,31 @@ class Connection:
     def run(self, role: str, name: str, tags: dict[str, str], elapsed_s: float) -> str:
         """Find or create the run that is tagged as this job's `role`; return its id."""
         if role not in self._run_ids:
-            query = (
-                f"tags.`autotune.tuning.job` = '{self.job_id}' and tags.`autotune.run` = '{role}'"
-            )
+            # Another store may have a job with this id; both hardly began in one millisecond.
+            keys = {
+                "autotune.tuning.job": self.job_id,
+                "autotune.tuning.created_ms": str(self._created_ms),
+                "autotune.run": role,
+            }
+            query = " and ".join(f"tags.`{key}` = '{value}'" for key, value in keys.items())
             runs = self.client.search_runs([self.experiment_id], filter_string=query, max_results=1)
             if not runs:
-                tags = {"autotune.tuning.job": self.job_id, "autotune.run": role, **tags}
                 start_ms = self.at_ms(elapsed_s)
                 runs = [
                     self.client.create_run(
-                        self.experiment_id, start_time=start_ms, tags=tags, run_name=name
+                        self.experiment_id, start_time=start_ms, tags=keys | tags, run_name=name
                     )
                 ]
             self._run_ids[role] = runs[0].info.run_id
-        return self._run_ids[role]
+        self._latest_id = self._run_ids[role]
+        return self._latest_id
 
     def has_lost_runs(self) -> bool:
-        """Whether one of the job's runs was deleted since; those of a deleted experiment are."""
-        runs = (self.client.get_run(run_id) for run_id in self._run_ids.values())
+        """Whether the job's run or the latest one was deleted since, as with their experiment.
+
+        The others need not be asked: a request each would take longer than an item may.
+        """
+        runs = map(self.client.get_run, {self.parent_id, self._latest_id})
         return any(run.info.lifecycle_stage != "active" for run in runs)
 
     def trial_run(self, number: int, name: str = "", elapsed_s: float = 0.0) -> str:

@@ -228,15 +228,22 @@ def _artifact(path: Path, trial: int | None) -> Delivery:
 
 def _model(name: str, folder: Path) -> Delivery:
     def deliver(mlflow: Connection) -> None:
+        from mlflow.exceptions import MlflowException
+
         if not folder.is_dir():
             raise Unsendable(f"{folder} is gone, so the simulator cannot be sent")
-        save_model(mlflow, name, folder)
+        try:
+            save_model(mlflow, name, folder)
+        except MlflowException as error:
+            if error.error_code == "ENDPOINT_NOT_FOUND":
+                raise Unsendable("the server has no logged models, as of MLflow 3") from error
+            raise
 
     return deliver
 
 
-def discard_sent(item: OutboxItem) -> None:
-    """Delete the folder of a model that is marked as sent.
+def discard(item: OutboxItem) -> None:
+    """Delete the folder of a model that is marked as sent or rejected.
 
     A delivery does not delete it: one that was left behind ends while the item still waits.
     """

@@ -27,7 +27,7 @@ from autotune.storage.outbox import OutboxItem
 from autotune.storage.store import Store
 from autotune.tracking.connection import Connection, is_local
 from autotune.tracking.home_network import HomeNetwork
-from autotune.tracking.sender import Delivery, Sender, Unsendable, discard_sent
+from autotune.tracking.sender import Delivery, Sender, Unsendable, discard
 from autotune.tuning.events import Event
 from autotune.tuning.history import History
 from autotune.tuning.instructions import Instruction
@@ -45,12 +45,18 @@ first item, in 40 s on two busy cores."""
 FLUSH_S = 30.0
 """Time at the end of a job in which items are begun; `autotune track` sends the rest."""
 _NEVER_ACCEPTED = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
+_GONE = "RESOURCE_DOES_NOT_EXIST"
+"""What a server answers about a run or an experiment that was deleted for good."""
+_TOO_LARGE = 413
+"""HTTP status of a proxy that limits requests."""
 
 
-def mlflow_environment(timeout_s: int = 5, retries: int = 1) -> dict[str, str]:
+def mlflow_environment(timeout_s: int = 5, retries: int = 0) -> dict[str, str]:
     """Environment variables for our own use of MLflow, which has no other source for them.
 
-    Short HTTP timeouts, few retries (the breaker retries), no telemetry, progress bars or chatter.
+    Short HTTP timeouts, no telemetry, progress bars or chatter. No retries: MLflow would repeat a
+    request that creates a run and was only answered late, too. The breaker retries, and looks
+    first.
     """
     return {
         "MLFLOW_HTTP_REQUEST_TIMEOUT": str(timeout_s),
@@ -177,9 +183,12 @@ class Tracker:
     def _send_item(self, item: OutboxItem, history: History) -> bool:
         """Return False if the item has to wait."""
         _use_mlflow_quietly()
-        with collection_paused():
-            import mlflow.exceptions  # noqa: F401 - takes seconds, which are not the server's
-
+        try:
+            with collection_paused():
+                import mlflow.exceptions  # noqa: F401 - takes seconds, which are not the server's
+        except Exception as error:  # noqa: BLE001 - whatever a broken installation raises
+            self.problem = f"MLflow cannot be imported: {type(error).__name__}: {error}"
+            return False
         if self._late is not None and self._late.running:
             return False
         delivery = self._sender.delivery(item, history)
@@ -199,7 +208,7 @@ class Tracker:
             self._store.outbox.mark_rejected(self._job_id, item.position, rejection)
         else:
             self._store.outbox.mark_sent(self._job_id, item.position)
-            discard_sent(item)
+        discard(item)
         return True
 
     def _deliver(self, delivery: Delivery, created_at: datetime) -> str:
@@ -217,11 +226,12 @@ class Tracker:
         except Unsendable as error:
             return str(error)
         except Exception as error:  # MLflow's, its database's, and those of any artifact store
-            if self._connection is not None and (
-                getattr(error, "error_code", None) in _NEVER_ACCEPTED
-            ):
+            code = getattr(error, "error_code", None)
+            if self._connection is not None and (code in _NEVER_ACCEPTED or _is_too_large(error)):
                 if not self._runs_are_lost(self._connection):
                     return str(error)
+                code = _GONE
+            if code == _GONE:
                 self._connection = None  # the next one looks for the runs anew
             raise _Unreachable(masked(f"{type(error).__name__}: {error}")) from error
         return ""
@@ -234,3 +244,9 @@ class Tracker:
             return connection.has_lost_runs()
         except MlflowException:  # a run that was deleted for good, say
             return True
+
+
+def _is_too_large(error: Exception) -> bool:
+    """Whether a proxy refused a request for its size, by MLflow's client or by `requests`."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return status == _TOO_LARGE or f"error code {_TOO_LARGE}" in str(error)

@@ -11,7 +11,7 @@ from autotune.canonical import to_data
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
 from autotune.limits import MAX_COUNT, MAX_RANKS, MAX_SECONDS
-from autotune.parsing import parse, read_yaml
+from autotune.parsing import check_utf8, parse, read_yaml
 from autotune.records import REAL_CONDITIONS, Accelerators, Conditions
 from autotune.simulators.registry import SIMULATORS
 from autotune.tuning.settings import Kind, Setting, setting, settings_of
@@ -117,7 +117,7 @@ class JobSpec:
     max_trials: int = setting(
         60,
         "budget",
-        "maximum number of candidate trials",
+        "maximum number of the search's trials; the fastest strategies are then measured again",
         name="budget_trials",
         shown="60, or no limit if budget_time is given",
         at_least=1,
@@ -225,7 +225,9 @@ class JobSpec:
         at_least=0,
         remark="the fits of the cluster file are used",
     )
-    seed: int = setting(0, "search", "seed of every random choice", at_most=2**63 - 1)
+    seed: int = setting(
+        0, "search", "seed of every random choice", at_least=-(2**63), at_most=2**63 - 1
+    )
     conditions: Conditions = REAL_CONDITIONS
     given_profile: Workload | None = None
 
@@ -233,6 +235,8 @@ class JobSpec:
         if not self.command:
             example = "autotune tune -- torchrun --nproc-per-node 2 train.py"
             raise InvalidInput(f"a job needs a command, for example: {example}")
+        for word in self.command:
+            check_utf8("each word of the command", word)
         for item in SETTINGS:
             if item.field:
                 item.check(getattr(self, item.field))

@@ -142,6 +142,28 @@ def test_the_next_up_removes_the_testbed_and_processes_of_a_killed_owner(
     assert_nothing_is_left(bed_directory, (bed_name, f"{bed_name}n"))
 
 
+def test_a_testbed_that_cannot_be_removed_ends_no_job_and_stops_no_other_testbed(
+    bed_directory, bed_name, caplog, monkeypatch
+) -> None:
+    def stuck(namespaces: object) -> None:
+        raise EmulationError("processes 7 inside the testbed could not be ended in 10 s")
+
+    with monkeypatch.context() as kernel:
+        kernel.setattr(bed, "end_all_inside", stuck)
+        with bed.running(cluster(100, 100), name=bed_name, directory=bed_directory):
+            pass
+        assert f"the testbed {bed_name} could not be removed: processes 7" in caplog.text
+        path = States(bed_directory).path(bed_name)
+        data = json.loads(path.read_text())
+        data["maker"] = {"pid": os.getpid(), "start_ticks": 1}
+        path.write_text(json.dumps(data))
+        other = bed.up(cluster(100, 100), name=f"{bed_name}n", directory=bed_directory)
+        assert f"the testbed {bed_name} of a dead process stays: processes 7" in caplog.text
+    assert bed.down(other.name, directory=bed_directory)
+    assert bed.remove_leftovers(directory=bed_directory) == (bed_name,)
+    assert_nothing_is_left(bed_directory, (bed_name, f"{bed_name}n"))
+
+
 def test_an_incomplete_testbed_of_a_dead_maker_is_a_leftover(bed_directory, bed_name) -> None:
     bed.up(cluster(100, 100), name=bed_name, directory=bed_directory)
     path = States(bed_directory).path(bed_name)

@@ -403,6 +403,102 @@ def test_items_wait_while_their_runs_are_deleted(store, tmp_path, tracking_store
     assert tracker.flush() == 0 and not store.outbox.rejected("job")
 
 
+def test_runs_that_were_deleted_for_good_are_created_again(store, tmp_path, tracking_store):
+    """As by `mlflow gc`, or on a server whose volume was lost."""
+    import mlflow
+
+    with_tracking_store(tmp_path, tracking_store)
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    tracker = Tracker(store, "job", uri, "sync", tmp_path / "artifacts")
+    _, decision = observed_job(store, tracker)
+    client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+    def runs() -> list[str]:
+        experiment = client.get_experiment_by_name("sync")
+        return [run.info.run_id for run in client.search_runs([experiment.experiment_id])]
+
+    before = runs()
+    assert before
+    for run_id in before:
+        client._tracking_client.store._hard_delete_run(run_id)
+    assert tracker.flush() > 0 and "RESOURCE_DOES_NOT_EXIST" not in store.outbox.rejected("job")
+    assert tracker.flush() == 0 and not store.outbox.rejected("job")
+    assert set(runs()).isdisjoint(before)
+    job_run = client.get_run(tracker._connection.parent_id)
+    assert job_run.data.tags["autotune.exported"] == decision.strategy_id
+
+
+def test_jobs_of_two_stores_with_one_id_have_runs_of_their_own(store, tmp_path, tracking_store):
+    import mlflow
+
+    with_tracking_store(tmp_path, tracking_store)
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    time.sleep(0.002)  # jobs are told apart by the millisecond
+    with Store.open(tmp_path / "other.db") as other:
+        other.create_job("job", SPEC)
+        for each in (store, other):
+            tracker = Tracker(each, "job", uri, "sync", tmp_path / "artifacts")
+            history, _ = observed_job(each, tracker)
+            assert tracker.flush() == 0 and not each.outbox.rejected("job")
+    client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+    runs = client.search_runs([client.get_experiment_by_name("sync").experiment_id])
+    assert len(runs) == 2 * (1 + len(history.trials))
+
+
+def test_a_server_without_logged_models_gets_all_the_rest(
+    store, tmp_path, tracking_store, monkeypatch
+):
+    """MLflow 2 answers requests for them by 404."""
+    import mlflow
+    from mlflow.exceptions import MlflowException
+    from mlflow.protos.databricks_pb2 import ENDPOINT_NOT_FOUND
+
+    def refuse(*args, **kwargs):
+        raise MlflowException("404 Not Found", error_code=ENDPOINT_NOT_FOUND)
+
+    with_tracking_store(tmp_path, tracking_store)
+    monkeypatch.setattr(mlflow.MlflowClient, "search_logged_models", refuse)
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    tracker = Tracker(store, "job", uri, "sync", tmp_path / "artifacts")
+    tracker.keep(kept().trained, [], kept().replays)
+    observed_job(store, tracker)
+    assert tracker.flush() == 0
+    assert store.outbox.rejected("job") == ["the server has no logged models, as of MLflow 3"]
+    assert not (tmp_path / "unsent-models").exists()
+
+
+def test_a_request_that_a_proxy_finds_too_large_holds_nothing_up(
+    store, tmp_path, tracking_store, monkeypatch
+):
+    import mlflow
+    import requests
+
+    def refuse(*args, **kwargs):
+        response = requests.Response()
+        response.status_code = 413
+        raise requests.HTTPError("Request Entity Too Large", response=response)
+
+    with_tracking_store(tmp_path, tracking_store)
+    monkeypatch.setattr(mlflow.MlflowClient, "log_artifact", refuse)
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    tracker = Tracker(store, "job", uri, "sync", tmp_path / "artifacts")
+    report = tmp_path / "report.html"
+    report.write_text("<p>report</p>")
+    tracker.keep({}, [report], ReplaySettings())
+    observed_job(store, tracker)
+    assert tracker.flush() == 0
+    assert "Request Entity Too Large" in store.outbox.rejected("job")
+
+
+def test_an_mlflow_that_cannot_be_imported_is_a_problem_of_tracking_alone(
+    store, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "mlflow.exceptions", None)
+    tracker = Tracker(store, "job", f"sqlite:///{tmp_path / 'mlflow.db'}", "sync", tmp_path)
+    observed_job(store, tracker)
+    assert tracker.flush() > 0 and tracker.problem.startswith("MLflow cannot be imported: ")
+
+
 def test_the_command_counts_rejected_items_apart_from_sent_ones(
     store, tmp_path, capsys, tracking_store
 ):

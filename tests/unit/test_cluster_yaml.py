@@ -142,6 +142,21 @@ TWO_HOSTS = "hosts: [{name: a}, {name: b}]"
             "schema: 2\nracks: []",
             "this version reads cluster schema 1, but the file has 2; update autotune",
         ),
+        (
+            f"{TWO_HOSTS}\nlinks: [{{between: [a, a], bandwidth: 1GB/s}}]",
+            "must join two hosts that no other link joins, but one is between a and a",
+        ),
+        (
+            f"{TWO_HOSTS}\nlinks: [{{between: [a, b], bandwidth: 1GB/s}}, "
+            "{between: [b, a], bandwidth: 2GB/s}]",
+            "must join two hosts that no other link joins, but one is between b and a",
+        ),
+        (of_a("bandwidth: yes"), "bandwidth in hosts must be a number or text, but is a boolean"),
+        (
+            f"{TWO_HOSTS}\nmachine_cores: -4",
+            "machine_cores of cluster 'cluster' must be from 0 to 131072, but is -4",
+        ),
+        (f"{TWO_HOSTS}\nschema: 0", "the schema of cluster must be from 1 to 1, but is 0"),
         ("hosts: [", NOT_YAML),
         ("hosts: 2024-99-99", NOT_YAML),
         ("[" * 5000, NOT_YAML),
@@ -280,7 +295,7 @@ def clusters(draw):
     return Cluster(
         draw(words),
         tuple(hosts),
-        draw(st.just(()) | st.tuples(pair)),
+        draw(st.just(()) | st.tuples(pair)) if len(names) > 1 else (),
         tuple(draw(st.lists(fits, max_size=4))),
         draw(st.sampled_from(["assumed", "measured"])),
         link_fits=tuple(links),

@@ -14,8 +14,10 @@ from synthetic_job import WORKLOAD, SyntheticWorld, drive, job_spec, strategy
 from autotune.errors import InvalidInput, ModelMismatch
 from autotune.export import check_model, read_export
 from autotune.jobs.exports import build_export
-from autotune.records import CURRENT_SETUP
-from autotune.strategy_space.plan import plan
+from autotune.records import CURRENT_SETUP, Decision
+from autotune.strategy_space.plan import PlannedStrategy, plan
+from autotune.tuning.events import Profiled, Proposal, Proposed
+from autotune.tuning.history import History
 from autotune.tuning.instructions import Finish
 
 NOW = datetime(2024, 5, 1, 12, tzinfo=UTC)
@@ -52,6 +54,19 @@ def test_the_file_comes_back_equal_and_gives_the_plan_that_was_measured(written)
         again.plan() == plan(strategy(5), WORKLOAD, 2)
         and again.plan_id == again.plan().id == measured.plan_id
     )
+
+
+def test_an_export_of_a_script_that_clips_gives_the_plan_that_was_measured(tmp_path):
+    spec, reads_norms = job_spec(), replace(WORKLOAD, reads_norms=True)
+    crossing = replace(strategy(5), cross_step=True)
+    planned = PlannedStrategy.of(crossing, reads_norms, 2)
+    assert planned.plan.results is not None and planned.plan != plan(crossing, WORKLOAD, 2)
+    profiled = Profiled(reads_norms, spec.cluster, 1.0, {})
+    proposed = Proposed(0, (Proposal(crossing, "built"),), "none", "", 1, (), 0.0)
+    history = History((profiled, proposed), 0.1)
+    decision = Decision(crossing.id, "faster", None, crossing.id)
+    build_export("job", spec, history, decision, NOW).write(tmp_path / "best.json")
+    assert read_export(tmp_path / "best.json").plan() == planned.plan
 
 
 def test_both_sides_carry_their_time_and_spread_over_all_steps_of_the_comparison():

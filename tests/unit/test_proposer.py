@@ -6,11 +6,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count, islice
+from typing import Any
 
+import numpy as np
 import pytest
 
+from autotune.arrays import FloatArray
 from autotune.cluster import Cluster, Host
-from autotune.features.extract import job_extractor
+from autotune.features.extract import StrategyFeatures, job_extractor
 from autotune.lowering.link_rates import with_link_rates
 from autotune.lowering.replayed import LoweredSteps
 from autotune.optimizer.budget import Budget
@@ -28,13 +31,15 @@ from autotune.sampler.bayesian_proposer import BAYES_ASKS
 from autotune.sampler.encodings import Encoding, FusionScalars, SpaceChoices
 from autotune.sampler.pool import CUT_SHORT, NEIGHBOURS
 from autotune.sampler.proposer import Proposer, uncalibrated
-from autotune.sampler.scoring import FEWEST_CALIBRATED, Scorer
+from autotune.sampler.random import sample_many
+from autotune.sampler.scoring import FEWEST_CALIBRATED, NO_TIMES, Candidate, Scorer
+from autotune.simulators.interface import Simulator
 from autotune.simulators.registry import SIMULATORS
 from autotune.strategy_space.builders.collectives import ddp_default, per_variable
 from autotune.strategy_space.builders.registry import seed_strategies
 from autotune.strategy_space.enactable import refusal_reason
 from autotune.strategy_space.moves.neighbours import neighbourhood
-from autotune.strategy_space.plan import plan
+from autotune.strategy_space.plan import PlannedStrategy, plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Compressor, Strategy
 from autotune.tuning.events import Profiled, Proposal, Proposed, TrialFinished
@@ -122,6 +127,39 @@ def test_the_first_round_tries_the_fastest_strategy_that_no_search_has_changed(s
     }
     fastest = min(built_s, key=built_s.__getitem__)
     assert fastest in [proposal.origin for proposal in proposals.proposals]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_simulator_that_predicts_no_times_does_not_rank(first: int) -> None:
+    """As one of a plugin may: at once, or for strategies that it has not learned from."""
+    asked = count()
+
+    def odd() -> Simulator:
+        simulator: Any = SIMULATORS["linear"]()
+        predict = simulator.predict_step_s
+
+        def predict_step_s(features: Sequence[StrategyFeatures]) -> FloatArray:
+            seconds: FloatArray = predict(features)
+            return seconds if next(asked) < first else np.full_like(seconds, np.nan)
+
+        simulator.predict_step_s = predict_step_s
+        return simulator
+
+    spec, space = job(simulators=("linear",)), SearchSpace.default()
+    history = profiled(spec, model=SMALL).then(finished(0, CURRENT_SETUP, None, 0.5))
+    *tried, one, other = sample_many(SMALL, SLOW_NETWORK, space, 18, 0)
+    proposed = tuple(Proposal(strategy, "sampled") for strategy in tried)
+    history = history.then(Proposed(0, proposed, "none", "", len(tried), (), 0.0))
+    for number, strategy in enumerate(tried, start=1):
+        plan_id = plan(strategy, SMALL, 4).id
+        history = history.then(finished(number, strategy.id, plan_id, 0.4 + 0.05 * number))
+    scorer = Scorer(spec, {"linear": odd})
+    others = [Candidate(PlannedStrategy.of(each, SMALL, 4), "sampled") for each in (one, other)]
+    scores = scorer.score(history, others)
+    assert scores.ranker == "replay"
+    assert scores.predicted_s is not None and np.isfinite(scores.predicted_s).all()
+    assert f"linear left out: it predicts {NO_TIMES}" in scores.reason
+    assert "linear" not in {one.ranker for one in scores.quality}
 
 
 def test_the_last_training_keeps_to_its_share_of_the_job() -> None:
@@ -249,8 +287,11 @@ def test_proposals_depend_on_the_speed_of_the_machine_only_if_they_say_so() -> N
     fast, _ = proposed(1e-6)
     slow, took_s = proposed(0.02)
     assert took_s > 10 and slow == fast
-    stuck, _ = proposed(1000.0)
-    assert CUT_SHORT in stuck.reason and CUT_SHORT not in fast.reason
+    assert CUT_SHORT not in fast.reason
+    for look_s in (0.2, 1.0, 4.0, 1000.0):
+        cut, _ = proposed(look_s)
+        assert CUT_SHORT in cut.reason or cut == fast, look_s
+    assert CUT_SHORT in cut.reason
 
 
 def test_a_round_says_that_its_replay_could_not_be_calibrated_in_time() -> None:

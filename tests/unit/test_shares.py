@@ -65,6 +65,7 @@ def test_a_leader_owns_for_its_host():
 
 
 def test_equal_shares_are_none_and_many_are_shortened():
+    assert str(normal_shares((1.0, -0.0))) == "(1.0, 0.0)"  # equal shares have equal ids
     assert normal_shares((0.25,) * 4) is None and normal_shares((1, 0)) == (1.0, 0.0)
     assert shares_text((0.5, 0.25, 0.25, 0.0), 4) == "0.5, 0.25, 0.25, 0"
     assert shares_text((0.5, 0.25, 0.25, 0.0), 2) == "0.5, 0.25 and 2 more"

@@ -62,6 +62,11 @@ def test_a_value_that_is_no_quantity_is_refused_with_an_example(parse, value, me
         parse(value, "memory")
 
 
+def test_a_rate_that_yaml_takes_for_text_is_bytes_per_second() -> None:
+    assert parse_bytes_per_s("1e9", "rate") == parse_bytes_per_s(1e9, "rate") == 1e9
+    assert math.copysign(1.0, parse_seconds(-0.0, "latency")) == 1.0
+
+
 def test_people_read_three_digits_and_a_fitting_unit():
     seconds = {1.5: "1.5 s", 0.01234: "12.3 ms", 5e-5: "50 us", 2e-8: "20 ns"}
     seconds |= {119.0: "119 s", 120.0: "2 min", 1800.0: "30 min", 3600.0: "1 h", 5400.0: "1.5 h"}

@@ -206,7 +206,8 @@ def _repartition(draft: Draft) -> bool:
     count = round(2 * (most / 2) ** draft.choices.pick_share())
     draft.partitions[position] = even_partition(variable, axis, count)
     members = [(position, number) for number in range(count)]
-    if holder.shard.synchronizer in ROOTED:
+    # Each part of a variable sent as rows is a message of its own, however they are labelled.
+    if holder.shard.synchronizer in ROOTED or draft.sparse[position] is not SparseHandling.DENSE:
         draft.send_alone(position, holder, holder.shard.synchronizer, holder.shard)
     else:
         shards = 1 + draft.pick(count - 1)

@@ -63,6 +63,8 @@ def changed_owners(
     owners = np.flatnonzero(owned > 0)
     giver = int(owners[pick(len(owners))])
     taker = pick(len(owned))
+    if taker == giver:
+        return shares
     return moved(cluster, shares, giver, taker, MOVED[pick(len(MOVED))])
 
 
