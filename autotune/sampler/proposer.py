@@ -145,7 +145,14 @@ class Proposer:
         later = [i for i in scores.ranked.tolist() if pool[i].optimized and i not in leading]
         passed_over = tuple(_scored(pool, scores, i, history) for i in later[:PASSED_OVER])
         return Proposed(
-            round_, proposals, scores.ranker, reason, scored, quality, 0.0, passed_over=passed_over
+            round_,
+            proposals,
+            scores.ranker,
+            reason,
+            len(pool),
+            quality,
+            0.0,
+            passed_over=passed_over,
         )
 
     def _propose_neighbours(

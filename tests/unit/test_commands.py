@@ -125,3 +125,17 @@ def test_a_job_without_mlflow_is_refused_before_anything_is_written(
     message = error_output(capsys, "tune", "--workers", 2, "--", "python", "train.py")
     assert "tracking needs MLflow, which is not installed" in message
     assert not list(tmp_path.iterdir())
+
+
+def test_bytes_that_are_no_utf_8_are_refused_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    script = ("--", "python", "train.py")
+    odd = b"caf\xe9".decode("utf-8", "surrogateescape")
+    message = error_output(capsys, "tune", "--workers", 2, *script, "--data", odd)
+    assert "each word of the command must be UTF-8" in message and "caf\\\\udce9" in message
+    message = error_output(capsys, "tune", "--workers", 2, "--directory", odd, *script)
+    assert "the path of --directory must be UTF-8" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]

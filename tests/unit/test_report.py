@@ -202,8 +202,8 @@ def test_text_from_the_script_is_escaped_everywhere(tmp_path):
 
 def test_names_that_are_no_utf8_are_shown_with_escapes(job, tmp_path):
     spec, history, decision = job
-    command = ("python", "caf\udce9.py")
-    assert r"caf\udce9.py" in rendered(tmp_path, replace(spec, command=command), history, decision)
+    text = rendered(tmp_path, spec, history, decision, command="run caf\udce9.py")
+    assert r"run caf\udce9.py" in text
 
 
 def test_the_headline_states_the_gain_its_interval_and_the_command(job, tmp_path):
