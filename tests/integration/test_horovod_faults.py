@@ -18,7 +18,7 @@ pytest.importorskip("horovod", reason="`make horovod` builds it")
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train_horovod.py"
 RANKS = 3
 STALL_S = 25
-"""Beside other tests, ranks that were well missed a limit of 10 s (`benchmarks.yielding_waits`)."""
+"""Beside four busy processes on two cores, ranks that were well missed a limit of 10 s."""
 REQUEST = TrialRequest(0, "strategy-under-test", Role.CANDIDATE, warmup_steps=2, timed_steps=4)
 
 
