@@ -83,6 +83,21 @@ def test_an_applied_export_trains_to_the_same_bits_as_ddp(tuned) -> None:
     assert len(with_ddp) == 1
 
 
+def test_an_applied_export_that_crosses_the_step_clips_as_ddp(tmp_path) -> None:
+    """The script clips by the global norm, so the results of each exchange cross, not its sums."""
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+    path = tmp_path / "crossing.json"
+    export = exported(model, path, across_the_step, ranks=2, reads_norms=True)
+    planned = export.plan()
+    assert planned is not None and planned.results is not None
+    with_export = digests(torchrun("--steps", "5", "--strategy", str(path)))
+    assert with_export == digests(two_ranks("--steps", "5", "--with-ddp"))
+
+
+def across_the_step(workload: Workload) -> Strategy:
+    return replace(zero2_like(workload), cross_step=True)
+
+
 def test_another_model_is_refused_with_the_difference_named(tuned, tmp_path) -> None:
     """In the `apply` line, and under `autotune run` when the script builds its DDP."""
     path, _ = tuned
@@ -139,8 +154,9 @@ def exported(
     path: Path,
     build: Callable[[Workload], Strategy] = single_bucket,
     ranks: int = 1,
+    reads_norms: bool = False,
 ) -> Export:
-    workload = assumed_workload(model)
+    workload = replace(assumed_workload(model), reads_norms=reads_norms)
     strategy = build(workload)
     export = Export(
         "job",
@@ -158,6 +174,7 @@ def exported(
         None,
         Cluster.local(ranks),
         {},
+        reads_norms=reads_norms,
     )
     export.write(path)
     return export
