@@ -24,6 +24,7 @@ from autotune.cluster import Cluster
 from autotune.errors import InvalidInput, SynchronizationError
 from autotune.export import Export, read_export
 from autotune.strategy_space.builders.collectives import single_bucket, zero2_like
+from autotune.strategy_space.builders.servers import ps_round_robin
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import Strategy
 from autotune.workload import Workload
@@ -95,7 +96,8 @@ def test_an_applied_export_that_crosses_the_step_clips_as_ddp(tmp_path) -> None:
 
 
 def across_the_step(workload: Workload) -> Strategy:
-    return replace(zero2_like(workload), cross_step=True)
+    """Each variable is owned whole, so that the norm has the bits of DDP's."""
+    return replace(ps_round_robin(workload, Cluster.local(2)), cross_step=True)
 
 
 def test_another_model_is_refused_with_the_difference_named(tuned, tmp_path) -> None:

@@ -107,7 +107,7 @@ def test_every_field_is_reached_by_moves():
     on, rng = cluster(1e9, *[1e8] * 4, devices=2), generator(0)
     path = [ddp_default(workload)]
     space = replace(LOSSY, top_k_ratios=(0.001, 0.01, 0.1), power_sgd_ranks=(1, 2, 4, 8))
-    for _ in range(500):
+    for _ in range(700):
         path.append(mutate(path[-1], workload, on, space, rng))
     others = [ddp_default(workload)]  # the path soon exchanges some message directly
     for _ in range(100):
