@@ -284,7 +284,7 @@ class Cluster:
             if len(pair) < 2 or pair in linked:
                 raise InvalidInput(
                     "a link must join two hosts that no other link joins, but one is between "
-                    f"{' and '.join(link.between)}"
+                    f"{' and '.join(link.between)}; remove it"
                 )
             linked.add(pair)
             for end in link.between:

@@ -84,7 +84,7 @@ class _Checked:
             except UnicodeEncodeError as error:
                 raise InvalidInput(
                     f"{self._at(node)}: text must not have half of a surrogate pair, but is "
-                    f"{node.value!r}"
+                    f"{node.value!r}; write the whole character"
                 ) from error
             return []
         if node.value and isinstance(node.value[0], tuple):

@@ -39,7 +39,7 @@ def mirrored_refusal(plan: Plan, sparse: Collection[str]) -> str | None:
     """Return why workers cannot enact the plan, or None. `sparse`: variables with rows."""
     if plan.cross_step:
         return "a step ends with its updates, but cross_step lets messages continue into the next"
-    if plan.ring_order not in (None, tuple(range(plan.world_size))):
+    if plan.ring_order is not None:
         return f"TensorFlow's ring follows the workers, but ring_order is {plan.ring_order}"
     for number, message in enumerate(plan.messages):
         rows = any(part.variable in sparse for part in message.slices)

@@ -46,7 +46,7 @@ FLUSH_S = 30.0
 """Time at the end of a job in which items are begun; `autotune track` sends the rest."""
 _NEVER_ACCEPTED = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
 _GONE = "RESOURCE_DOES_NOT_EXIST"
-"""What a server answers about a run or an experiment that was deleted for good."""
+"""MLflow's error code for a run or an experiment that was deleted for good."""
 _TOO_LARGE = 413
 """HTTP status of a proxy that limits requests."""
 

@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--clip", action="store_true", help="clip gradients by their global norm")
     parser.add_argument("--further-model", action="store_true", help="another DDP, not trained")
     parser.add_argument("--further-steps", type=int, default=0, help="of it, in every step")
-    parser.add_argument("--wrap-again", type=int, help="wrap the model again after so many steps")
+    parser.add_argument("--wrap-again", type=int, help="wrap the model again after this many steps")
     accumulate = "backward passes per step of the optimizer, each synchronized"
     parser.add_argument("--accumulate", type=int, default=1, help=accumulate)
     parser.add_argument("--evaluate", action="store_true", help="after every step")

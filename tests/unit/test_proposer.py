@@ -129,9 +129,9 @@ def test_the_first_round_tries_the_fastest_strategy_that_no_search_has_changed(s
     assert fastest in [proposal.origin for proposal in proposals.proposals]
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_simulator_that_predicts_no_times_does_not_rank(first: int) -> None:
-    """As one of a plugin may: at once, or for strategies that it has not learned from."""
+@pytest.mark.parametrize("right_ones", [0, 1])
+def test_a_simulator_that_predicts_no_times_does_not_rank(right_ones: int) -> None:
+    """As one of a plugin may: always, or after a right prediction of what it has learned from."""
     asked = count()
 
     def odd() -> Simulator:
@@ -140,7 +140,7 @@ def test_a_simulator_that_predicts_no_times_does_not_rank(first: int) -> None:
 
         def predict_step_s(features: Sequence[StrategyFeatures]) -> FloatArray:
             seconds: FloatArray = predict(features)
-            return seconds if next(asked) < first else np.full_like(seconds, np.nan)
+            return seconds if next(asked) < right_ones else np.full_like(seconds, np.nan)
 
         simulator.predict_step_s = predict_step_s
         return simulator
