@@ -20,6 +20,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     hvd.init()
+    rank = hvd.rank()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, 10))
     optimizer = hvd.DistributedOptimizer(
@@ -46,7 +47,7 @@ def main() -> None:
         "restored": hvd.allreduce_async_ is original,
         "sum": [float(tensor.sum()) for tensor in summed],
     }
-    (folder / f"rank{hvd.rank()}.json").write_text(json.dumps(result))
+    (folder / f"rank{rank}.json").write_text(json.dumps(result))
     hvd.shutdown()
 
 

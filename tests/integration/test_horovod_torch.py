@@ -331,6 +331,7 @@ def initialized_again(rank: int) -> list[Any]:
         total = hvd.allreduce(torch.ones(1), process_set=alone).item()
         results = [given.size(), added.size(), total]
         session.synchronizer.close()
+        hvd.barrier()  # the first rank that ends Horovod ends the process sets of all ranks
         hvd.shutdown()
     return results
 
