@@ -171,7 +171,8 @@ class Extractor:
         """Return the features with `replayed_step_s` and `timeline`."""
         replayed = self.steps.describe(plan)
         workload = self.fused.get(plan.op_fusion, self.workload)
-        timeline = timeline_features(replayed, plan, features.analytic_step_s, workload.compute_s)
+        sent = map(RowTraffic(self.workload).sent_bytes, plan.messages)
+        timeline = timeline_features(replayed, sent, features.analytic_step_s, workload.compute_s)
         return replace(features, replayed_step_s=replayed.step_s, timeline=timeline)
 
 

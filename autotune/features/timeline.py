@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,6 @@ from autotune.arrays import FloatArray
 
 if TYPE_CHECKING:
     from autotune.lowering.replayed import ReplayedPlan
-    from autotune.strategy_space.plan import Plan
 
 SMALL_BYTES = 64 * 1024
 """Messages below this size cost hardly more than their number."""
@@ -31,7 +31,7 @@ class TimelineFeatures:
 
     - `overlap`: ln(overlap estimate / replayed step).
     - `concurrency`: ln of the mean number of messages under way while there are any.
-    - `small_messages`: ln(1 + messages below `SMALL_BYTES` on the wire).
+    - `small_messages`: ln(1 + messages of which a rank sends less than `SMALL_BYTES`).
     - `cores_busy`: share of the step in which the busiest cores work.
     - `exposed`: ln(replayed step / computation).
     """
@@ -49,11 +49,11 @@ class TimelineFeatures:
 
 
 def timeline_features(
-    replayed: ReplayedPlan, plan: Plan, analytic_step_s: float, compute_s: float
+    replayed: ReplayedPlan, sent_bytes: Iterable[float], analytic_step_s: float, compute_s: float
 ) -> TimelineFeatures:
-    """Describe the replayed step of `plan`."""
+    """Describe a replayed step; `sent_bytes`: what one rank sends of its own in each message."""
     step_s = replayed.step_s
-    small = sum(message.wire_bytes < SMALL_BYTES for message in plan.messages)
+    small = sum(size < SMALL_BYTES for size in sent_bytes)
     return TimelineFeatures(
         overlap=math.log(analytic_step_s / step_s),
         concurrency=math.log(mean_concurrency(replayed.start_s, replayed.end_s)),
