@@ -20,7 +20,7 @@ from autotune.strategy_space.builders.direct import IN_FLIGHT
 from autotune.strategy_space.builders.registry import seed_strategies
 from autotune.strategy_space.builders.rows import with_rows
 from autotune.strategy_space.builders.servers import served_in_buckets
-from autotune.strategy_space.moves.owners import by_bandwidth
+from autotune.strategy_space.owners import by_bandwidth
 from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer
 from autotune.workload import Workload
 

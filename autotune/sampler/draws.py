@@ -18,7 +18,7 @@ from autotune.arrays import BoolArray, FloatArray, IntArray
 from autotune.cluster import Cluster
 from autotune.strategy_space.builders.partitions import even_partition
 from autotune.strategy_space.constraints import balance_load, merge_adjacent, servers_of
-from autotune.strategy_space.moves.owners import drawn_owners
+from autotune.strategy_space.moves.changed_owners import drawn_owners
 from autotune.strategy_space.moves.ring import random_ring
 from autotune.strategy_space.shares import MOST_PIECES, Shares
 from autotune.strategy_space.space import SearchSpace

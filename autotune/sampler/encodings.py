@@ -34,8 +34,8 @@ from autotune.sampler.writer import Writer
 from autotune.strategy_space.builders.collectives import MIB, horovod_like
 from autotune.strategy_space.builders.partitions import even_partition
 from autotune.strategy_space.builders.rows import with_rows
-from autotune.strategy_space.moves.owners import by_bandwidth, one_owner
 from autotune.strategy_space.moves.ring import random_ring
+from autotune.strategy_space.owners import by_bandwidth, one_owner
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import (
     ROOTED,

@@ -18,16 +18,10 @@ from autotune.sampler.encodings import SpaceChoices
 from autotune.sampler.random import sample_many
 from autotune.strategy_space.builders.collectives import per_variable
 from autotune.strategy_space.constraints import MAX_SHARED_RANKS
+from autotune.strategy_space.moves.changed_owners import changed_owners, drawn_owners, moved
 from autotune.strategy_space.moves.choices import Drawn
 from autotune.strategy_space.moves.neighbours import mutate
-from autotune.strategy_space.moves.owners import (
-    by_bandwidth,
-    changed_owners,
-    drawn_owners,
-    host_parts,
-    moved,
-    one_owner,
-)
+from autotune.strategy_space.owners import by_bandwidth, host_parts, one_owner
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy, Synchronizer

@@ -21,8 +21,8 @@ from autotune.strategy_space.builders.collectives import MIB, large_alone
 from autotune.strategy_space.builders.cross_step import cross_step_all_reduce
 from autotune.strategy_space.builders.direct import PIECE_BYTES, directly
 from autotune.strategy_space.builders.rows import with_rows
-from autotune.strategy_space.constraints import exchange_shares
 from autotune.strategy_space.enactable import refusal_reason
+from autotune.strategy_space.owners import by_bandwidth
 from autotune.strategy_space.plan import PlannedStrategy, plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import (
@@ -292,7 +292,7 @@ def test_servers_and_reduce_scatters_are_exchanged_directly_in_the_same_messages
                 continue
             assert new.synchronizer is Synchronizer.DIRECT_EXCHANGE and new.owner is None
             if old.owner is None:
-                assert new.shares == exchange_shares(hosts)
+                assert new.shares == by_bandwidth(hosts)
             else:
                 assert new.shares == tuple(float(rank == old.owner) for rank in range(4))
             dense = new.sparse is SparseHandling.DENSE

@@ -11,8 +11,8 @@ import pytest
 from autotune.cluster import Cluster, Host
 from autotune.rng import generator
 from autotune.strategy_space.builders.collectives import per_variable
+from autotune.strategy_space.moves.changed_owners import changed_owners
 from autotune.strategy_space.moves.neighbours import neighbourhood
-from autotune.strategy_space.moves.owners import changed_owners
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import SparseHandling

@@ -15,7 +15,8 @@ import numpy as np
 
 from autotune.optimizer.edits import exchanged
 from autotune.optimizer.state import CriticalPath, State
-from autotune.strategy_space.moves.owners import by_bandwidth, host_parts, moved, shares_of
+from autotune.strategy_space.moves.changed_owners import moved
+from autotune.strategy_space.owners import by_bandwidth, host_parts, shares_of
 from autotune.strategy_space.plan import Message
 from autotune.strategy_space.shares import MOST_PIECES, Shares
 from autotune.strategy_space.strategy import MOST_DIRECT_IN_FLIGHT, Shard, Synchronizer

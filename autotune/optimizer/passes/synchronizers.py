@@ -10,7 +10,7 @@ import numpy as np
 from autotune.optimizer.edits import like
 from autotune.optimizer.state import CriticalPath, State
 from autotune.strategy_space.builders.direct import pieces_by_size
-from autotune.strategy_space.moves.owners import by_bandwidth
+from autotune.strategy_space.owners import by_bandwidth
 from autotune.strategy_space.plan import Message
 from autotune.strategy_space.strategy import ROOTED, Shard, SparseHandling, Synchronizer
 

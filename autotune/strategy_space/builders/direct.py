@@ -11,9 +11,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autotune.cluster import Cluster
-from autotune.strategy_space.constraints import MAX_RANK_SERVERS, exchange_shares
+from autotune.strategy_space.constraints import MAX_RANK_SERVERS
+from autotune.strategy_space.owners import by_bandwidth
 from autotune.strategy_space.plan import Message, plan, slices_of
-from autotune.strategy_space.shares import MOST_PIECES
+from autotune.strategy_space.shares import MOST_PIECES, Shares
 from autotune.strategy_space.strategy import Shard, SparseHandling, Strategy, Synchronizer
 from autotune.workload import Workload
 
@@ -32,7 +33,7 @@ def directly(
     A server becomes the single owner of its messages. The others are owned by shares that follow
     the bandwidths. Rows that all ranks gather stay as they are.
     """
-    shares = exchange_shares(cluster)
+    shares = by_bandwidth(cluster)
     shards: dict[tuple[str, int], Shard] = {}
     for message in plan(strategy, workload, cluster.world_size).messages:
         shard = _direct(message, cluster.world_size, shares)
@@ -56,7 +57,7 @@ def directly(
     return replace(strategy, variables=tuple(choices), in_flight=count)
 
 
-def _direct(message: Message, world_size: int, shares: tuple[float, ...]) -> Shard | None:
+def _direct(message: Message, world_size: int, shares: Shares | None) -> Shard | None:
     """The message's synchronizer, shares and pieces; None if it stays as it is."""
     if message.synchronizer not in REPLACED or message.sparse is SparseHandling.ALL_GATHER:
         return None

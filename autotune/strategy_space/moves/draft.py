@@ -19,7 +19,7 @@ from autotune.strategy_space.builders.direct import PIECE_BYTES
 from autotune.strategy_space.builders.servers import least_loaded
 from autotune.strategy_space.constraints import servers_of
 from autotune.strategy_space.moves.choices import Choices
-from autotune.strategy_space.moves.owners import by_bandwidth
+from autotune.strategy_space.owners import by_bandwidth
 from autotune.strategy_space.plan import Plan, cut, message_of, plan
 from autotune.strategy_space.shares import MOST_PIECES
 from autotune.strategy_space.space import SearchSpace

@@ -12,9 +12,9 @@ import numpy as np
 
 from autotune.cluster import Cluster
 from autotune.strategy_space.builders.partitions import even_partition
+from autotune.strategy_space.moves.changed_owners import changed_owners
 from autotune.strategy_space.moves.choices import Drawn, InTurn
 from autotune.strategy_space.moves.draft import Draft, DraftMessage, Member
-from autotune.strategy_space.moves.owners import changed_owners
 from autotune.strategy_space.moves.ring import swapped_ring
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.shares import MOST_PIECES
