@@ -26,7 +26,7 @@ def parse_yaml(text: str, where: str) -> Any:
     import yaml
 
     try:
-        loader = yaml.SafeLoader(text)
+        loader = yaml.SafeLoader(text)  # not libyaml's, in which deep nesting ends the process
         root = loader.get_single_node()
         if root is None:
             return None

@@ -182,7 +182,7 @@ def test_a_bad_file_is_one_error_with_the_rule_and_the_value(tmp_path, text, mes
     [
         (None, r"cannot read .*bad\.yaml: No such file"),
         (b"hosts: \xff", r"must be UTF-8 text, but byte 7 is not"),
-        (b"#" * (2**20 + 1), "at most 1048576 bytes, but has 1048577"),
+        (b"#" * (2**22 + 1), "at most 4194304 bytes, but has 4194305"),
     ],
     ids=["missing", "binary", "huge"],
 )
