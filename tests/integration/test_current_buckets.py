@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,10 +13,7 @@ from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 
 @pytest.fixture(scope="module")
 def one_rank():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=1, rank=0)
+    dist.init_process_group("gloo", store=dist.HashStore(), world_size=1, rank=0)
     yield
     dist.destroy_process_group()
 

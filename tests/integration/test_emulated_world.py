@@ -39,7 +39,7 @@ def assert_emulated(outcome: Measured | Failed) -> None:
 
 
 def test_a_given_profile_is_emulated_under_ddp_and_plans_and_links_are_probed(make_world) -> None:
-    world = make_world(given_profile=PROFILE, probe_s=10.0)  # enough for a busy machine
+    world = make_world(given_profile=PROFILE, probe_s=60.0)  # enough for a busy machine
     profile = world.profile()
     assert profile.workload == PROFILE and profile.series and profile.cores > 0
     assert profile.cross_step_refused == "" and profile.further_models == 0
@@ -110,7 +110,7 @@ def test_a_profile_without_times_is_refused_in_one_message(make_world) -> None:
 
 def test_with_scaled_bytes_the_gate_is_left_out_and_links_have_all_series(make_world) -> None:
     conditions = Conditions(Network.EMULATED, Accelerators.REAL, byte_scale=4.0)
-    world = make_world(conditions=conditions, probe_s=10.0)  # enough for a busy machine
+    world = make_world(conditions=conditions, probe_s=60.0)  # enough for a busy machine
     profile = world.profile()
     assert {one.primitive for one in profile.series} >= {"all_reduce", "push_pull"}
     for wanted in (None, PLAN):

@@ -23,7 +23,7 @@ from odd_scripts.horovod import HOROVOD_SCRIPTS, Branches
 from odd_scripts.refused_horovod import REFUSED
 from test_odd_scripts import detached
 from torch import nn
-from torch_plans import mixed, uniform
+from torch_plans import mixed, taken_in_when_read, uniform
 from torch_world import run_world, seeded
 
 import autotune
@@ -34,7 +34,6 @@ from runtime_rewriter.horovod.torch_scripts import horovod_steered
 from runtime_rewriter.pytorch.cross_step import CrossStepUpdates
 from runtime_rewriter.pytorch.exchange.ranks import Timeouts
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
-from runtime_rewriter.pytorch.under_way import MessagesUnderWay
 
 pytest.importorskip("horovod", reason="`make horovod` builds it")
 
@@ -184,18 +183,17 @@ def check_all(rank: int, port: int, timeline: str) -> dict[str, Any]:
 def updates_counted() -> Iterator[Counter[str]]:
     """Count, under "", the updates that cross a step. Nothing is applied before it is read."""
     counts: Counter[str] = Counter()
-    own_update, late = CrossStepUpdates._update, MessagesUnderWay.next_arrived
+    own_update = CrossStepUpdates._update
 
     def counted(self: CrossStepUpdates, done: Any) -> None:
         counts[""] += sum(bool(pending.due) for pending in done.values())
         own_update(self, done)
 
-    MessagesUnderWay.next_arrived = lambda self: False  # type: ignore[method-assign]
     CrossStepUpdates._update = counted  # type: ignore[method-assign]
     try:
-        yield counts
+        with taken_in_when_read():
+            yield counts
     finally:
-        MessagesUnderWay.next_arrived = late  # type: ignore[method-assign]
         CrossStepUpdates._update = own_update  # type: ignore[method-assign]
 
 

@@ -19,7 +19,7 @@ from odd_scripts.basics import Script
 from odd_scripts.outcomes import EXPECTED_OUTCOMES
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch_plans import mixed, uniform
+from torch_plans import mixed, taken_in_when_read, uniform
 from torch_world import run_world
 
 from autotune.errors import AutotuneError
@@ -28,7 +28,6 @@ from autotune.strategy_space.strategy import Synchronizer
 from runtime_rewriter.pytorch.cross_step import CrossStepUpdates
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
-from runtime_rewriter.pytorch.under_way import MessagesUnderWay
 
 TRIAL_STEP = 3
 """The step before which a trial loads its plan."""
@@ -118,20 +117,17 @@ def outcome(script: Script, run: PlannedRun, expected: Any) -> str:
         crossed.append(sum(bool(pending.due) for pending in done.values()))
         own_update(self, done)
 
-    # Nothing is applied before it is read, however fast messages are.
-    late = MessagesUnderWay.next_arrived
-    MessagesUnderWay.next_arrived = lambda self: False  # type: ignore[method-assign]
     CrossStepUpdates._update = counted  # type: ignore[method-assign]
     try:
         torch.manual_seed(run.rank)
-        script(run)
+        with taken_in_when_read():
+            script(run)
         torch.testing.assert_close(run.result(), expected, rtol=0, atol=0)
     except AutotuneError as refusal:
         return f"REFUSED: {refusal}"
     except AssertionError as difference:
         return f"DIFFER: {difference}"
     finally:
-        MessagesUnderWay.next_arrived = late  # type: ignore[method-assign]
         CrossStepUpdates._update = own_update  # type: ignore[method-assign]
         for model in run.models:
             model.synchronizer.close()

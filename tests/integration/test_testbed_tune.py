@@ -169,9 +169,12 @@ def test_after_kill_9_of_the_driver_down_removes_the_namespaces_and_all_processe
     tmp_path,
 ) -> None:
     command = words(tmp_path, "killed", "--search", "random", *TRIALS)
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    errors = tmp_path / "stderr"
+    with errors.open("w") as stream:
+        process = subprocess.Popen(command, cwd=ROOT, stderr=stream)
 
     def ray_runs() -> bool:
+        assert process.poll() is None, errors.read_text()
         processes = [item.processes for item in beds_of("killed")]
         return any(len(hosts) == 2 and all(hosts) for hosts in processes)
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ddp_pair import gradients, pair
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
-from torch_plans import Tied, loss_of, mixed, uniform
+from torch_plans import Tied, loss_of, mixed, taken_in_when_read, uniform
 from torch_world import DEVICE, on_ranks, seeded
 
 from autotune.errors import InvalidStrategy
@@ -193,17 +193,6 @@ SCRIPTS: dict[str, Script] = {
 
 
 @contextmanager
-def late_messages() -> Iterator[None]:
-    """Nothing is applied before it is read, however fast messages are."""
-    own = MessagesUnderWay.next_arrived
-    MessagesUnderWay.next_arrived = lambda self: False  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        MessagesUnderWay.next_arrived = own  # type: ignore[method-assign]
-
-
-@contextmanager
 def early_messages() -> Iterator[None]:
     """What can arrive has arrived whenever this rank looks."""
     own = MessagesUnderWay.next_arrived
@@ -227,7 +216,7 @@ def run_both(
     mine.synchronizer.load(build(mine.module, size))
     runs = (Run(theirs, rank), Run(mine, rank))
     for run in runs:
-        with late_messages():
+        with taken_in_when_read():
             script(run)
     return runs
 
@@ -266,7 +255,7 @@ def test_scripts_whose_gradients_are_views_of_buckets_cross_the_step(rank: int) 
             script(run)
         mine.synchronizer.load(whole(mine.module, 2))
         for run in runs:
-            with late_messages():
+            with taken_in_when_read():
                 script(run)
         # On a GPU a norm's order of additions depends on where in its bucket a gradient begins.
         exact: dict[str, Any] = {"rtol": 0, "atol": 0} if DEVICE == "cpu" else {}
@@ -318,7 +307,7 @@ def test_norms_are_the_same_on_a_rank_on_which_the_averages_have_arrived(
         model = PlannedDataParallel(Tied())
         model.synchronizer.load(build(model.module, 2))
         run = Run(model, rank)
-        with early_messages() if rank == 0 else late_messages():
+        with early_messages() if rank == 0 else taken_in_when_read():
             script(run)
         assert_same_on_all_ranks(run.seen, model)
         model.synchronizer.close()
@@ -506,7 +495,7 @@ def test_compressed_gradients_have_the_norms_of_the_same_plan_within_the_step(
             within = uniform(model.module, 2, kind, Compressor(name))
             model.synchronizer.load(clipping(within) if crossing else within)
             runs.append(Run(model, rank))
-            with late_messages():
+            with taken_in_when_read():
                 clips(runs[-1])
     for within_step, across in (runs[:2], runs[2:]):
         assert across.crossed and not within_step.crossed

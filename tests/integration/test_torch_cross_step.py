@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ddp_pair import gradients, pair
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch_plans import Tied, loss_of, mixed, uniform
+from torch_plans import Tied, loss_of, mixed, taken_in_when_read, uniform
 from torch_world import on_ranks, run_world
 
 from autotune.errors import InvalidStrategy
@@ -318,13 +318,14 @@ def test_the_end_of_a_process_group_flushes_what_crosses_the_last_step(rank: int
     attached = attach(module, crossing(backwards(uniform(module, 2))), process_group=group)
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
     watched = []
-    for step in range(4):
-        optimizer.zero_grad()
-        module(torch.full((2, 6), step + rank + 1.0)).square().sum().backward()
-        optimizer.step()
-        watched.append(any(is_watched(parameter) for parameter in module.parameters()))
-    assert watched[-1], "the last step is under way"
-    dist.destroy_process_group(group)
+    with taken_in_when_read():
+        for step in range(4):
+            optimizer.zero_grad()
+            module(torch.full((2, 6), step + rank + 1.0)).square().sum().backward()
+            optimizer.step()
+            watched.append(any(is_watched(parameter) for parameter in module.parameters()))
+        assert watched[-1], "the last step is under way"
+        dist.destroy_process_group(group)
     assert not any(is_watched(parameter) for parameter in module.parameters())
     attached.close()
 
@@ -334,14 +335,13 @@ def test_a_variable_waits_again_after_an_interrupted_wait(rank: int) -> None:
     models = pair(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))
     mine = models[1].synchronizer
     mine.load(crossing(backwards(uniform(models[1].module, 2))))
-    arrived, received = MessagesUnderWay.next_arrived, MessagesUnderWay.receive
+    received = MessagesUnderWay.receive
     optimizers = [torch.optim.AdamW(model.parameters(), 0.1) for model in models]
 
     def interrupted(self: MessagesUnderWay, number: int) -> None:
         raise KeyboardInterrupt
 
-    MessagesUnderWay.next_arrived = lambda self: False  # type: ignore[method-assign]
-    try:
+    with taken_in_when_read():
         for step in range(6):
             for model, optimizer in zip(models, optimizers, strict=True):
                 optimizer.zero_grad()
@@ -351,13 +351,12 @@ def test_a_variable_waits_again_after_an_interrupted_wait(rank: int) -> None:
             if step > 3:
                 assert is_watched(weight)
                 MessagesUnderWay.receive = interrupted  # type: ignore[method-assign]
-                with pytest.raises(KeyboardInterrupt):
-                    weight.sum()
-                MessagesUnderWay.receive = received  # type: ignore[method-assign]
+                try:
+                    with pytest.raises(KeyboardInterrupt):
+                        weight.sum()
+                finally:
+                    MessagesUnderWay.receive = received  # type: ignore[method-assign]
             assert torch.equal(weight, models[0].module[0].weight)
-    finally:
-        MessagesUnderWay.next_arrived = arrived  # type: ignore[method-assign]
-        MessagesUnderWay.receive = received  # type: ignore[method-assign]
     mine.close()
 
 

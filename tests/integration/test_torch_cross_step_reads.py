@@ -20,14 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
-from torch_plans import mixed, uniform
+from torch_plans import mixed, taken_in_when_read, uniform
 from torch_world import on_ranks, seeded
 
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Synchronizer
 from runtime_rewriter.pytorch.attached import attach
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
-from runtime_rewriter.pytorch.under_way import MessagesUnderWay
 
 Models = list[Any]
 Scenario = Callable[[Models, int], list[Any]]
@@ -141,7 +140,7 @@ def read_by_threads(models: Models, rank: int) -> list[Any]:
     for model in models:
         train(model, torch.optim.SGD(model.parameters(), 0.1), rank, 4)
         with ThreadPoolExecutor(4) as readers:
-            values.append(list(readers.map(sum_of, [model] * 4, timeout=20)))
+            values.append(list(readers.map(sum_of, [model] * 4, timeout=80)))
     return values
 
 
@@ -241,12 +240,11 @@ class Heads(nn.Module):
 @contextmanager
 def handled_by(number: int, handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
     """A handler of the signal, in a run in which nothing is received before it is read."""
-    before, arrived = signal.signal(number, handler), MessagesUnderWay.next_arrived
-    MessagesUnderWay.next_arrived = lambda self: False  # type: ignore[method-assign]
+    before = signal.signal(number, handler)
     try:
-        yield
+        with taken_in_when_read():
+            yield
     finally:
-        MessagesUnderWay.next_arrived = arrived  # type: ignore[method-assign]
         signal.signal(number, before)
 
 

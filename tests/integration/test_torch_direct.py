@@ -167,7 +167,7 @@ def test_the_owner_sums_what_it_decompressed_and_loses_nothing(
 def check_death(rank: int, lane: int) -> str:
     """Rank 1 dies when it would start the round of this lane; rank 2 may wait for others only."""
     model = Several(torch.float32)
-    synchronizer = attach(model, None, timeout_s=80.0, agreement_timeout_s=5.0)
+    synchronizer = attach(model, None, timeout_s=80.0, agreement_timeout_s=60.0)
     plan = uniform(model, 4, DIRECT)
     shares = (1.0, 0.0, 0.0, 0.0)
     messages = tuple(replace(message, pieces=4, shares=shares) for message in plan.messages)

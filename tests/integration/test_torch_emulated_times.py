@@ -82,7 +82,7 @@ def test_a_step_takes_at_least_its_profiled_time_and_gradients_follow_its_order(
     for number, at in enumerate(ready_s, start=1):
         assert at - start_s >= 0.07 * number / 7, "none is ready before its time"
     assert end_s - start_s >= 0.07
-    assert 0 <= accelerator.overrun < 10
+    assert 0 <= accelerator.overrun * 0.15 <= 3 * durations[-1], "three waits of one step"
 
 
 @on_ranks(2)
@@ -95,8 +95,8 @@ def test_work_that_takes_longer_than_the_profile_is_reported_as_overrun(rank: in
         overruns.append(accelerator.overrun)
         loss.backward()
         if step > 2:  # an optimizer that takes 6 times its time in the profile
-            end_s = time.process_time() + 0.06
-            while time.process_time() < end_s:
+            end_s = time.thread_time() + 0.06
+            while time.thread_time() < end_s:
                 pass
     assert overruns[5] >= 0.99, "50 ms too long in a step of 50 ms"
     assert overruns[3] >= 0

@@ -66,13 +66,14 @@ def asked(text: str) -> Answer:
     return Answer(Asked(text, text), (), Question())
 
 
+@pytest.mark.job
 def test_a_change_is_measured_in_turns_on_two_ranks_and_files_stay(script: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = ("--master-port", str(probe.getsockname()[1]))  # of the user, for one of both sides
     words = ["torchrun", "--nproc-per-node", "2", *port, str(script), "100000", "adam"]
     seen: list[str] = []
-    plan = CheckPlan(pairs=6, steps=3, timeout_s=200)
+    plan = CheckPlan(pairs=6, steps=3, timeout_s=500)
     found = check(read_command(words), asked("fused_adam"), plan, seen.append)
     assert found.pairs == 6 and found.baseline_s > 0 and found.changed_s > 0
     assert found.measured_low is not None and found.measured_high is not None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from autotune.strategy_space.strategy import (
 )
 from autotune.workload import Variable, Workload
 from runtime_rewriter.pytorch.agreement import assumed_workload
+from runtime_rewriter.pytorch.under_way import MessagesUnderWay
 
 
 class Slow(torch.autograd.Function):
@@ -35,6 +38,17 @@ class Slow(torch.autograd.Function):
     def backward(context, gradient: Tensor) -> tuple[Tensor, None]:
         time.sleep(2 * context.seconds)
         return gradient, None
+
+
+@contextmanager
+def taken_in_when_read() -> Iterator[None]:
+    """Apply no message of an earlier step before a variable of it is read, however fast it is."""
+    own = MessagesUnderWay.next_arrived
+    MessagesUnderWay.next_arrived = lambda self: False  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        MessagesUnderWay.next_arrived = own  # type: ignore[method-assign]
 
 
 class Tied(nn.Module):

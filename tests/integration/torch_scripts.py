@@ -44,15 +44,14 @@ def run_ranks(
     shared = {"CUDA_VISIBLE_DEVICES": ""}
     if not ranks:
         return run_forked(words, [shared], timeout_s, process)
-    size = str(ranks)
-    shared |= {
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    of_ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    return run_forked(words, of_ranks, timeout_s, process)
+    shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+    for _ in range(PORTS_TRIED):
+        shared["MASTER_PORT"] = str(free_port())
+        of_ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+        done = run_forked(words, of_ranks, timeout_s, process)
+        if done.returncode == 0 or "address already in use" not in done.stderr.lower():
+            break
+    return done
 
 
 def run_forked(

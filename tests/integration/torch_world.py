@@ -36,7 +36,7 @@ def run_world(
     check: Callable[..., Any],
     size: int,
     *arguments: Any,
-    timeout_s: float = 90.0,
+    timeout_s: float = 240.0,
     backend: str = BACKEND,
     device: str = DEVICE,
     process: Callable[..., BaseProcess] | None = None,
@@ -88,7 +88,7 @@ def on_ranks(*sizes: int, each: Iterable[Any] = ()) -> Callable[..., Callable[[]
         def started() -> None:
             names = (test.__module__, test.__name__)
             for size in sizes:
-                run_world(_test_on_rank, size, *names, timeout_s=90.0 * len(cases))
+                run_world(_test_on_rank, size, *names, timeout_s=max(240.0, 90.0 * len(cases)))
 
         started.__signature__ = inspect.Signature()  # type: ignore[attr-defined]
         started.cases = cases  # type: ignore[attr-defined]
@@ -239,6 +239,11 @@ def _on_one_gpu(rank: int) -> None:
     torch.use_deterministic_algorithms(True)
     torch.cuda.set_device(0)
     torch.set_default_device("cuda")
+
+
+def default_store() -> dist.Store:
+    """The store of this world, which the test's process keeps."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def seeded(seed: int) -> torch.Generator:

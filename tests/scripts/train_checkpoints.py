@@ -72,6 +72,7 @@ def main() -> None:
             save(model, step, options.rotate)
     if rank == 0:
         torch.save(model.state_dict(), "final.pt")
+    dist.barrier()  # a rank that fails ends the others soon
     atexit.register(Path(f"ended-{rank}").touch)
     del wrapped  # before its process group
     dist.destroy_process_group()
