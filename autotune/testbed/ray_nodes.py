@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autotune.errors import LaunchError, raised_line
+from autotune.patient_ray import REGISTERED_S
 from autotune.testbed.bed import BedHost, Testbed, words_inside
 
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 30.0 + REGISTERED_S
 STOP_TIMEOUT_S = 10.0
 POLL_S = 0.1
 HEAD_PORT = 6379
@@ -78,7 +79,7 @@ def _start(host: BedHost, is_head: bool, head: RayHead, directory: Path) -> subp
     role += ["--temp-dir", str(directory), "--include-log-monitor", "false"]
     resources = ["--num-cpus", str(host.devices), "--object-store-memory", str(OBJECT_STORE_BYTES)]
     # -P: import nothing from the user's directory
-    ray = [sys.executable, "-P", "-m", "ray.scripts.scripts"]
+    ray = [sys.executable, "-P", "-m", "autotune.patient_ray"]
     words = [*ray, "start", "--block", "--disable-usage-stats", "--node-ip-address", host.address]
     # Settings of this process's earlier Ray clusters do not hold for this one.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
@@ -86,6 +87,7 @@ def _start(host: BedHost, is_head: bool, head: RayHead, directory: Path) -> subp
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": head.token,
         "RAY_worker_niceness": "0",
+        "RAY_gcs_server_port_wait_time_s": f"{REGISTERED_S:.0f}",  # of its own, Ray waits 20 s
     }
     with _log(directory, host).open("wb") as log:
         return subprocess.Popen(

@@ -13,7 +13,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from multiprocessing import spawn
@@ -26,6 +25,7 @@ import torch.multiprocessing
 
 from autotune.errors import LaunchError
 from runtime_rewriter.agent_store import AgentStore
+from runtime_rewriter.ports import unclaimed_port
 from runtime_rewriter.rank.new_process import TorchSettings, as_new_process
 from runtime_rewriter.rendezvous import Facts, Peers, meet
 
@@ -147,7 +147,7 @@ class _OwnRanks:
         }
         if AgentStore.of(self._environment) is not None:
             changes["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-            changes.setdefault("MASTER_PORT", str(_free_port()))
+            changes.setdefault("MASTER_PORT", str(unclaimed_port("0.0.0.0")))
         return changes
 
 
@@ -200,9 +200,3 @@ def _read(path: Path) -> Any:
 def _changed(environment: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
     merged = {**environment, **changes}
     return {name: value for name, value in merged.items() if value is not None}
-
-
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port

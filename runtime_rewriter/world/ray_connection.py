@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import LaunchError, raised_line
-from runtime_rewriter.world.ray_start import REGISTERED_S, quick_start
+from autotune.patient_ray import REGISTERED_S
+from runtime_rewriter.world.ray_start import quick_start
 
 SERVER_GONE_S = 7 * 86400
 """Longer than any job: our own deadlines end the calls."""

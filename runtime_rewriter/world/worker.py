@@ -8,7 +8,6 @@ them, so it imports none of their types.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import signal
 import socket
@@ -23,6 +22,7 @@ from typing import IO, Protocol
 from autotune.errors import AutotuneError, LaunchError
 from autotune.masking import masked, secrets_of
 from runtime_rewriter.control import ControlClosed, ControlLine
+from runtime_rewriter.ports import bound_port, unclaimed_port
 from runtime_rewriter.world.starting import launcher_words
 
 LOG_TAIL_BYTES = 8192
@@ -251,14 +251,15 @@ def _child_environment(ours: dict[str, str], added: dict[str, str]) -> dict[str,
 
 
 def free_port(first: int, last: int, host: str) -> int:
-    """A port on which rank 0 can listen; 0, 0 asks the kernel.
+    """A port on which rank 0 can listen; 0, 0 is any (`unclaimed_port`).
 
     Raises `LaunchError` when all are taken, and when `host` is no address of this machine.
     """
     try:
-        family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+        if (first, last) == (0, 0):
+            return unclaimed_port(host)
         for port in range(first, last + 1):
-            if chosen := _bound_port(family, host, port):
+            if chosen := bound_port(host, port):
                 return chosen
     except OSError as error:
         fix = "the address of its node must be one of its interfaces' (ray start --node-ip-address)"
@@ -272,17 +273,3 @@ def free_port(first: int, last: int, host: str) -> int:
         f"rank 0 needs a free port in {first}-{last} on {host}, but all are taken; "
         "give another range with --master-ports"
     )
-
-
-def _bound_port(family: int, host: str, port: int) -> int | None:
-    """The port, or the kernel's choice for 0, if it is free. Raises `OSError` for other reasons."""
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            return None
-        chosen: int = probe.getsockname()[1]
-        return chosen

@@ -23,11 +23,12 @@ from torch_world import exempt_imports, fork_server
 from autotune.records import REAL_CONDITIONS, Conditions
 from autotune.tuning import statistics
 from autotune.workload import Workload
+from runtime_rewriter.ports import unclaimed_port
 from runtime_rewriter.rank import launch
 from runtime_rewriter.scheduling import requested_conditions
 from runtime_rewriter.world.placement import Launch
 from runtime_rewriter.world.script_command import ScriptCommand
-from runtime_rewriter.world.worker import Polled, ProcessSupervisor, free_port
+from runtime_rewriter.world.worker import Polled, ProcessSupervisor
 from runtime_rewriter.world.world import PROBE_S, World
 
 
@@ -118,7 +119,7 @@ class LocalPlacement:
         shared = {
             **requested_conditions(self._conditions),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port(0, 0, "127.0.0.1")),
+            "MASTER_PORT": str(unclaimed_port("127.0.0.1")),
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
             "WORLD_SIZE": size,

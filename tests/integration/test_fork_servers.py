@@ -16,7 +16,7 @@ def assert_prepared(process: Callable[..., BaseProcess], *modules: str) -> None:
     started = process(target=exec, args=(code, {"sending": sending}), daemon=True)
     started.start()
     sending.close()
-    assert receiving.poll(60.0)
+    assert receiving.poll(240.0)
     imported, path = receiving.recv()
     started.join()
     assert not {*IMPORTED, *modules} - {*imported}

@@ -41,6 +41,7 @@ def rank_settings(rank: int, port: int) -> dict[str, str]:
         "CONTROLLER": "gloo",
         "CPU_OPERATIONS": "gloo",
         "GLOO_IFACE": "lo",
+        "GLOO_TIMEOUT_SECONDS": 240,
         "GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
         "GLOO_RENDEZVOUS_PORT": port,
         "HOSTNAME": "localhost",

@@ -40,6 +40,7 @@ def test_horovod_executes_an_export_by_its_groups_and_by_one_line(tmp_path: Path
     sizes = Counter(len(message.slices) for message in plan.messages)
     assert sorted(sizes) == [2, 4]
     horovodrun = [str(Path(sys.executable).with_name("horovodrun")), "--gloo", "-np", "2"]
+    horovodrun += ["--gloo-timeout-seconds", "240"]
     started = ["env", "HOROVOD_TIMELINE=DYNAMIC", *horovodrun, sys.executable, str(SCRIPT)]
     done = subprocess.run(
         [*started, str(tmp_path), str(STEPS)], capture_output=True, text=True, timeout=400

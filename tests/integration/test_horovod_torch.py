@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import os
-import socket
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -31,11 +30,13 @@ from autotune.errors import AutotuneError, InvalidInput
 from autotune.strategy_space.plan import Plan
 from autotune.strategy_space.strategy import Compressor
 from runtime_rewriter.horovod.torch_scripts import horovod_steered
+from runtime_rewriter.ports import unclaimed_port
 from runtime_rewriter.pytorch.cross_step import CrossStepUpdates
 from runtime_rewriter.pytorch.exchange.ranks import Timeouts
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 
 pytest.importorskip("horovod", reason="`make horovod` builds it")
+pytestmark = pytest.mark.timeout(600)  # of the first test, with what all of them look at
 
 WAITS = Timeouts(30.0, 20.0)
 TRIAL_STEP = 3
@@ -146,12 +147,6 @@ def keep_imports_from_collections() -> None:
     """Let no plan be loaded with a collection, and no search for a module visit all imports."""
     gc.disable()
     gc.freeze()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def check_all(rank: int, port: int, timeline: str) -> dict[str, Any]:
@@ -457,7 +452,7 @@ def refusals(rank: int) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     timeline = tmp_path_factory.mktemp("horovod") / "timeline.json"
-    return run_world(check_all, 2, free_port(), str(timeline), timeout_s=280.0)
+    return run_world(check_all, 2, unclaimed_port("127.0.0.1"), str(timeline), timeout_s=500.0)
 
 
 def test_every_script_sees_and_trains_what_its_own_horovod_gives(found) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from command_line import error_output
+from short_jobs import START_S
 
 from autotune.jobs.record import earlier_kept, record, restore_earlier
 from autotune.recordings.job_file import JOB_FILE, RecordedJob
@@ -48,13 +49,14 @@ def run(
             }
     whole = [sys.executable, "-m", "autotune", *profile(folder, *words, command=command)]
     return subprocess.run(
-        whole, cwd=ROOT, capture_output=True, text=True, timeout=240, env=environment
+        whole, cwd=ROOT, capture_output=True, text=True, timeout=START_S, env=environment
     )
 
 
 ALONE = ("python",)
 
 
+@pytest.mark.job
 def test_a_script_under_torchrun_is_recorded_and_ended(tmp_path, capsys) -> None:
     secret = ("env", "API_KEY=bluebottle", *TORCHRUN)
     done = run(tmp_path / "traces", "--json", "--", "--steps", "100000", command=secret)
@@ -85,6 +87,7 @@ def test_a_script_under_torchrun_is_recorded_and_ended(tmp_path, capsys) -> None
     assert "name another --output, or use --overwrite" in again
 
 
+@pytest.mark.job
 def test_a_rank_that_crashes_is_reported_with_its_own_words(tmp_path) -> None:
     done = run(tmp_path, "--", "--steps", "100", "--fault", "crash", "--fault-step", "4")
     assert done.returncode == 1
@@ -115,6 +118,7 @@ def test_an_earlier_recording_stays_until_there_is_a_new_one(tmp_path, capsys) -
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"new"]
 
 
+@pytest.mark.job
 def test_a_script_that_wraps_its_model_again_yields_the_steps_before(tmp_path) -> None:
     done = run(tmp_path / "some", "--no-workload", "--", "--wrap-again", "6")
     assert done.returncode == 0, done.stderr

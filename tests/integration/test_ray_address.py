@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -18,11 +19,12 @@ import pytest
 from short_jobs import START_S
 
 from autotune.cluster_file import read_cluster
+from runtime_rewriter.ports import unclaimed_port
 
 pytestmark = pytest.mark.job
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 # Ray replaces 127.0.0.1 by the first real interface, but leaves other loopback addresses alone.
-RAY_START = (str(Path(sys.executable).with_name("ray")), "start", "--block")
+RAY_START = (sys.executable, "-m", "autotune.patient_ray", "start", "--block")
 RAY = [*RAY_START, "--num-cpus", "2", "--object-store-memory", "100000000"]
 WAIT = """
 import ray, sys, time
@@ -44,17 +46,17 @@ def environment() -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_gcs_server_port_wait_time_s": "240",
     }
     return {**inherited, **settings, "GLOO_SOCKET_IFNAME": "lo"}
 
 
 @pytest.fixture(scope="module")
 def address(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.2", 0))
-        port = probe.getsockname()[1]
+    port = unclaimed_port("127.0.0.2")
     address = f"127.0.0.2:{port}"
-    log = (tmp_path_factory.mktemp("ray") / "nodes.log").open("w")
+    path = tmp_path_factory.mktemp("ray") / "nodes.log"
+    log = path.open("w")
     head = ["--head", "--node-ip-address", "127.0.0.2", "--port", str(port)]
     head += ["--include-dashboard", "false"]
     second = ["--address", address, "--node-ip-address", "127.0.0.3"]
@@ -65,13 +67,16 @@ def address(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactor
                 [*RAY, *words], env=environment, stdout=log, stderr=log, start_new_session=True
             )
             nodes.append(node)
-            _wait_for_nodes(len(nodes), address, environment)
+            try:
+                _wait_for_nodes(len(nodes), address, environment)
+            except subprocess.SubprocessError as error:
+                raise AssertionError(f"Ray's nodes: {path.read_text()}") from error
         yield address
     finally:
         for node in reversed(nodes):
             node.send_signal(signal.SIGTERM)  # `ray start --block` ends its processes
         for node in nodes:
-            node.wait(timeout=60)
+            node.wait(timeout=START_S)
         log.close()
 
 
@@ -146,6 +151,13 @@ def test_the_hosts_of_an_address_are_probed_into_a_cluster_file(
     assert json.loads(done.stdout)["conditions"]["network"] == "hosts"
 
 
+def words_of(command_line: Path) -> list[str]:
+    """The words of a process; none if it has ended."""
+    with contextlib.suppress(OSError):
+        return command_line.read_text().split("\0")
+    return []
+
+
 def test_a_frozen_cluster_of_others_is_left_alone_and_ends_the_command(
     address, environment, tmp_path
 ) -> None:
@@ -153,8 +165,7 @@ def test_a_frozen_cluster_of_others_is_left_alone_and_ends_the_command(
     [gcs] = [
         int(entry.parent.name)
         for entry in Path("/proc").glob("[0-9]*/cmdline")
-        if f"--gcs_server_port={port}" in entry.read_text().split("\0")
-        and "gcs_server" in entry.read_text().split("\0")[0]
+        if f"--gcs_server_port={port}" in (words := words_of(entry)) and "gcs_server" in words[0]
     ]
     command = [sys.executable, str(SCRIPTS / "train_at_address.py"), address, "stuck"]
     with subprocess.Popen(

@@ -33,7 +33,7 @@ from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.plan import plan
 from autotune.tuning import statistics
 from runtime_rewriter.world.command import read_command
-from runtime_rewriter.world.ray_cluster import Deadlines, RayCluster
+from runtime_rewriter.world.ray_cluster import RayCluster
 from runtime_rewriter.world.ray_connection import RayPlace
 from runtime_rewriter.world.ray_folder import FOLDER_VARIABLE, processes_of
 from runtime_rewriter.world.ray_world import ray_world
@@ -44,7 +44,6 @@ pytestmark = pytest.mark.job
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train_small.py"
 FROZEN_RAY = Path(__file__).with_name("frozen_ray.py")
 RANKS = 2
-IMPATIENT = Deadlines(answer_s=5.0, shutdown_s=5.0)
 PROFILE = small_model(emulated=True)
 REQUEST = TrialRequest(0, "strategy-under-test", Role.CANDIDATE, warmup_steps=1, timed_steps=3)
 
@@ -62,10 +61,10 @@ class Clusters:
 @pytest.fixture(scope="module")
 def clusters() -> Iterator[Clusters]:
     before = signal.getsignal(signal.SIGTERM)
-    first = RayCluster(RayPlace(), 1, IMPATIENT)
+    first = RayCluster(RayPlace(), 1)
     token = os.environ["RAY_AUTH_TOKEN"]
     first.close()
-    connected = RayCluster(RayPlace(), RANKS, IMPATIENT)
+    connected = RayCluster(RayPlace(), RANKS)
     tokens = (token, os.environ["RAY_AUTH_TOKEN"])
     handlers = (before, signal.getsignal(signal.SIGTERM))
     yield Clusters(connected, tokens, handlers)
@@ -106,7 +105,7 @@ def test_successive_private_clusters_have_other_tokens_and_keep_the_sigterm_hand
 
 def test_a_private_cluster_runs_no_server_without_a_reader(clusters) -> None:
     folder = Path(os.environ[FOLDER_VARIABLE])
-    commands = [Path(f"/proc/{one}/cmdline").read_bytes() for one in processes_of(folder)]
+    commands = contents(folder, "cmdline")
     assert any(b"gcs_server" in words for words in commands)
     for unread in (b"monitor.py", b"dashboard.py"):
         assert not [words for words in commands if unread in words]
@@ -160,10 +159,19 @@ def test_ranks_keep_their_conditions_and_environment_after_a_crash(
 def environments() -> list[dict[str, str]]:
     """The variables of the cluster's processes and of the ranks'."""
     texts = [
-        Path(f"/proc/{one}/environ").read_bytes().decode(errors="replace")
-        for one in processes_of(Path(os.environ[FOLDER_VARIABLE]))
+        text.decode(errors="replace")
+        for text in contents(Path(os.environ[FOLDER_VARIABLE]), "environ")
     ]
     return [dict(one.partition("=")[::2] for one in text.split("\0")) for text in texts]
+
+
+def contents(folder: Path, name: str) -> list[bytes]:
+    """This file of /proc of the processes of Ray's folder that are still there."""
+    found = []
+    for one in processes_of(folder):
+        with contextlib.suppress(OSError):
+            found.append(Path(f"/proc/{one}/{name}").read_bytes())
+    return found
 
 
 def of_ranks(everywhere: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -193,6 +201,7 @@ def test_every_start_of_the_script_has_a_fresh_view_and_the_users_files_stay(
         again = world.run_trial(replace(REQUEST, timed_steps=12), None)
         assert isinstance(again, Measured), again
         assert not any("OMP_NUM_THREADS" in one for one in of_ranks(environments())), "mpirun"
+        seen_by = processes_with_a_view_of(project)
     finally:
         world.close()
     assert {path.name: path.read_bytes() for path in project.iterdir()} == kept | {
@@ -203,14 +212,17 @@ def test_every_start_of_the_script_has_a_fresh_view_and_the_users_files_stay(
     assert {best for _, _, best in rows} == {repr(kept["best.pt"])}
     first, second = ({int(namespace) for _, namespace, _ in rows[at : at + 2]} for at in (0, 2))
     assert len(first) == len(second) == 1, "the ranks of a start share one view"
-    assert not (first | second) & set(mount_namespaces()), "the views end with the world"
+    assert seen_by and not processes_with_a_view_of(project), "the views end with the world"
 
 
-def mount_namespaces() -> Iterator[int]:
-    """The mount namespaces of all processes."""
+def processes_with_a_view_of(folder: Path) -> list[str]:
+    """The processes that see something else at this folder."""
+    found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            yield (process / "ns" / "mnt").stat().st_ino
+            if f" {folder} " in (process / "mountinfo").read_text():
+                found.append(process.name)
+    return found
 
 
 def permitted() -> bool:

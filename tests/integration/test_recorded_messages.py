@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from torch_world import BACKEND, run_world, seeded
 import autotune
 from autotune.profiling.alignment import align
 from autotune.profiling.alignment.same_clock import SAME_S
+from autotune.profiling.formats.rank_trace import RankTrace
 from autotune.profiling.graph.traced_steps import TracedSteps
 from autotune.profiling.traces import read_job
 from autotune.profiling.traces.job import TraceJob, assemble
@@ -122,17 +124,24 @@ def test_the_graph_of_a_step_gives_its_time_and_waits_for_senders(folder: Path) 
 
 
 def test_messages_alone_align_clocks_that_were_moved(folder: Path) -> None:
-    job = assemble(
-        [
-            replace(trace, origin_ns=trace.origin_ns - round(n * OFFSET_S * 1e9), host="")
-            for n, trace in enumerate(read_job(folder).ranks)
-        ]
+    ranks = read_job(folder).ranks
+    unmoved, aligned = (
+        align(_messages_only(assemble(_with_offsets(ranks, offset_s))), samples=2)
+        for offset_s in (0.0, OFFSET_S)
     )
-    aligned = align(_messages_only(job), samples=2)
     true_s, width_s = OFFSET_S * np.arange(3), aligned.high_s - aligned.low_s
     assert np.all(aligned.low_s - SAME_S <= true_s) and np.all(true_s <= aligned.high_s + SAME_S)
-    assert np.all(width_s < 0.05) and np.all(np.abs(aligned.offset_s - true_s) <= width_s + SAME_S)
+    np.testing.assert_allclose(width_s, unmoved.high_s - unmoved.low_s, atol=SAME_S)
+    assert np.all(np.abs(aligned.offset_s - true_s) <= width_s + SAME_S)
     assert np.all(aligned.spread_s[1:] > 0)
+
+
+def _with_offsets(ranks: Sequence[RankTrace], offset_s: float) -> list[RankTrace]:
+    """The traces as if rank n were on a host of its own, whose clock is n offsets ahead."""
+    return [
+        replace(trace, origin_ns=trace.origin_ns - round(n * offset_s * 1e9), host="")
+        for n, trace in enumerate(ranks)
+    ]
 
 
 def _messages_only(job: TraceJob) -> TraceJob:

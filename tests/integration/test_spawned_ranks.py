@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
-from torch_world import exempt_imports, fork_server, free_port
+from torch_world import exempt_imports, fork_server
 
+from runtime_rewriter.ports import unclaimed_port
 from runtime_rewriter.rank.own_ranks import spawned_ranks_controlled
 
 SCRIPT = str(Path(__file__).parents[1] / "scripts" / "spawned_state.py")
@@ -26,7 +27,7 @@ def test_a_spawned_rank_sees_the_state_of_a_new_process(tmp_path: Path) -> None:
     folders = {name: tmp_path / name for name in ("plain", "ours")}
     for folder in folders.values():
         folder.mkdir()
-    port = str(free_port())
+    port = str(unclaimed_port("127.0.0.1"))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     words = [sys.executable, SCRIPT, str(folders["plain"]), port]
     subprocess.run(words, env=environment, check=True, timeout=TIMEOUT_S)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import signal
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from synthetic_job import SyntheticWorld, drive, job_spec
+from torch_world import fork_server
 
 from autotune.rng import generator
 from autotune.storage.store import Store
@@ -47,8 +47,9 @@ def test_no_acknowledged_event_is_lost_or_doubled_over_twenty_kills(tmp_path):
 
 def _write_until_killed(path: Path, expected: History, after_bytes: int, delay_s: float) -> int:
     """Run a child that appends missing events, with a byte for each; kill it after `delay_s`."""
-    # A plain fork would copy the locks that the test runner's own threads hold at that moment.
-    context = multiprocessing.get_context("forkserver")
+    # A plain fork would copy the locks that the test runner's own threads hold at that moment, and
+    # a server of our own would be that of all later tests of this process.
+    context = fork_server()
     reading, writing = context.Pipe(duplex=False)
     child = context.Process(target=_append, args=(path, expected, writing))
     child.start()

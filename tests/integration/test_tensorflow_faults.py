@@ -21,7 +21,7 @@ from runtime_rewriter.tensorflow.running import RunningGraph
 from runtime_rewriter.tensorflow.servers import JOB, session_config
 
 STEP_TIMEOUT_S = 60.0
-ALONE_MS, AFTERWARDS_MS = 2_000, 20_000
+ALONE_MS, AFTERWARDS_MS = 20_000, 20_000
 """Timeouts of the lone rank's wait, which never ends by itself, and of the step after it."""
 
 

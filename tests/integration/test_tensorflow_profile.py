@@ -19,6 +19,7 @@ from autotune.recordings.graph_file import GRAPH_FILE, NodePhase
 from autotune.recordings.job_file import RecordedJob
 
 pytest.importorskip("tensorflow", reason="the extra tensorflow is not installed")
+pytestmark = pytest.mark.timeout(600)  # a busy machine needs more than the default
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "scripts" / "train_tensorflow.py"

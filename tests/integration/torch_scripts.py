@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch_world import exempt_imports, fork_server, free_port
+from torch_world import exempt_imports, fork_server
+
+from runtime_rewriter.ports import unclaimed_port
 
 ABORTED_AT_EXIT = "terminate called without an active exception"
 
@@ -44,14 +46,11 @@ def run_ranks(
     shared = {"CUDA_VISIBLE_DEVICES": ""}
     if not ranks:
         return run_forked(words, [shared], timeout_s, process)
-    shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-    for _ in range(PORTS_TRIED):
-        shared["MASTER_PORT"] = str(free_port())
-        of_ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-        done = run_forked(words, of_ranks, timeout_s, process)
-        if done.returncode == 0 or "address already in use" not in done.stderr.lower():
-            break
-    return done
+    size, port = str(ranks), str(unclaimed_port("127.0.0.1"))
+    shared |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    of_ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    return run_forked(words, of_ranks, timeout_s, process)
 
 
 def run_forked(

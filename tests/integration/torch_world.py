@@ -8,7 +8,6 @@ import inspect
 import multiprocessing
 import multiprocessing.context
 import os
-import socket
 import time
 import traceback
 import warnings
@@ -249,10 +248,3 @@ def default_store() -> dist.Store:
 def seeded(seed: int) -> torch.Generator:
     """A generator on the default device."""
     return torch.Generator(torch.get_default_device()).manual_seed(seed)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

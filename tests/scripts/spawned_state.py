@@ -41,6 +41,7 @@ def train(rank: int, ranks: int, port: str, token: str, shared: torch.Tensor, ou
     shared[rank] = 1 + rank
     facts["token"] = token
     Path(out, f"rank{rank}.json").write_text(json.dumps(facts))
+    dist.barrier()  # the other rank may still connect
     dist.destroy_process_group()
     if rank == 1:
         sys.exit()  # it is done

@@ -21,7 +21,7 @@ import tensorflow as tf
 import autotune
 
 STEPS, PLANTED = int(sys.argv[1]), Path(sys.argv[2])
-STOPPED_S = 60.0
+STOPPED_S = 200.0
 """Longer than a step may take, and the script is started again before."""
 
 

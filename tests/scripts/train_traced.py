@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -38,10 +39,23 @@ def main(folder: str) -> None:
             if step == STEPS - 1:
                 # torch writes a collective's node when Gloo's thread has left it, and the trace
                 # must not have ended
-                time.sleep(0.2)
+                until_gloo_sleeps()
             profiler.step()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def until_gloo_sleeps() -> None:
+    """Wait until every thread of Gloo has nothing more to do."""
+    deadline_s, quiet = time.monotonic() + 60, 0
+    while quiet < 3 and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+        quiet = 0 if any(map(is_at_work, Path("/proc/self/task").iterdir())) else quiet + 1
+
+
+def is_at_work(thread: Path) -> bool:
+    of_gloo = (thread / "comm").read_text().startswith("pt_gloo")
+    return of_gloo and (thread / "stat").read_text().rpartition(")")[2].split()[0] != "S"
 
 
 if __name__ == "__main__":

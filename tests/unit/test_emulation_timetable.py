@@ -75,7 +75,7 @@ def test_a_profile_without_usable_times_is_refused_with_the_rule(
 def test_a_wait_ends_at_its_time_and_lateness_stays_until_restart() -> None:
     waiter = Waiter()
     start_s = time.perf_counter()
-    assert waiter.until(start_s + 0.02) == start_s + 0.02 and time.perf_counter() >= start_s + 0.02
+    assert waiter.until(start_s + 0.5) == start_s + 0.5 and time.perf_counter() >= start_s + 0.5
     assert waiter.late_s == 0.0
     assert waiter.until(start_s - 1.0) > start_s and waiter.late_s >= 1.0
     waiter.until(start_s)
@@ -112,7 +112,7 @@ def test_round_robin_is_wanted_if_ranks_wait_or_leave_a_core_free(
 
 def in_a_child(action: str) -> int:
     """Exit status of a process of its own that runs `action`; the test's keeps its policy."""
-    child = multiprocessing.get_context("forkserver").Process(target=_end_with, args=(action,))
+    child = multiprocessing.get_context("spawn").Process(target=_end_with, args=(action,))
     child.start()
     child.join(60)
     assert child.exitcode is not None, f"{action} did not end within 60 s"
@@ -129,7 +129,7 @@ def take_and_step_down() -> int:
 
     def earlier() -> None:
         ready.set()
-        asked.wait(5)
+        asked.wait(60)
         policies.append(os.sched_getscheduler(0))
 
     thread = threading.Thread(target=earlier)

@@ -29,7 +29,7 @@ def test_a_wait_for_stuck_computation_raises_the_reason() -> None:
 
     with (
         Stuck(CPU, unit_timeout_s=0.1) as load,
-        pytest.raises(AutotuneError, match=r"finished nothing for 0\.\d s on cpu"),
+        pytest.raises(AutotuneError, match=r"finished nothing for \d+\.\d s on cpu"),
     ):
         load.unit_s()
 

@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -60,17 +61,23 @@ def test_the_guard_of_a_killed_process_ends_what_it_left() -> None:
     assert not folder.exists()
 
 
-def test_folders_without_a_lock_are_removed_and_those_of_running_jobs_kept() -> None:
-    mine = PrivateFolder.create()
-    code = f"{CREATE}f.guard.kill(); print(f.path)"
-    killed = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    abandoned = Path(killed.stdout.strip())
-    assert abandoned.exists()
-    ray_folder.remove_abandoned()
-    assert mine.path.exists() and not abandoned.exists()
-    mine.end()
+def test_folders_without_a_lock_are_removed_and_those_of_running_jobs_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A place of its own, where no other job removes abandoned folders.
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:
+        monkeypatch.setenv("TMPDIR", place)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        mine = PrivateFolder.create()
+        code = f"{CREATE}f.guard.kill(); print(f.path)"
+        killed = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        )
+        abandoned = Path(killed.stdout.strip())
+        assert abandoned.exists() and abandoned.parent == mine.path.parent == Path(place)
+        ray_folder.remove_abandoned()
+        assert mine.path.exists() and not abandoned.exists()
+        mine.end()
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600)])

@@ -27,7 +27,7 @@ def on_ranks(ranks: int, work: Callable[[Peers], Facts]) -> list[Facts | str]:
     port = free_port(0, 0, ADDRESS)
 
     def rank(number: int) -> Facts | str:
-        peers = meet(number, ranks, ADDRESS, port, 10.0)
+        peers = meet(number, ranks, ADDRESS, port, 60.0)
         try:
             return work(peers)
         except AutotuneError as error:
@@ -45,14 +45,14 @@ def together(facts: list[Facts]) -> Facts:
 
 
 def test_all_ranks_get_what_rank_0_decides_from_their_facts() -> None:
-    results = on_ranks(3, lambda peers: peers.agree({"value": 10 + peers.rank}, together, 5.0))
+    results = on_ranks(3, lambda peers: peers.agree({"value": 10 + peers.rank}, together, 60.0))
     assert results == [{"sum": 33}] * 3
 
 
 def test_a_problem_of_one_rank_is_raised_on_all() -> None:
     def work(peers: Peers) -> Facts:
         facts = {"problem": "no room on rank 2"} if peers.rank == 2 else {"value": 1}
-        return peers.agree(facts, together, 5.0)
+        return peers.agree(facts, together, 60.0)
 
     assert on_ranks(3, work) == ["LaunchError: no room on rank 2"] * 3
 
@@ -90,7 +90,7 @@ def test_ranks_with_other_exports_all_name_each_ones_plan(tmp_path: Path) -> Non
 
 def test_a_rank_that_ends_is_named_on_the_others() -> None:
     def work(peers: Peers) -> Facts:
-        return {} if peers.rank == 1 else peers.agree({"value": 1}, together, 5.0)
+        return {} if peers.rank == 1 else peers.agree({"value": 1}, together, 60.0)
 
     first, gone, last = on_ranks(3, work)
     assert gone == {}
@@ -100,7 +100,7 @@ def test_a_rank_that_ends_is_named_on_the_others() -> None:
 def test_rank_0_closes_its_port_once_all_are_there_and_ignores_strangers() -> None:
     port = free_port(0, 0, ADDRESS)
     with ThreadPoolExecutor(2) as pool:
-        leading = pool.submit(meet, 0, 2, ADDRESS, port, 10.0)
+        leading = pool.submit(meet, 0, 2, ADDRESS, port, 60.0)
         stranger = None
         while stranger is None:
             try:
@@ -110,7 +110,7 @@ def test_rank_0_closes_its_port_once_all_are_there_and_ignores_strangers() -> No
         stranger.sendall(b'{"rank": 1}\n')
         assert stranger.recv(1) == b""  # it was turned away
         stranger.close()
-        pool.submit(meet, 1, 2, ADDRESS, port, 10.0).result(10.0).lines[0].close()
+        pool.submit(meet, 1, 2, ADDRESS, port, 60.0).result(10.0).lines[0].close()
         leading.result(10.0).lines[0].close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((ADDRESS, port), timeout=5.0)

@@ -31,7 +31,7 @@ atexit.register(show)  # behind the end of the script
 def facts_of(folder: Path, *command: str) -> dict[str, object]:
     output = folder / "facts.json"
     words = [sys.executable, *command, "scripts/show.py", str(output)]
-    subprocess.run(words, cwd=folder, check=True, timeout=60)
+    subprocess.run(words, cwd=folder, check=True, timeout=240)
     facts: dict[str, object] = json.loads(output.read_text())
     return facts
 

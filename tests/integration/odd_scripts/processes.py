@@ -60,9 +60,9 @@ def in_a_process(tensor: Tensor) -> Any:
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=send_values, args=(sending, tensor))
     process.start()
-    assert receiving.poll(30), "the forked process sent nothing"
+    assert receiving.poll(120), "the forked process sent nothing"
     values = torch.tensor(receiving.recv())
-    process.join(30)
+    process.join(120)
     assert process.exitcode == 0, "the forked process has not ended"
     return values
 
@@ -76,7 +76,7 @@ def read_in_a_thread(run: Run) -> None:
 
     def read(step: int) -> None:
         with ThreadPoolExecutor(3) as readers:
-            run.see(list(readers.map(Tensor.norm, list(model.parameters()), timeout=30)))
+            run.see(list(readers.map(Tensor.norm, list(model.parameters()), timeout=120)))
 
     train(run, model, sgd(model), read)
 
@@ -91,7 +91,7 @@ def forward_in_a_thread(run: Run) -> None:
 
     def after(step: int) -> None:
         with ThreadPoolExecutor(1) as other:
-            run.see(other.submit(validate, step).result(30))
+            run.see(other.submit(validate, step).result(120))
 
     train(run, model, sgd(model), after)
 
