@@ -92,11 +92,13 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         seed=options.seed,
         memory=within.fit_workload if within is not None else None,
         allowed=within.allows if within is not None else lambda plan: True,
+        costs=source.costs,
     )
     memory = _memory(source, cluster, best, within)
     fit = memory.fit if memory is not None else None
     # Only TensorFlow fuses ops as a strategy states, and the source may be of another framework.
-    lowering = Lowering(source.workload if fit is None else fit.workload, cluster)
+    workload = source.workload if fit is None else fit.workload
+    lowering = Lowering(workload, cluster, source.costs)
     summary = iteration_summary(replay(lowering.period(best.plan)))
     result = OptimizedResult(source, cluster, best, memory, summary)
     if options.output is not None:
@@ -124,7 +126,7 @@ def _memory_budget(
             "--memory needs the lifetimes of a replica's tensors, which `autotune profile` "
             f"records, but {options.source} has none: {source.no_memory}"
         )
-    return MemoryBudget(source.memory, cluster, budget_bytes)
+    return MemoryBudget(source.memory, cluster, budget_bytes, source.costs)
 
 
 def _memory(

@@ -184,12 +184,9 @@ def job_extractor(
     op_fusions: Sequence[OpFusionChoice] = (),
 ) -> Extractor:
     """The extractor that predicts the trials of a job; `software`: as in `Profiled`."""
-    from autotune.lowering.costs import EMULATED_COSTS, TENSORFLOW_COSTS
+    from autotune.lowering.costs import costs_of_job
 
-    costs = EMULATED_COSTS if accelerators is Accelerators.EMULATED else None
-    if "tensorflow" in software:
-        costs = TENSORFLOW_COSTS
-    return Extractor(workload, cluster, costs, op_fusions)
+    return Extractor(workload, cluster, costs_of_job(accelerators, software), op_fusions)
 
 
 def extract(planned: PlannedStrategy, workload: Workload, cluster: Cluster) -> StrategyFeatures:

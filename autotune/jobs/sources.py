@@ -9,6 +9,7 @@ from autotune.cluster import Cluster
 from autotune.cluster_file import read_cluster
 from autotune.errors import InvalidInput
 from autotune.files import is_file, is_folder
+from autotune.lowering.costs import RuntimeCosts, costs_of_job
 from autotune.optimizer.optimize import ASSUMED_TIMES
 from autotune.parsing import read_json
 from autotune.profiling.formats.layer_profile import read_layer_profile
@@ -16,6 +17,7 @@ from autotune.profiling.formats.sources import holds_traces
 from autotune.profiling.op_graph import OpGraph
 from autotune.recordings.job_file import JOB_FILE, RecordedJob, recording_at
 from autotune.recordings.memory_file import RecordedMemory, missing_memory_reason
+from autotune.records import Accelerators
 from autotune.workload import Workload
 from autotune.zoo.architectures import MODELS, workload, zoo_name
 from autotune.zoo.assumed_device import AssumedDevice
@@ -32,6 +34,7 @@ class Source:
     - `memory`: lifetimes of its tensors; None if not recorded, for the reason `no_memory`.
     - `cross_step_refused`, `direct_refused`: why the script cannot synchronize across steps, and
       why its ranks cannot exchange directly; empty if they can.
+    - `costs`: of the runtime that would carry out a strategy; None: of the workload's device.
     - `mirrored`: whether the script uses MultiWorkerMirroredStrategy.
     - `notes`: further assumptions.
     """
@@ -43,6 +46,7 @@ class Source:
     no_memory: str = "it holds no activations and no optimizer state"
     cross_step_refused: str = ""
     direct_refused: str = ""
+    costs: RuntimeCosts | None = None
     mirrored: bool = False
     notes: tuple[str, ...] = ()
 
@@ -156,5 +160,6 @@ def _recorded(folder: Path) -> Source:
         no_memory=missing_memory_reason(job.notes),
         cross_step_refused=job.cross_step_refused,
         direct_refused=job.direct_refused,
+        costs=costs_of_job(Accelerators.REAL, job.software),
         mirrored=job.mirrored,
     )

@@ -7,11 +7,13 @@ it was measured.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from math import isfinite
 
 from autotune.costs.sync_cost import KERNEL_LATENCY_S
 from autotune.errors import InvalidInput
+from autotune.records import Accelerators
 
 _MEASURED = (
     "measured by `python -m benchmarks.runtime_costs --emulated{}, "
@@ -213,3 +215,13 @@ TENSORFLOW_COSTS = replace(
     star_order=Constant(1, "measured by `python -m benchmarks.transfer_order`"),
 )
 """Costs of a rank of a rewritten graph, whose messages are ops of TensorFlow."""
+
+
+def costs_of_job(accelerators: Accelerators, software: Mapping[str, str]) -> RuntimeCosts | None:
+    """The costs of a job's runtime; None: those of its device (`device_costs.costs_of`).
+
+    `software`: the versions of what the script uses, by name.
+    """
+    if "tensorflow" in software:
+        return TENSORFLOW_COSTS
+    return EMULATED_COSTS if accelerators is Accelerators.EMULATED else None

@@ -36,6 +36,8 @@ _MEMORIES = (
 _MEASURED = "measured on an H100 (80 GB, HBM3) by `python -m benchmarks.device_costs`, as recorded"
 _PASSES = f"{ASSUMED}: passes over the memory at the rate that packing reached on an H100"
 _HOST = f"{ASSUMED}: calls of an H100's host, each as long as packing a gradient"
+_NO_THREAD = f"{ASSUMED}: NCCL queues a step without a thread, by one such call of an H100's host"
+_PYTHON = f"{ASSUMED}: Python of a rank's host, as in `python -m benchmarks.runtime_costs` on CPUs"
 PACK_CALLS_S, UNPACK_CALLS_S = 1.7e-05, 1.5e-05
 PACK_S_PER_BYTE, UNPACK_S_PER_BYTE = 1 / 2.6e12, 1 / 1.4e12
 TRAFFIC_S_PER_BYTE = UNPACK_S_PER_BYTE / 2
@@ -50,6 +52,10 @@ def _called(calls: int) -> Constant:
     return Constant(PACK_CALLS_S * calls, _HOST)
 
 
+def _as_on_cpus(constant: str) -> Constant:
+    return Constant(RuntimeCosts()[constant], _PYTHON)
+
+
 CONTENTION = Constant(
     1 / (1 - 0.228) - 1,
     "Daydream, sec. 6.5: NCCL's calls took 22.8 % less time behind a synchronization",
@@ -61,7 +67,12 @@ _ON_GPU = {
     "write_s": Constant(UNPACK_CALLS_S, _MEASURED),
     "unpack_s_per_byte": Constant(UNPACK_S_PER_BYTE, _MEASURED),
     "issue_s": Constant(0.00024, _MEASURED),
+    "lane_s": replace(_called(1), source=_NO_THREAD),
+    "piece_s": replace(_called(1), source=_NO_THREAD),
     "fill_s": _called(1),
+    "defer_s": _as_on_cpus("defer_s"),
+    "settle_s": _as_on_cpus("settle_s"),
+    "buffer_s": _as_on_cpus("buffer_s"),
     "cast_s_per_byte": _passed(1.5),
     "settle_each_s": _called(1),
     "settle_s_per_byte": _passed(5),

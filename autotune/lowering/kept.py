@@ -45,7 +45,9 @@ class Kept(Generic[T]):
         return entry[0]
 
     def put(self, key: Hashable, parts: int, result: T) -> None:
-        """Forgets the results that were not used for longest."""
+        """Forgets the results that were not used for longest; keeps none that is too large."""
+        if parts > self._most_parts:
+            return
         hashed = _Key(key)
         _, before = self._results.pop(hashed, (result, 0))
         self._results[hashed] = result, parts

@@ -284,7 +284,8 @@ class _PlanGraph:
                 host_costs,
                 cores=cores,
                 share=lowering.crowd / len(workers) if shares_cores else 1.0,
-                broadcast=broadcast,
+                # One broadcast reaches all of them, so one of them occupies the ports.
+                broadcast=broadcast if rank == workers[0] else replace(broadcast, ports=()),
             )
             for rank in workers
         ]

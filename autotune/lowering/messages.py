@@ -134,7 +134,7 @@ class MessageTimer:
             for host in range(len(self.cluster.hosts))
         ]
         self._world = tuple(range(self.cluster.world_size))
-        self._groups: dict[Hashable, _Groups] = {}
+        self._groups: Kept[_Groups] = Kept(KEPT_BATCHES, KEPT_BATCHES)
         self._steps: Kept[tuple[TimedStep, ...]] = Kept(KEPT_BATCHES, KEPT_MESSAGES)
 
     def batches(
@@ -233,9 +233,11 @@ class MessageTimer:
         world = message.ranks or ring_order or self._world
         by_host = _sums_by_host(message)
         key = (world, message.owner if by_host else None, by_host)
-        if key not in self._groups:
-            self._groups[key] = self._new_groups(message, world)
-        return self._groups[key]
+        groups = self._groups.get(key)
+        if groups is None:
+            groups = self._new_groups(message, world)
+            self._groups.put(key, 1, groups)
+        return groups
 
     def _new_groups(self, message: Message, world: tuple[int, ...]) -> _Groups:
         hosts: tuple[tuple[int, ...], ...] = ()

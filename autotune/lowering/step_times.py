@@ -34,7 +34,7 @@ of its rounds costs the messages of one rank, by the same probe or the assumed `
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -62,7 +62,8 @@ MOST_MEMBERS = 8
 SEEN_BELOW = 0.9
 """A host's interface was seen if it was slower than this share of its peers' links together."""
 KEPT_LOADS = 1024
-"""Loads that are kept: 10 MB on 64 hosts, with 20 numbers for each port."""
+"""Loads that are kept, and as many traffics and factors: a job proposes owners and rings for hours.
+Loads have 10 MB on 64 hosts, with 20 numbers for each port."""
 _JOINT = {half: name for name, halves in _HALVES.items() for half in halves}
 _WHERE = {Scope.WORLD: None, Scope.HOSTS: Where.HOST, Scope.LEADERS: Where.ACROSS}
 
@@ -136,7 +137,7 @@ class Timing:
         self.cluster = cluster
         self.ports = ports
         self.costs = costs
-        self._traffic: dict[Hashable, Traffic] = {}
+        self._traffic: Kept[Traffic] = Kept(KEPT_LOADS, KEPT_LOADS)
         self._loads: Kept[_Load] = Kept(KEPT_LOADS, KEPT_LOADS)
         self._peers = _PeerCosts(cluster, ports, costs)
         self._leaders = tuple(
@@ -300,14 +301,15 @@ class Timing:
     ) -> Traffic:
         """`shares` of a direct exchange: those of all ranks."""
         key = (collective, members, root, shares)
-        if key not in self._traffic:
+        traffic = self._traffic.get(key)
+        if traffic is None:
             owned = None if shares is None else np.array(shares)[list(members)]
             traffic = self.ports.traffic(collective, members, root, owned)
             if collective in DIRECT and traffic.s_per_byte.any():
                 slowed = traffic.s_per_byte * self._peers.factors(members)
                 traffic = Traffic.even(slowed, traffic.rounds)
-            self._traffic[key] = traffic
-        return self._traffic[key]
+            self._traffic.put(key, 1, traffic)
+        return traffic
 
     def _cores(self, groups: Sequence[tuple[int, ...]]) -> FloatArray:
         """Participating ranks per core, (C,): for each host, or (1,) for one shared machine."""
@@ -404,7 +406,7 @@ class _PeerCosts:
 
     def __init__(self, cluster: Cluster, ports: Ports, costs: RuntimeCosts) -> None:
         self._cluster, self._ports, self._costs = cluster, ports, costs
-        self._factors: dict[tuple[int, ...], FloatArray] = {}
+        self._factors: Kept[FloatArray] = Kept(KEPT_LOADS, KEPT_LOADS)
         self._messages_s: dict[int, float] = {}
 
     def factors(self, members: tuple[int, ...]) -> FloatArray:
@@ -412,9 +414,11 @@ class _PeerCosts:
 
         1 for a port that was not probed, or whose peers together were not faster than it.
         """
-        if members not in self._factors:
-            self._factors[members] = self._new_factors(members)
-        return self._factors[members]
+        factors = self._factors.get(members)
+        if factors is None:
+            factors = self._new_factors(members)
+            self._factors.put(members, 1, factors)
+        return factors
 
     def _new_factors(self, members: tuple[int, ...]) -> FloatArray:
         ports, payload = self._ports, self._costs["payload"]

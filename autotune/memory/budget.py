@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autotune.cluster import Cluster
+from autotune.lowering.costs import RuntimeCosts
 from autotune.memory.fitting import MemoryFit, fit_memory
 from autotune.memory.peak import MemoryEstimate, highest_peak
 from autotune.recordings.memory_file import RecordedMemory
@@ -17,10 +18,18 @@ class MemoryBudget:
 
     `fit` is the chosen pass, after `fit_workload`. The pass is chosen by the replayed step of DDP's
     default buckets with rows of sparse gradients, with which all replicas need the same memory.
+    `costs`: of the runtime, as in `optimize`.
     """
 
-    def __init__(self, memory: RecordedMemory, cluster: Cluster, budget_bytes: int) -> None:
+    def __init__(
+        self,
+        memory: RecordedMemory,
+        cluster: Cluster,
+        budget_bytes: int,
+        costs: RuntimeCosts | None = None,
+    ) -> None:
         self.memory = memory
+        self.costs = costs
         self.cluster = cluster
         self.budget_bytes = budget_bytes
         self.fit: MemoryFit | None = None
@@ -38,6 +47,7 @@ class MemoryBudget:
             replica=self.memory.replica(0, cluster.host_of_rank),
             batch=self.memory.batch,
             fixed=self.memory.fixed or PROPORTIONAL,
+            costs=self.costs,
         )
         return self.fit.workload
 

@@ -31,6 +31,7 @@ import numpy as np
 
 from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
+from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.lower import Lowering
 from autotune.memory.accumulation import accumulated, accumulated_workload
 from autotune.memory.peak import MemoryEstimate, peak_memory
@@ -95,21 +96,22 @@ def fit_memory(
     replica: Replica | None = None,
     batch: int | None = None,
     fixed: FixedShare = PROPORTIONAL,
+    costs: RuntimeCosts | None = None,
 ) -> MemoryFit:
     """The fastest way to stay within the budget.
 
     The candidates are the step unchanged, with regions computed twice, or with the batch in parts;
     both passes together only if neither suffices. `step_s` predicts a step, by default with a
-    replay of the plan. `batch`: samples of a step, a multiple of the number of parts. `fixed`: the
-    share of the passes' times that every part pays. Raises `InvalidInput`, with the lowest peak of
-    each pass, if nothing fits.
+    replay of the plan by `costs` (None: those of the workload's device). `batch`: samples of a
+    step, a multiple of the number of parts. `fixed`: the share of the passes' times that every part
+    pays. Raises `InvalidInput`, with the lowest peak of each pass, if nothing fits.
     """
 
     def estimate(candidate: MemoryProfile, trained: Workload) -> MemoryEstimate:
         return peak_memory(candidate, trained, plan, cluster, replica=replica)
 
     def replayed_s(trained: Workload) -> float:
-        return Lowering(trained, cluster).step_s(plan)
+        return Lowering(trained, cluster, costs).step_s(plan)
 
     fitter = _Fitter(workload, profile, budget_bytes, estimate, step_s or replayed_s, fixed)
     if fitter.before.peak_bytes <= budget_bytes:

@@ -12,12 +12,13 @@ from autotune.costs.row_traffic import RowTraffic
 from autotune.dfg.replay import Timeline
 from autotune.errors import InvalidInput
 from autotune.garbage import collection_paused
+from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.device_costs import costs_of
 from autotune.optimizer.bounds import least_transfer_s
 from autotune.optimizer.budget import Budget, Deadline
 from autotune.optimizer.fused_time import ASSUMED, LaunchGaps
 from autotune.optimizer.registry import default_passes, first_starts, later_starts
-from autotune.optimizer.replays import Replays
+from autotune.optimizer.replays import Replays, lowered
 from autotune.optimizer.search import Improvement, Search
 from autotune.optimizer.state import Pass, Problem, Speedups, State, planned
 from autotune.profiling.op_graph import FusedTime, OpFusion, OpGraph
@@ -89,6 +90,7 @@ def optimize(
     speedups: Speedups | None = None,
     allowed: Callable[[Plan], bool] = lambda plan: True,
     memory: Callable[[Workload], Workload] | None = None,
+    costs: RuntimeCosts | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Optimized:
     """Search the synchronization, and with an op graph the op fusion, with the shortest step.
@@ -98,6 +100,7 @@ def optimize(
     - `passes`: replaces `default_passes()`.
     - `allowed`: refuses further plans, such as those whose buffers do not fit.
     - `memory`: line 1 of Alg. 1; returns the workload that fits into memory (recomputation).
+    - `costs`: of the runtime; by default those of the workload's device.
     - `clock`: seconds, for the budget's.
 
     Equal inputs give equal results unless the result is `cut_short`. Raises `InvalidInput` if graph
@@ -121,7 +124,7 @@ def optimize(
         speedups=speedups or Speedups(),
         deadline=Deadline(began_s + budget.seconds, clock),
     )
-    replays = Replays(problem)
+    replays = Replays(problem, partial(lowered, costs=costs))
     first = State(before or ddp_with_rows(workload))
     before_s = replays.step_s(first)
     search = Search(
@@ -150,12 +153,19 @@ def optimize(
         cut_short=result.cut_short,
         seconds=clock() - began_s,
         timeline=replays.timeline(best),
-        assumed=_assumed_figures(problem, best, assumed_times, assumed_kernels=fused_s is None),
+        assumed=_assumed_figures(
+            problem, best, costs, assumed_times=assumed_times, assumed_kernels=fused_s is None
+        ),
     )
 
 
 def _assumed_figures(
-    problem: Problem, best: State, assumed_times: bool, assumed_kernels: bool
+    problem: Problem,
+    best: State,
+    costs: RuntimeCosts | None,
+    *,
+    assumed_times: bool,
+    assumed_kernels: bool,
 ) -> tuple[str, ...]:
     """The figures behind a result that nobody measured.
 
@@ -172,7 +182,8 @@ def _assumed_figures(
     probed = problem.cluster.fit("reduce_scatter", ranks) is not None
     if problem.workload.device == "cuda" and ranks > 1 and not probed:
         assumed.append(AS_GLOO)
-    packing = costs_of(problem.workload.device, problem.workload.device_name).pack_s_per_byte
+    costs = costs or costs_of(problem.workload.device, problem.workload.device_name)
+    packing = costs.pack_s_per_byte
     if packing.is_assumed:
         assumed.append(f"packing and issuing messages ({packing.source})")
     return tuple(assumed)

@@ -14,6 +14,7 @@ import numpy as np
 from autotune.cluster import Cluster
 from autotune.costs.timing import ready_times_s
 from autotune.dfg.replay import Timeline
+from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.replayed import LoweredSteps
 from autotune.optimizer.state import CriticalPath, Problem, State, planned
 from autotune.strategy_space.plan import Message, Plan, with_messages
@@ -29,9 +30,16 @@ if there is one) -> replayed steps."""
 
 
 def lowered(
-    workload: Workload, cluster: Cluster, symmetric: bool, like: LoweredSteps | None
+    workload: Workload,
+    cluster: Cluster,
+    symmetric: bool,
+    like: LoweredSteps | None,
+    costs: RuntimeCosts | None = None,
 ) -> LoweredSteps:
-    return LoweredSteps(workload, cluster, symmetric) if like is None else like.retimed(workload)
+    """Replayed steps by `costs`; None: those of the workload's device."""
+    if like is not None:
+        return like.retimed(workload)
+    return LoweredSteps(workload, cluster, symmetric, costs=costs)
 
 
 class Replays:

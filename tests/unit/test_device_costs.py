@@ -39,6 +39,20 @@ def test_costs_are_measured_on_an_h100_and_assumed_elsewhere() -> None:
     assert "H100" not in costs_of("cuda", H100).payload.source
 
 
+@pytest.mark.parametrize("name", [H100, V100, ""])
+def test_no_cost_of_a_gpu_claims_to_be_measured_on_a_cpu(name: str) -> None:
+    sources = costs_of("cuda", name).sources
+    on_cpus = {of for of, source in sources.items() if "runtime_costs" in source}
+    assert on_cpus == {"settle_s", "defer_s", "buffer_s"}  # Python of the host
+    assert all(sources[of].startswith("assumed") for of in on_cpus)
+
+
+def test_steps_of_messages_on_a_gpu_wait_for_no_thread() -> None:
+    gpu = costs_of("cuda", H100)
+    assert gpu["lane_s"] == gpu["piece_s"] == gpu["fill_s"]  # a call
+    assert gpu.lane_s.is_assumed
+
+
 def test_bert_large_on_eight_v100_exposes_less_than_its_transfer() -> None:
     """With a CPU's costs 240 ms were exposed, of which 18 ms are the transfer."""
     workload = replace(assumed_ops("bert-large").workload(), device_name=V100)

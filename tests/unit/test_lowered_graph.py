@@ -270,6 +270,18 @@ def test_buffers_travel_before_every_forward_pass() -> None:
         assert sum("broadcast buffers" in name for name in names) == 2
 
 
+@pytest.mark.parametrize("cross_step", [False, True])
+def test_one_broadcast_of_the_buffers_reaches_all_workers_of_a_graph(cross_step: bool) -> None:
+    workload = replace(GPU, buffer_bytes=(2_000_000,))
+    lowering = Lowering(workload, cluster(*[(1, 1000)] * 4), FREE)
+    planned = replace(bucket(workload), cross_step=cross_step)
+    of_one, of_all = (
+        replay(lowering.period(planned, symmetric=symmetric)).makespan_s
+        for symmetric in (True, False)
+    )
+    assert of_all == pytest.approx(of_one, rel=1e-6)
+
+
 def test_buffers_wait_behind_the_messages_that_cross_the_step() -> None:
     """Each of the two hops of the broadcast's tree waits for a round of an all-reduce."""
     workload = replace(GPU, buffer_bytes=(8,))

@@ -13,7 +13,10 @@ from command_line import error_output, json_output, output
 from synthetic_job import WORKLOAD
 
 from autotune.canonical import canonical_json
+from autotune.cluster_file import read_cluster
+from autotune.features.extract import Extractor, job_extractor
 from autotune.recordings.job_file import RankRecord, RecordedJob
+from autotune.records import Accelerators
 from autotune.strategy_space.mirrored import MIRRORED_LIMITS, mirrored_refusal
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import Strategy
@@ -139,6 +142,22 @@ def test_optimize_keeps_to_what_the_recorded_script_can(tmp_path, capsys) -> Non
     assert "next forward pass" not in text
     report = (tmp_path / "report.html").read_text()
     assert "gradients are clipped" in report and "no sends" in report
+
+
+def test_optimize_predicts_a_recorded_graph_of_tensorflow_as_a_job_does(tmp_path, capsys) -> None:
+    record = (RankRecord(0, "host", "cpu", "x", 1, "rank0.json.gz", (), (0.1,)),) * 2
+    ranks = tuple(replace(one, rank=rank) for rank, one in enumerate(record))
+    software = {"tensorflow": "2.21"}
+    RecordedJob(2, ranks, 1, 1, 1, WORKLOAD.id, WORKLOAD, software=software).write(tmp_path)
+    (tmp_path / "cluster.yaml").write_text(HOSTS)
+    cluster = tmp_path / "cluster.yaml"
+    data = json_output(capsys, "optimize", tmp_path, "--cluster", cluster, "--within-step")
+    planned = plan(Strategy.from_data(data["strategy"]), WORKLOAD, 2)
+    in_a_job = job_extractor(WORKLOAD, read_cluster(cluster), Accelerators.REAL, software)
+    assert data["predicted_step_s"] == pytest.approx(in_a_job.steps.step_s(planned))
+    assert data["predicted_step_s"] < Extractor(WORKLOAD, read_cluster(cluster)).steps.step_s(
+        planned
+    )
 
 
 def test_optimize_plans_for_recorded_mirrored_workers_what_they_can_enact(tmp_path, capsys) -> None:
