@@ -108,7 +108,7 @@ test: tested
 
 # About twice as long: before a release, and after changes of what only slow tests cover.
 test-all: tested
-	$(PYTEST)
+	$(PYTEST) --hypothesis-profile new
 
 tested:
 	$(MAKE) --jobs 4 --output-sync horovod lint setup kernels docs wheel-test PYTHONS=$(PYTHON)

@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     from autotune.dfg.graph import Dfg
     from runtime_rewriter.world.world import World
 
-# On a busy machine any example may take longer than Hypothesis lets one take.
-hypothesis.settings.register_profile("busy", deadline=None)
-hypothesis.settings.load_profile("busy")
+# On a busy machine any example may take longer than Hypothesis lets one take. A change is judged by
+# the same examples as the one before; `make test-all` looks for new ones.
+hypothesis.settings.register_profile("known", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("new", deadline=None)
+hypothesis.settings.load_profile("known")
 gc.disable()  # while pytest imports the test files: see `pytest_collection_finish`
 
 JOB_TIMEOUT_S = 600.0
