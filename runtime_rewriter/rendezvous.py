@@ -9,7 +9,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,42 @@ HELLO_S = 5.0
 """Time for a connection to state its rank; one that does not is closed."""
 RETRY_S = 0.1
 _PURPOSE = "rendezvous"
+_WORLD_SIZE = "WORLD_SIZE"
+_SIZES = {
+    _WORLD_SIZE: "a launcher",
+    "HOROVOD_SIZE": "horovodrun",
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "a launcher of MPI",
+    "SLURM_STEP_NUM_TASKS": "srun",
+}
+"""Variables in which launchers give each of their processes the number of all."""
+_TERMINAL_OF_SRUN = "SLURM_PTY_PORT"
+"""Set in a shell of `srun --pty`, the only process of its step that a user sees."""
 Facts = dict[str, Any]
+
+
+def launched_processes(environment: Mapping[str, str]) -> str:
+    """Return which launcher started how many processes, if this is one of several; else ""."""
+    for name, launcher in _SIZES.items():
+        size = environment.get(name, "")
+        interactive = launcher == "srun" and _TERMINAL_OF_SRUN in environment
+        if size.isdigit() and int(size) > 1 and not interactive:
+            return f"{launcher} started {size} processes ({name})"
+    return ""
+
+
+def refuse_lone_ranks(environment: Mapping[str, str]) -> None:
+    """Raise `LaunchError` if a launcher started several processes that cannot meet.
+
+    Without WORLD_SIZE, each of them would take itself for the only one.
+    """
+    processes = "" if _WORLD_SIZE in environment else launched_processes(environment)
+    if processes:
+        raise LaunchError(
+            "a rank needs WORLD_SIZE, RANK, MASTER_ADDR and MASTER_PORT in its environment, but "
+            f"{processes} without them, so each would train alone on all data; start the script "
+            "by torchrun, or set WORLD_SIZE=1 for trainings of their own"
+        )
 
 
 @dataclass(frozen=True)

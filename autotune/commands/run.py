@@ -6,15 +6,20 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from autotune.errors import InvalidInput
+from autotune.errors import TROUBLESHOOTING, InvalidInput
 from autotune.export import read_export
 from autotune.jobs.processes import shell_status
-from autotune.jobs.several_hosts import has_ranks_of, ranks_fix, refuse_other_hosts
+from autotune.jobs.several_hosts import (
+    has_ranks_of,
+    ranks_fix,
+    refuse_other_hosts,
+    refuse_repeated_start,
+)
 from autotune.jobs.stopping import signals_passed_on
-from autotune.strategy_space.backend import backend_of
 from runtime_rewriter.world.command import read_command, with_launcher
 
 
@@ -42,17 +47,26 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
             f"{command.workers}",
             anchor="wrong-world-size",
         )
-    launcher = ("--strategy", str(options.strategy.resolve()))
-    process = subprocess.Popen(
-        with_launcher(command, export.world_size, launcher),
-        env={**os.environ, **command.environment},
-        stdout=sys.stderr if options.json else None,
-    )
-    # torchrun, or mpirun, receives the signals and ends its ranks in its own time.
-    with signals_passed_on(process, own_session=False):
-        status = shell_status(process.wait())
+    refuse_repeated_start(command, os.environ)
+    with tempfile.TemporaryDirectory(prefix="autotune-run-") as folder:
+        report = Path(folder, "report")
+        report.touch()
+        mode = ("--strategy", str(options.strategy.resolve()), "--report", str(report))
+        process = subprocess.Popen(
+            with_launcher(command, export.world_size, mode),
+            env={**os.environ, **command.environment},
+            stdout=sys.stderr if options.json else None,
+        )
+        # torchrun, or mpirun, receives the signals and ends its ranks in its own time.
+        with signals_passed_on(process, own_session=False):
+            status = shell_status(process.wait())
+        reported = report.read_text(encoding="utf-8").splitlines()
+    if not reported:
+        return {"exit_status": status, "strategy": None, "carrier": None}, (
+            f"exit status {status}; no rank on this machine reported a model that trains by "
+            f"{options.strategy} ({TROUBLESHOOTING}#no-ddp)"
+        )
     chosen = export.strategy.id if export.strategy else "current setup"
-    plan = export.plan()
-    backend = None if plan is None else backend_of(plan, export.variables, export.library)
+    backend = reported[0] or None
     data = {"exit_status": status, "strategy": chosen, "carrier": backend}
     return data, f"ran with {chosen}{f' ({backend})' if backend else ''}, exit status {status}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from autotune.errors import InvalidInput
 from autotune.export import Export
 from autotune.masking import masked_command
 from autotune.records import Conditions, Network
+from runtime_rewriter.rendezvous import launched_processes
 from runtime_rewriter.world.command import read_command
 from runtime_rewriter.world.script_command import ScriptCommand
 
@@ -98,6 +99,20 @@ def refuse_other_hosts(
         f"{path} was tuned on {len(hosts)} hosts, which a launcher must join, but the command "
         f"{problem}; {use.where}, run: {use.command} (hosts: {hosts_text(export.cluster)})"
     )
+
+
+def refuse_repeated_start(script: ScriptCommand, environment: Mapping[str, str]) -> None:
+    """Raise `InvalidInput` if each process of a launcher would start all ranks of a command that
+    names no launcher of its own."""
+    if script.torchrun_options or script.mpirun_words or script.horovodrun_words:
+        return
+    processes = launched_processes(environment)
+    if processes:
+        raise InvalidInput(
+            f"`autotune run` starts all ranks of {script.target}, but {processes}, each of which "
+            "would start all of them; run it once, or once per host with torchrun's --nnodes and "
+            "--node-rank in the command (docs/launching.md#slurm)"
+        )
 
 
 def has_ranks_of(export: Export, script: ScriptCommand) -> bool:

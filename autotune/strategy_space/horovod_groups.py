@@ -31,13 +31,12 @@ class HorovodGroups:
             variables["HOROVOD_FUSION_THRESHOLD"] = str(2 * self.largest_bytes)
         settings = "\n".join(f'os.environ["{key}"] = "{text}"' for key, text in variables.items())
         groups = "\n".join(f"    {list(group)!r}," for group in self.groups)
-        compression = "        compression=hvd.Compression.fp16,\n" if self.fp16 else ""
         return _SCRIPT.format(
             strategy=strategy_id,
             model=model,
             settings=settings,
             groups=groups,
-            compression=compression,
+            compression="fp16" if self.fp16 else "none",
         )
 
 
@@ -83,12 +82,19 @@ GROUPS = [
 ]
 
 
-def distributed(optimizer, model):
-    """Wrap the optimizer of `model`, the {model} that was tuned."""
+def distributed(optimizer, model, **options):
+    """Wrap the optimizer of `model`, the {model} that was tuned.
+
+    `options`: the other arguments that the tuned script gives to `hvd.DistributedOptimizer`, such
+    as `op` and `backward_passes_per_step`. Without them Horovod takes its defaults. Parameters,
+    groups and compression are those of the strategy.
+    """
     parameters = dict(model.named_parameters())
     return hvd.DistributedOptimizer(
         optimizer,
         named_parameters=model.named_parameters(),
         groups=[[parameters[name] for name in group] for group in GROUPS],
-{compression}    )
+        compression=hvd.Compression.{compression},
+        **options,
+    )
 '''

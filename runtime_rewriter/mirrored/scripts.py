@@ -17,7 +17,7 @@ from typing import Any
 
 from autotune.errors import InvalidInput
 from runtime_rewriter.horovod.importing import changed_on_import, replace_attribute
-from runtime_rewriter.rendezvous import Peers
+from runtime_rewriter.rendezvous import Peers, refuse_lone_ranks
 
 TF_CONFIG = "TF_CONFIG"
 _JOB = "worker"
@@ -36,7 +36,7 @@ def mirrored_steered(steered: Steered) -> Iterator[None]:
 
     `steered` is called once, when the strategy is built, with a stack that is closed at the end,
     and with the lines between the ranks, which all call it. Without a launched world of several
-    ranks nothing is changed.
+    ranks the strategy is the script's own, unless its launcher started several processes.
     """
     with ExitStack() as until_end:
         steering = _Steering(steered, until_end)
@@ -59,11 +59,12 @@ class _Steering:
         from runtime_rewriter.tensorflow.servers import RankPlace
 
         place = RankPlace.of(os.environ)
-        if place is None:
-            return
-        _set_config(["127.0.0.1:0"] * place.world_size, place.rank)
         extended = strategies.CollectiveAllReduceExtended
         own_start = extended.__init__
+        if place is None:
+            replace_attribute(extended, "__init__", _together_or_alone(own_start), undo)
+            return
+        _set_config(["127.0.0.1:0"] * place.world_size, place.rank)
 
         @wraps(own_start)
         def start(
@@ -103,6 +104,17 @@ class _Steering:
         for servers in (v1_servers.ParameterServerStrategyV1, v2_servers.ParameterServerStrategyV2):
             replace_attribute(servers, "__init__", _refuse_servers, undo)
         replace_attribute(context.Context, "configure_coordination_service", patient_service, undo)
+
+
+def _together_or_alone(own_start: Callable[..., None]) -> Callable[..., None]:
+    """Refuse the strategy of a process that a launcher started among others without a place."""
+
+    @wraps(own_start)
+    def start(*arguments: Any, **keywords: Any) -> None:
+        refuse_lone_ranks(os.environ)
+        own_start(*arguments, **keywords)
+
+    return start
 
 
 def _refuse_servers(*arguments: Any, **keywords: Any) -> None:

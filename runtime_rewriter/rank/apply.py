@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from runtime_rewriter.pytorch.attached import attach
 from runtime_rewriter.pytorch.exchange.ranks import TRAINING_TIMEOUTS
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
 from runtime_rewriter.rank.exported import plan_for
+
+_log = logging.getLogger("autotune")
 
 
 @dataclass(frozen=True)
@@ -103,9 +106,7 @@ def apply(
     )
     if session is not None:
         session.model_built(synchronizer)
-    return Applied(
-        synchronizer, (*notes, *_unsynchronized(model, optimizer), *_backend(synchronizer))
-    )
+    return _applied(synchronizer, (*notes, *_unsynchronized(model, optimizer)))
 
 
 def _apply_to_horovod(
@@ -115,6 +116,7 @@ def _apply_to_horovod(
     steered = steered_synchronizer(optimizer)
     if steered is not None:
         unused = () if strategy is None else (f"{strategy} is not used: the launcher chooses",)
+        _warn(steered, unused)
         return Applied(steered, unused)
     export = None if strategy is None else read_export(Path(strategy))
     synchronizer = attach_to_horovod(model, optimizer, TRAINING_TIMEOUTS)
@@ -122,7 +124,19 @@ def _apply_to_horovod(
         return Applied(synchronizer, ())
     plan, notes = plan_for(export, model, synchronizer.ranks.size)
     synchronizer.load(plan)
+    return _applied(synchronizer, notes)
+
+
+def _applied(synchronizer: GradientSynchronizer, notes: tuple[str, ...]) -> Applied:
+    """Log `notes` of what was not applied: scripts may drop the result."""
+    _warn(synchronizer, notes)
     return Applied(synchronizer, (*notes, *_backend(synchronizer)))
+
+
+def _warn(synchronizer: GradientSynchronizer, notes: tuple[str, ...]) -> None:
+    if synchronizer.ranks.rank == 0:
+        for note in notes:
+            _log.warning("%s", note)
 
 
 def _requested_plan(

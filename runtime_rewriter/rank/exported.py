@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,10 +12,12 @@ from torch import nn
 
 from autotune.errors import AutotuneError, LaunchError, PlanMismatch
 from autotune.export import Export, check_model, read_export
+from autotune.strategy_space.backend import backend_text
 from autotune.strategy_space.plan import Plan
 from runtime_rewriter.pytorch.agreement import trainable_parameters
 from runtime_rewriter.pytorch.exchange.ranks import TRAINING_TIMEOUTS
 from runtime_rewriter.pytorch.hooks import GradientSynchronizer
+from runtime_rewriter.rank.without_ddp import StepsWithoutDdp
 from runtime_rewriter.rendezvous import Peers
 
 _log = logging.getLogger("autotune")
@@ -62,17 +65,24 @@ def agree_on_plan(
 
 
 class ExportSession:
-    """Applies one export to the first model that a launched script builds."""
+    """Applies one export to the first model that a launched script builds.
+
+    `report`: a file of `autotune run`, to which each rank of its machine adds the backend of its
+    model.
+    """
 
     timeouts = TRAINING_TIMEOUTS
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, report: Path | None = None) -> None:
         self.export = read_export(path)
+        self._report = report
         self._models = 0
+        self._without_ddp = StepsWithoutDdp()
 
     def model_built(self, synchronizer: GradientSynchronizer) -> None:
         """Load the export's plan into the first model; further models keep theirs."""
         self._models += 1
+        self._without_ddp.stop()
         if self._models > 1:
             if synchronizer.ranks.rank == 0:
                 _log.warning(
@@ -84,6 +94,23 @@ class ExportSession:
         plan, notes = plan_for(self.export, synchronizer.module, synchronizer.ranks.size)
         # Also if nothing changes: the plans of all ranks are compared.
         synchronizer.load(plan or synchronizer.plan)
+        native = synchronizer.native is not None
+        self._applied("" if plan is None else backend_text(plan, native, synchronizer.library))
         if synchronizer.ranks.rank == 0:
             for note in notes:
                 _log.warning("%s", note)
+
+    def applied_in_graph(self) -> None:
+        """Note that a step of TensorFlow trains by the export."""
+        plan = self.export.plan()
+        count = 0 if plan is None else len(plan.messages)
+        messages = f"{count} message{'' if count == 1 else 's'}"
+        self._applied("" if plan is None else f"carried out by TensorFlow, {messages}")
+
+    def _applied(self, backend: str) -> None:
+        if self._report is None:
+            return
+        with contextlib.suppress(OSError):  # `autotune run` is on another machine, or gone
+            descriptor = os.open(self._report, os.O_WRONLY | os.O_APPEND)
+            with os.fdopen(descriptor, "a", encoding="utf-8") as report:
+                report.write(f"{backend}\n")

@@ -12,6 +12,7 @@ from typing import Any
 
 from autotune.errors import InvalidInput
 from runtime_rewriter.horovod.importing import changed_on_import, replace_attribute
+from runtime_rewriter.rendezvous import refuse_lone_ranks
 
 _TRAINER = "keras.src.backend.tensorflow.trainer"
 _OTHERS = ("horovod.tensorflow", "horovod.keras")
@@ -55,7 +56,10 @@ class _Fitting:
         replace_attribute(kind, "make_train_function", make_train_function, undo)
 
     def _takes(self, model: Any) -> bool:
-        if int(os.environ.get("WORLD_SIZE", "1")) < 2 or any(map(sys.modules.get, _OTHERS)):
+        if any(map(sys.modules.get, _OTHERS)):
+            return False
+        if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+            refuse_lone_ranks(os.environ)
             return False
         if model._distribute_strategy is not None:
             name = type(model._distribute_strategy).__name__.replace(

@@ -3,7 +3,8 @@
 `start.py` runs it with the words `MODE -- script.py args`, where MODE is one of
 
 - `--control FD`: the tuner steers the script (one process per rank, started by a supervisor);
-- `--strategy best.json`: the exported strategy is applied, and training goes on;
+- `--strategy best.json`: the exported strategy is applied, and training goes on. A `--report FILE`
+  gets a line from each rank that has applied it;
 - `--record settings.json`: some steps are recorded;
 - `--check settings.json`: what-ifs are enacted, and the script runs in turns with another one.
 
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     mode.add_argument("--strategy", type=Path)
     mode.add_argument("--record", type=Path)
     mode.add_argument("--check", type=Path)
+    parser.add_argument("--report", type=Path)
     parser.add_argument("words", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
     words = options.words[1:] if options.words[:1] == ["--"] else options.words
@@ -60,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.check is not None:
         _die_with_parent()
         return _run_checked(options.check, words)
-    return _run_exported(options.strategy, words)
+    return _run_exported(options.strategy, options.report, words)
 
 
 def _own_line(descriptor: int) -> ControlLine:
@@ -124,10 +126,10 @@ def _under_round_robin() -> bool:
     return taken
 
 
-def _run_exported(strategy: Path, words: list[str]) -> int:
+def _run_exported(strategy: Path, report: Path | None, words: list[str]) -> int:
     from runtime_rewriter.rank.exported import ExportSession
 
-    with _steered_by(ExportSession(strategy)):
+    with _steered_by(ExportSession(strategy, report)):
         _run_script(words)
     return 0
 
@@ -205,13 +207,15 @@ def _steer_mirrored(session: Session, until_end: contextlib.ExitStack, peers: Pe
 
 def _run_script(words: list[str]) -> None:
     """Run the script as `python words` would: with its `sys.argv`, `sys.path[0]` and `__main__`."""
-    if words[0] == "-m":
+    is_module = words[0] == "-m"
+    if not sys.flags.safe_path:
+        folder = Path.cwd() if is_module else Path(words[0]).resolve().parent
+        sys.path.insert(0, str(folder))
+    if is_module:
         sys.argv = words[1:]
-        sys.path.insert(0, str(Path.cwd()))
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = list(words)
-        sys.path.insert(0, str(Path(words[0]).resolve().parent))
         if Path(words[0]).is_file() and not zipfile.is_zipfile(words[0]):
             _run_file(str(Path(words[0]).absolute()))
         else:
@@ -222,13 +226,13 @@ def _run_file(path: str) -> None:
     """Run a file as `__main__`, by its absolute path as Python does, and to the process's end.
 
     `runpy.run_path` names the module's file as it is given, and puts our own `__main__` back, while
-    threads and exit handlers of the script may still need theirs.
+    threads and exit handlers of the script may still need theirs. Python caches no main script, as
+    a cached one may be that of before an edit.
     """
     loader = SourceFileLoader("__main__", path)
     module = ModuleType("__main__")
     vars(module).update(__file__=path, __loader__=loader, __builtins__=builtins)
-    code = loader.get_code("__main__")
-    assert code is not None
+    code = loader.source_to_code(loader.get_data(path), path)
     sys.modules["__main__"] = module
     exec(code, vars(module))
 

@@ -108,7 +108,10 @@ class MirroredModel:
             export, {one.name: (one.shape, one.dtype) for one in variables}, self._world_size
         )
         plan = None if export.strategy is None else export.plan()
-        return None if plan is None else self._checked(plan)
+        if plan is not None:
+            self._checked(plan)
+        self._session.applied_in_graph()
+        return plan
 
     def between_steps(self, now_s: float, clean: bool) -> None:
         if isinstance(self._session, TuningSession):

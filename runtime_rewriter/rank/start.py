@@ -8,7 +8,8 @@ a script imports what it imports without us, though a checkout has other folders
 import os
 import sys
 
-del sys.path[0]  # of this file; the launcher puts the script's there
+if not sys.flags.safe_path:
+    del sys.path[0]  # of this file; the launcher puts the script's there
 _roots = [root for root in sys.argv.pop(1).split(os.pathsep) if root]
 sys.path[:0] = _roots
 from autotune.garbage import collection_paused  # noqa: E402 - and later imports need no path

@@ -32,6 +32,7 @@ from runtime_rewriter.rank.following import follow
 from runtime_rewriter.rank.session import TuningSession
 from runtime_rewriter.rank.tensorflow_model import TensorflowModel
 from runtime_rewriter.recording.session import RecordingSession
+from runtime_rewriter.rendezvous import refuse_lone_ranks
 from runtime_rewriter.software import software_versions
 from runtime_rewriter.tensorflow.batch_updates import refuse_updates_by_batch
 from runtime_rewriter.tensorflow.capture import CapturedStep, capture_step, is_compiled, untraced
@@ -56,8 +57,10 @@ def distribute(step: Any, strategy: str | Path | None) -> Any:
     place = RankPlace.of(os.environ)
     session = current_session()
     recording = session if isinstance(session, RecordingSession) else None
-    if place is None and recording is None:
-        return step
+    if place is None:
+        refuse_lone_ranks(os.environ)
+        if recording is None:
+            return step
     _refuse_untraced(step)
     if place is not None:
         return _joined(place, strategy)(step)
@@ -115,8 +118,9 @@ def _joined(
     _STARTED.append(servers)
     lines, hosts = servers.peers.lines, _hosts(servers)
     steering = recording or tuning
+    applied = session.applied_in_graph if isinstance(session, ExportSession) else _not_reported
     return lambda step: DistributedStep(
-        step, servers, lines, steering, export, hosts, combine, compiled
+        step, servers, lines, steering, export, hosts, combine, compiled, applied
     )
 
 
@@ -146,6 +150,10 @@ def _follow_to_the_end(
     exit_now(1 if failure else 0)
 
 
+def _not_reported() -> None:
+    """Nobody waits to hear that an export was applied."""
+
+
 def _own_export(session: Session | None, strategy: str | Path | None) -> Export | None:
     if isinstance(session, ExportSession):
         return session.export
@@ -171,7 +179,8 @@ class DistributedStep:
 
     It takes the arguments of the script's own step and returns its results: those of the first
     replica, or what `combine` makes of all (see `RunningGraph`). `compiled`: whether XLA compiles
-    the script's own step, as far as `step` itself does not show it.
+    the script's own step, as far as `step` itself does not show it. `applied` is called once the
+    step trains by the export.
     """
 
     def __init__(
@@ -184,7 +193,9 @@ class DistributedStep:
         hosts: Mapping[str, str] = {},
         combine: Combine | None = None,
         compiled: bool = False,
+        applied: Callable[[], None] = _not_reported,
     ) -> None:
+        self._applied = applied
         self._combine, self._compiled = combine, compiled or is_compiled(step)
         self._step, self._target, self._followers = step, target, followers
         self._session, self._export, self._hosts = session, export, hosts
@@ -248,6 +259,7 @@ class DistributedStep:
         atexit.register(self.close)
         if self._export is not None:
             model.load_export(self._export)
+            self._applied()
         if isinstance(self._session, RecordingSession):
             self._record(self._session, model)
         elif self._session is not None:

@@ -55,7 +55,7 @@ def _read(words: list[str]) -> ScriptCommand:
     if first in _STARTS_RANKS:
         return _STARTS_RANKS[first](words)
     if first.startswith("python"):
-        while rest and rest[0] in ("-u", "-O", "-B"):  # do not change what is run
+        while rest and rest[0] in ("-u", "-B"):  # do not change what is run
             rest = rest[1:]
         module = rest[1] if rest[:1] == ["-m"] and len(rest) > 1 else ""
         if module in launchers.MODULES:
@@ -72,12 +72,19 @@ def _of_python(words: list[str]) -> ScriptCommand:
     if not words or words[0].startswith("-"):
         raise InvalidInput(
             f"python needs a script or -m module after it, but has {' '.join(words) or 'nothing'!r}"
+            "; set its options by variables of the ranks, such as env PYTHONOPTIMIZE=1 python ... "
+            "for -O"
         )
     return ScriptCommand(words[0], tuple(words[1:]), False, None)
 
 
 def _of_mpirun(words: list[str]) -> ScriptCommand:
     options, variables, workers, rest = launchers.read_mpirun(words[1:])
+    if ":" in rest:
+        raise InvalidInput(
+            "mpirun must start one script on all ranks, but after ':' it starts another one: "
+            f"{' '.join(words)!r}"
+        )
     command = _started_by("mpirun", variables, workers, rest)
     return replace(command, mpirun_words=(words[0], *options))
 

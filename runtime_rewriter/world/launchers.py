@@ -293,7 +293,8 @@ def read_mpirun(words: list[str]) -> tuple[list[str], dict[str, str], int, list[
             workers, count = _number(option, rest), 1
         elif option == "-x":
             name, assigned, value = (rest or [""])[0].partition("=")
-            variables[name] = value if assigned else os.environ.get(name, "")
+            if assigned or name in os.environ:  # mpirun, too, leaves out what is not set
+                variables[name] = value if assigned else os.environ[name]
             count = 1
         elif known in _MPI_VALUES:
             count = _MPI_VALUES[known]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 import socket
@@ -21,7 +22,7 @@ from torch_scripts import run_ranks, run_script
 
 import autotune
 from autotune.cluster import Cluster
-from autotune.errors import InvalidInput, SynchronizationError
+from autotune.errors import InvalidInput, LaunchError, SynchronizationError
 from autotune.export import Export, read_export
 from autotune.strategy_space.builders.collectives import single_bucket, zero2_like
 from autotune.strategy_space.builders.servers import ps_round_robin
@@ -31,6 +32,7 @@ from autotune.workload import Workload
 from runtime_rewriter.active import active_session
 from runtime_rewriter.control import ControlLine
 from runtime_rewriter.pytorch.agreement import assumed_workload
+from runtime_rewriter.pytorch.ddp import replaced_ddp
 from runtime_rewriter.pytorch.exchange.ranks import (
     TRAINING_TIMEOUTS,
     TUNING_TIMEOUTS,
@@ -254,3 +256,65 @@ def test_a_message_waits_as_long_as_the_scripts_own_group_in_ordinary_training(a
 
 def _timeout_s(group: dist.ProcessGroup) -> float:
     return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+
+
+def test_what_is_not_applied_is_logged(alone, tmp_path, caplog) -> None:
+    """Scripts drop the result of the line."""
+    export = exported(linear(), tmp_path / "own.json")
+    replace(export, strategy=None, plan_id=None).write(tmp_path / "current.json")
+    weights = torch.nn.Parameter(torch.ones(2))
+    model = linear()
+    with caplog.at_level(logging.WARNING):
+        autotune.apply(
+            model, torch.optim.SGD([*model.parameters(), weights]), tmp_path / "own.json"
+        )
+        autotune.apply(linear(), None, tmp_path / "current.json")
+    assert caplog.messages == [
+        "1 parameters of the optimizer do not belong to the model and are not synchronized",
+        "the export keeps the current setup as the fastest: nothing was changed",
+    ]
+
+
+def test_a_run_reports_the_backend_of_the_model_that_it_trains(alone, tmp_path) -> None:
+    """The export alone does not tell it."""
+    exported(linear(), tmp_path / "own.json")
+    report = tmp_path / "report"
+    report.touch()
+    with replaced_ddp(ExportSession(tmp_path / "own.json", report)):
+        torch.nn.parallel.DistributedDataParallel(linear())
+    with active_session(ExportSession(tmp_path / "own.json", report)):
+        autotune.apply(linear(), find_unused_parameters=True)
+    assert report.read_text().splitlines() == [
+        "carried out by torch's own DDP reducer, 1 bucket",
+        "carried out by autotune's hooks, 1 message",
+    ]
+    with active_session(ExportSession(tmp_path / "own.json", tmp_path / "of another machine")):
+        autotune.apply(linear())
+    assert not (tmp_path / "of another machine").exists()
+
+
+def test_a_run_ends_a_script_that_trains_without_its_strategy(tmp_path) -> None:
+    exported(linear(), tmp_path / "own.json")
+    ExportSession(tmp_path / "own.json")
+    optimizer = torch.optim.SGD(linear().parameters())
+    with pytest.raises(LaunchError, match=r"made 8 steps, but its model is not wrapped, so every"):
+        for _ in range(8):
+            optimizer.step()
+
+
+def test_a_run_claims_no_strategy_that_no_model_got(tmp_path) -> None:
+    """It was applied, the script has no model, or every rank refused it."""
+    layers = torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)
+    export = exported(torch.nn.Sequential(*layers), tmp_path / "own.json")
+    (tmp_path / "train.py").touch()
+    run = [sys.executable, "-m", "autotune", "run", "--strategy", str(tmp_path / "own.json")]
+    claim = f"reported a model that trains by {tmp_path / 'own.json'}"
+    backend = "carried out by torch's own DDP reducer, 1 bucket"
+    for script, words, status, expected in (
+        (SCRIPT, ("--steps", "1"), 0, f"ran with {export.strategy.id} ({backend}), exit status 0"),
+        (tmp_path / "train.py", (), 0, f"exit status 0; no rank on this machine {claim}"),
+        (SCRIPT, ("--width", "48"), 1, f"exit status 1; no rank on this machine {claim}"),
+    ):
+        done = run_script([*run, "--", str(script), *words], cwd=ROOT, timeout=START_S)
+        assert done.returncode == status, done.stderr
+        assert done.stdout.splitlines()[-1].startswith(expected)

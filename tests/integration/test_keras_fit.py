@@ -15,7 +15,8 @@ import numpy as np
 import tensorflow as tf
 from two_devices import TwoDevices
 
-from autotune.errors import InvalidInput
+from autotune.errors import InvalidInput, LaunchError
+from runtime_rewriter.mirrored.scripts import mirrored_steered
 from runtime_rewriter.rank.keras_scripts import keras_steered
 from runtime_rewriter.rank.keras_step import KerasStep, combined, refuse
 from runtime_rewriter.rank.tensorflow_step import DistributedStep
@@ -185,3 +186,22 @@ def test_a_strategy_around_fit_is_refused_with_what_to_remove(monkeypatch) -> No
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
     with keras_steered(), pytest.raises(InvalidInput, match=r"without `with strategy\.scope"):
         model.fit([words, numbers], labels, verbose=0)
+
+
+def test_ranks_without_a_place_do_not_fit_alone(monkeypatch) -> None:
+    """Ranks of mpirun under `autotune run`."""
+    (words, numbers), labels = data()
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with keras_steered(), pytest.raises(LaunchError, match=r"mpirun started 2 .* train alone"):
+        model_of().fit([words, numbers], labels, verbose=0)
+    with keras_steered(), monkeypatch.context() as alone:
+        alone.setenv("WORLD_SIZE", "1")
+        model_of().fit([words, numbers], labels, verbose=0)
+
+
+def test_ranks_without_a_place_build_no_strategy_of_their_own(monkeypatch) -> None:
+    with mirrored_steered(lambda until_end, peers: None):
+        tf.distribute.MultiWorkerMirroredStrategy()
+        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+        with pytest.raises(LaunchError, match=r"srun started 2 .* train alone"):
+            tf.distribute.MultiWorkerMirroredStrategy()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from bare_export import bare_export
 from isolated_servers import WAIT_S, isolated
 
 pytest.importorskip("tensorflow", reason="the extra tensorflow is not installed")
 
+import contextlib
 import importlib.util
 import socket
 from dataclasses import replace
@@ -20,11 +22,14 @@ import tensorflow as tf
 from two_devices import TwoDevices
 
 import autotune
-from autotune.errors import InvalidInput, LaunchError
+from autotune.errors import InvalidInput, LaunchError, ModelMismatch
+from autotune.strategy_space.builders.collectives import per_variable
+from runtime_rewriter.rank.exported import ExportSession
 from runtime_rewriter.rank.tensorflow_step import UNCOMPILED, DistributedStep, signature_of
 from runtime_rewriter.tensorflow import servers
 from runtime_rewriter.tensorflow.batch_updates import refuse_updates_by_batch
 from runtime_rewriter.tensorflow.capture import capture_step
+from runtime_rewriter.tensorflow.graph_workload import workload_of
 from runtime_rewriter.tensorflow.mean_loss import refuse_other_losses
 from runtime_rewriter.tensorflow.program_variables import ProgramVariables
 
@@ -347,3 +352,37 @@ def test_ranks_on_several_hosts_of_an_ordinary_network_are_refused():
 def test_arguments_by_name_are_refused():
     with pytest.raises(InvalidInput, match="positional arguments, but got labels by name"):
         DistributedStep(None, TwoDevices(), (), None, None)(labels=1)
+
+
+def test_ranks_without_a_place_do_not_train_alone(monkeypatch):
+    """A missing export would not even be read."""
+    step = tf.function(lambda batch: tf.reduce_mean(batch))
+    assert autotune.distribute(step, "absent.json") is step
+    monkeypatch.setenv("HOROVOD_SIZE", "2")
+    with pytest.raises(LaunchError, match=r"horovodrun started 2 .* train alone"):
+        autotune.distribute(step, "absent.json")
+
+
+def test_a_step_that_trains_by_an_export_is_reported(tmp_path):
+    weights = tf.Variable(np.ones((3, 2), "float32"))
+
+    @tf.function
+    def step(rows):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(rows @ weights))
+        weights.assign_sub(0.1 * tape.gradient(loss, weights))
+        return loss
+
+    workload = workload_of(capture_step(step, [tf.TensorSpec([None, 3])]).training, "step")
+    (tmp_path / "report").touch()
+    for ranks, reported in ((3, ""), (2, "carried out by TensorFlow, 1 message\n")):
+        exported = bare_export(workload, per_variable(workload), ranks, plan_id=None)
+        exported.write(tmp_path / "best.json")
+        session = ExportSession(tmp_path / "best.json", tmp_path / "report")
+        run = DistributedStep(
+            step, TwoDevices(), (), None, session.export, applied=session.applied_in_graph
+        )
+        with pytest.raises(ModelMismatch) if ranks == 3 else contextlib.nullcontext():
+            run(np.ones((4, 3), "float32"))
+        run.close()
+        assert (tmp_path / "report").read_text() == reported

@@ -9,6 +9,7 @@ prints a digest of the parameters. Under the plan `hvd.join()` is refused.
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,8 @@ def train(way: str, wrap: Callable[[Any, torch.nn.Module], Any]) -> None:
 
 
 def by_autotune(optimizer: Any, model: torch.nn.Module) -> Any:
-    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    named = model.named_parameters()
+    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=named, op=hvd.Sum)
     applied = autotune.apply(model, wrapped, FOLDER / "best.json")
     print("restarts", applied.synchronizer.restarts, *applied.notes, flush=True)
     return wrapped
@@ -50,7 +52,7 @@ def by_autotune(optimizer: Any, model: torch.nn.Module) -> Any:
 
 torch.set_num_threads(1)
 hvd.init()
-train("groups", best_horovod.distributed)
+train("groups", partial(best_horovod.distributed, op=hvd.Sum))
 del os.environ["HOROVOD_DISABLE_GROUP_FUSION"]
 train("apply", by_autotune)
 try:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from synthetic_job import WORKLOAD, SyntheticWorld, drive, job_spec
@@ -67,6 +70,32 @@ def test_the_code_holds_the_groups_and_a_threshold_that_does_not_split_them() ->
     )
     assert "HOROVOD_FUSION_THRESHOLD" not in small
     assert f'"HOROVOD_FUSION_THRESHOLD"] = "{2 * FUSION_THRESHOLD_BYTES}"' in large
+
+
+def test_the_code_passes_on_the_options_of_the_scripts_optimizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as `op=hvd.Sum`, without which Horovod averages. This module takes Horovod's place."""
+    horovod: Any = ModuleType("horovod.torch")
+    horovod.DistributedOptimizer = lambda optimizer, **options: options
+    horovod.Compression = SimpleNamespace(none="none", fp16="fp16")
+    monkeypatch.setitem(sys.modules, "horovod", ModuleType("horovod"))
+    monkeypatch.setitem(sys.modules, "horovod.torch", horovod)
+    for name in ("HOROVOD_DISABLE_GROUP_FUSION", "HOROVOD_FUSION_THRESHOLD"):
+        monkeypatch.setenv(name, "")  # restored afterwards
+    named = [(variable.name, variable) for variable in WORKLOAD.variables]
+    model = SimpleNamespace(named_parameters=lambda: iter(named))
+    for enacted, compression in ((BUCKET, "none"), (_compressed(Compressor.FP16), "fp16")):
+        found = horovod_groups(enacted, WORKLOAD.variables)
+        assert found is not None
+        code: dict[str, Any] = {}
+        exec(found.script("Net", "strategy-1"), code)
+        options = code["distributed"](None, model, op="Sum", backward_passes_per_step=4)
+        assert (options["op"], options["backward_passes_per_step"]) == ("Sum", 4)
+        assert options["compression"] == compression
+        assert len(options["groups"]) == len(enacted.messages)
+        with pytest.raises(TypeError, match="compression"):
+            code["distributed"](None, model, compression="another")
 
 
 def test_the_export_of_a_horovod_script_comes_with_its_code(tmp_path: Path) -> None:

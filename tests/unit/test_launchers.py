@@ -120,6 +120,18 @@ def test_variables_of_the_command_reach_the_ranks() -> None:
     assert not {"MASTER_ADDR", "MASTER_PORT"} & set(accelerated.environment)
 
 
+def test_a_variable_that_mpirun_would_pass_on_stays_unset_if_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An empty CUDA_VISIBLE_DEVICES would hide all GPUs."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    words = "mpirun -np 2 -x CUDA_VISIBLE_DEVICES -x NCCL_DEBUG -x LR= python train.py"
+    command = read(words)
+    assert command.environment == {"NCCL_DEBUG": "INFO", "LR": ""}
+    assert command.mpirun_words == tuple(words.split()[:-2])
+
+
 def test_the_gpus_that_accelerate_is_given_reach_the_ranks() -> None:
     chosen = "accelerate launch --multi_gpu --num_processes 2 --gpu_ids 2,3 train.py"
     assert read(chosen).environment["CUDA_VISIBLE_DEVICES"] == "2,3"
@@ -184,6 +196,9 @@ REFUSED = {
     "accelerate launch --use_deepspeed --num_processes 2 train.py": "is set to use_deepspeed",
     "accelerate launch --use_fsdp --num_processes 2 train.py": "is set to use_fsdp",
     "python": "python needs a script or -m module",
+    "python -u -O train.py": "has '-O train.py'; set its options .* PYTHONOPTIMIZE=1 python",
+    "mpirun -np 2 python train.py : -np 2 python b.py": "one script on all ranks, but after ':'",
+    "mpirun -np 2 python -O train.py": "PYTHONOPTIMIZE=1",
     "python other.py": "the training script must be a file",
     f"python {'x' * 5000}.py": "File name too long",
 }

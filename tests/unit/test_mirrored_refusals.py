@@ -9,17 +9,19 @@ import pytest
 pytest.importorskip("tensorflow", reason="the extra tensorflow is not installed")
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from bare_export import bare_export
 from tensorflow.python.distribute.collective_util import CommunicationImplementation, Options
 from tensorflow.python.distribute.cross_device_utils import (
     CollectiveKeys,
     CollectiveReplicaLauncher,
 )
 
-from autotune.errors import InvalidInput, InvalidStrategy
+from autotune.errors import InvalidInput, InvalidStrategy, ModelMismatch
 from autotune.strategy_space.builders.collectives import per_variable, zero2_like
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.strategy import Compressor
@@ -28,6 +30,8 @@ from runtime_rewriter.emulation import Timetable
 from runtime_rewriter.mirrored.accelerator import MOST_RECORDED_STEPS, MirroredAccelerator
 from runtime_rewriter.mirrored.recorded import RecordedStep
 from runtime_rewriter.mirrored.summed import refuse, refuse_model
+from runtime_rewriter.rank.exported import ExportSession
+from runtime_rewriter.rank.mirrored_model import MirroredModel
 from runtime_rewriter.tensorflow.batch_kinds import batch_kind
 
 
@@ -115,3 +119,17 @@ def recorded_step(variable: Variable, sent_before: str | None) -> RecordedStep:
     with recorded.tracing():
         step.get_concrete_function()
     return recorded
+
+
+def test_a_strategy_whose_step_trains_by_an_export_is_reported(tmp_path: Path) -> None:
+    variables = (Variable("a", (4, 2)), Variable("b", (3,)))
+    workload = Workload("model", variables)
+    (tmp_path / "report").touch()
+    exported = bare_export(workload, per_variable(workload), 2, plan_id=None)
+    exported.write(tmp_path / "best.json")
+    session = ExportSession(tmp_path / "best.json", tmp_path / "report")
+    with pytest.raises(ModelMismatch):
+        MirroredModel(session, 2, 0).found(variables[:1], ())
+    assert (tmp_path / "report").read_text() == ""
+    assert MirroredModel(session, 2, 0).found(variables, ()) == exported.plan()
+    assert (tmp_path / "report").read_text() == "carried out by TensorFlow, 2 messages\n"

@@ -16,7 +16,7 @@ from autotune.errors import AutotuneError, LaunchError
 from autotune.export import read_export
 from runtime_rewriter.agent_store import AgentStore
 from runtime_rewriter.rank.exported import agree_on_plan
-from runtime_rewriter.rendezvous import Facts, Peers, meet
+from runtime_rewriter.rendezvous import Facts, Peers, launched_processes, meet, refuse_lone_ranks
 from runtime_rewriter.world.worker import free_port
 
 ADDRESS = "127.0.0.1"
@@ -139,3 +139,26 @@ def test_ranks_of_torchrun_meet_at_a_port_that_its_store_tells() -> None:
     assert len(first.lines) == len(second.lines) == 1
     for line in (*first.lines, *second.lines):
         line.close()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "name"),
+    [
+        ("mpirun", "OMPI_COMM_WORLD_SIZE"),
+        ("horovodrun", "HOROVOD_SIZE"),
+        ("srun", "SLURM_STEP_NUM_TASKS"),
+        ("a launcher of MPI", "PMI_SIZE"),
+    ],
+)
+def test_ranks_of_a_launcher_that_gives_them_no_place_are_refused(launcher: str, name: str) -> None:
+    with pytest.raises(LaunchError, match=rf"but {launcher} started 4 processes \({name}\) .*run"):
+        refuse_lone_ranks({name: "4"})
+    refuse_lone_ranks({name: "1"})
+    refuse_lone_ranks({name: "4", "WORLD_SIZE": "4"})
+    refuse_lone_ranks({name: "4", "WORLD_SIZE": "1"})  # a training of its own
+    assert launched_processes({"WORLD_SIZE": "2", name: "4"}).startswith("a launcher started 2 ")
+
+
+def test_a_script_in_an_interactive_shell_of_srun_is_alone() -> None:
+    refuse_lone_ranks({})
+    refuse_lone_ranks({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PTY_PORT": "40000"})

@@ -20,6 +20,7 @@ from autotune.jobs.several_hosts import (
     on_several_hosts,
     ranks_fix,
     refuse_other_hosts,
+    refuse_repeated_start,
     use_of,
 )
 from autotune.records import REAL_CONDITIONS, Conditions, Network
@@ -173,3 +174,15 @@ def test_an_export_of_one_host_is_not_enacted_on_several() -> None:
         with pytest.raises(InvalidInput, match=r"one host .* joins 2; tune on as many, with --nn"):
             refuse_other_hosts(one, read_command(words), words, BEST)
         refuse_other_hosts(one, read_command(["python", "train.py"]), ["python", "train.py"], BEST)
+
+
+def test_a_run_that_srun_starts_once_per_task_starts_nothing(capsys, monkeypatch) -> None:
+    """Each task would start all ranks. A command with torchrun states what each of them starts."""
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    export_on(Cluster.local(4)).write(BEST)
+    assert main(["run", "--strategy", "best.json", "--", "python", "train.py"]) == 2
+    expected = "starts all ranks of train.py, but srun started 4 processes (SLURM_STEP_NUM_TASKS)"
+    assert expected in capsys.readouterr().err
+    for words in ("torchrun --nnodes 4 train.py", "mpirun -np 4 python train.py"):
+        refuse_repeated_start(read_command(words.split()), {"SLURM_STEP_NUM_TASKS": "4"})
+    refuse_repeated_start(read_command(["train.py"]), {"SLURM_STEP_NUM_TASKS": "1"})
