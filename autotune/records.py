@@ -12,9 +12,12 @@ import numpy as np
 from autotune.arrays import FloatArray
 from autotune.canonical import LATER
 from autotune.errors import InvalidInput
+from autotune.limits import check_range
 
 CURRENT_SETUP = "current-setup"
 """Strategy id of the unchanged script: the user's own DDP with the user's arguments."""
+MAX_LOG = 50.0
+"""Largest logarithm of a change of a constant, a factor of 5e21, which no calibration reaches."""
 
 
 class FailureKind(StrEnum):
@@ -225,8 +228,14 @@ class Constants:
     `logs` by factor, `limits` by their name; see `simulators.constants`.
     """
 
+    __pydantic_config__ = {"extra": "forbid"}
+
     logs: Mapping[str, float] = field(default_factory=dict)
     limits: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, log in self.logs.items():
+            check_range(log, -MAX_LOG, MAX_LOG, f"the logarithm of the constant {name[:40]!r}")
 
 
 @dataclass(frozen=True)

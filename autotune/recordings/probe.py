@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 
 from autotune.cluster import MAX_ERROR, Where
 from autotune.errors import InvalidInput
@@ -61,7 +62,7 @@ class ProbeSeries:
     def __post_init__(self) -> None:
         check_range(self.group_size, 1, MAX_RANKS, "ranks of a probe")
         sizes = [point.size_bytes for point in self.points]
-        if sizes != sorted(sizes):
+        if not all(smaller < larger for smaller, larger in pairwise(sizes)):
             raise InvalidInput(f"the sizes of a probe must ascend, but are {sizes[:20]}")
 
 

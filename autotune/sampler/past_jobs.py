@@ -45,17 +45,21 @@ def no_past_jobs(software: Mapping[str, str]) -> Sequence[PastJob]:
     return ()
 
 
-def past_residuals(jobs: Sequence[PastJob], deadline: Deadline = NO_DEADLINE) -> Residuals:
-    """Replay the jobs' trials, in this order until the deadline.
+def past_residuals(
+    jobs: Sequence[PastJob], deadline: Deadline = NO_DEADLINE
+) -> tuple[Residuals, bool]:
+    """Replay the jobs' trials, in this order until the deadline; also return whether all were.
 
     Trials whose strategies cannot be planned any more are left out.
     """
+    complete = True
     rows: list[FloatArray] = []
     residuals: list[float] = []
     numbers: list[int] = []
     for number, job in enumerate(jobs):
         for strategy, step_s in _spread(job.trials):
             if deadline.passed():
+                complete = False
                 break
             workload, cluster = job.extractor.workload, job.extractor.cluster
             try:
@@ -70,7 +74,7 @@ def past_residuals(jobs: Sequence[PastJob], deadline: Deadline = NO_DEADLINE) ->
             residuals.append(float(np.log(step_s / replayed_s)))
             numbers.append(number)
     x = np.array(rows, dtype=np.float64).reshape(len(rows), len(TIMELINE_FEATURES))
-    return Residuals(x, np.array(residuals), np.array(numbers, dtype=np.int64))
+    return Residuals(x, np.array(residuals), np.array(numbers, dtype=np.int64)), complete
 
 
 def _spread(trials: Sequence[tuple[Strategy, float]]) -> list[tuple[Strategy, float]]:

@@ -18,7 +18,7 @@ from autotune.optimizer.budget import NO_DEADLINE, Deadline
 from autotune.records import Constants, RankingQuality
 from autotune.rng import generator
 from autotune.sampler.correction import NO_EXPERIENCE, corrected_times, experience
-from autotune.sampler.past_jobs import PastJobs, evenly, no_past_jobs, past_residuals
+from autotune.sampler.past_jobs import PastJob, PastJobs, evenly, no_past_jobs, past_residuals
 from autotune.simulators.calibration import OutOfTime, calibrate
 from autotune.simulators.constants import with_constants
 from autotune.simulators.contradictions import contradicted
@@ -127,6 +127,7 @@ class Scorer:
     ) -> None:
         self._spec, self._trained_shards = spec, trained_shards
         self._past = past
+        self._past_jobs: Sequence[PastJob] | None = None
         self._others: Experience | None = None
         self._make = {name: simulators[name] for name in simulators if name in spec.simulators}
         self._training_s: dict[str, float] = {}
@@ -161,17 +162,19 @@ class Scorer:
             reason = f"{count} measured strategies are too few to train on, so the replay ranks"
             if not all_known:
                 reason = f"only {count} measured strategies were replayed, so the replay ranks"
-            others = self._experience(history, learning)
+            others, all_read = self._experience(history, learning)
             if others.trials:
                 reason = f"{reason}, corrected by {others.trials} strategies of earlier jobs"
             scores = _ranked(
                 REPLAY, reason, pool, extractor, None, examples, others, (), deadline, replayed
             )
+            all_known = all_known and all_read
             return replace(scores, cut_short=scores.cut_short or not all_known)
         quality, left_out = self._train(examples, history, learning)
         choice = choose_ranker(quality)
         simulator = None if choice.ranker in UNLEARNED else self._trained[choice.ranker]
         reason = "; ".join([choice.reason, *left_out])
+        others, all_read = self._experience(history, learning)
         scores = _ranked(
             choice.ranker,
             reason,
@@ -179,11 +182,13 @@ class Scorer:
             extractor,
             simulator,
             examples,
-            self._experience(history, learning),
+            others,
             quality,
             deadline,
             replayed,
         )
+        if scores.ranker in UNLEARNED:  # a simulator's ranking does without earlier jobs
+            all_known = all_known and all_read
         return replace(scores, cut_short=scores.cut_short or not all_known)
 
     def finish(self, history: History, deadline: Deadline = NO_DEADLINE) -> dict[str, Simulator]:
@@ -212,15 +217,23 @@ class Scorer:
                 in_time[name] = simulator
         return in_time
 
-    def _experience(self, history: History, deadline: Deadline) -> Experience:
-        """Learn once from earlier jobs how wrong replays with stated constants are."""
+    def _experience(self, history: History, deadline: Deadline) -> tuple[Experience, bool]:
+        """Learn from earlier jobs how wrong replays with stated constants are.
+
+        Also return whether there was time for all of them. If not, the next round tries again.
+        """
         assert history.profiled is not None
         if self._calibrated is not None:
-            return NO_EXPERIENCE
-        if self._others is None:
-            jobs = self._past(history.profiled.software)
-            self._others = experience(past_residuals(jobs, deadline))
-        return self._others
+            return NO_EXPERIENCE, True
+        if self._others is not None:
+            return self._others, True
+        if self._past_jobs is None:
+            self._past_jobs = self._past(history.profiled.software)
+        residuals, complete = past_residuals(self._past_jobs, deadline)
+        others = experience(residuals)
+        if complete:
+            self._others, self._past_jobs = others, None
+        return others, complete
 
     def _train(
         self, examples: Sequence[Example], history: History, deadline: Deadline

@@ -149,10 +149,10 @@ def collate(
 
     Raises `InvalidInput` if it needs shards and a strategy's features have none.
     """
-    if not with_shards:
+    if with_shards:
+        require_shards(features)
+    else:
         features = [item.without_shards() for item in features]
-    elif not all(len(item.shards) for item in features):
-        raise InvalidInput("this simulator needs the features of shards; extract them, too")
     counts = np.array([len(item.shard_variable) for item in features])
     lengths = np.array([item.variables for item in features])
     strategy = np.repeat(np.arange(len(features)), counts)
@@ -180,6 +180,12 @@ def collate(
         base=torch.from_numpy(base).double(),
         disagreement=torch.from_numpy(differing).float().clamp(-CLAMP, CLAMP),
     )
+
+
+def require_shards(features: Sequence[StrategyFeatures]) -> None:
+    """Raise `InvalidInput` if a strategy's features have no shards."""
+    if not all(len(item.shards) for item in features):
+        raise InvalidInput("this simulator needs the features of shards; extract them, too")
 
 
 def chunks(features: Sequence[StrategyFeatures]) -> Iterator[Sequence[StrategyFeatures]]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from autotune.arrays import FloatArray
 from autotune.cluster import Cluster
+from autotune.errors import InvalidInput
 from autotune.features.extract import Extractor
 from autotune.lowering.costs import Constant, RuntimeCosts
 from autotune.lowering.device_costs import costs_of
@@ -59,6 +60,7 @@ LIMITS: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...] = (
     (("star_turns",), (0, 1)),
 )
 """Costs that are numbers, changed together, and the values that are tried."""
+_LIMITED = tuple(name for names, _ in LIMITS for name in names)
 
 PROBED_LINKS, PROBED_LINK, PROBED_COST = 0.01, 0.03, 0.5
 """Widths of the priors of all links together, of one host's, and of costs per message and CPU time,
@@ -83,24 +85,32 @@ def widths(extractor: Extractor) -> dict[str, float]:
     hosts = cluster.hosts if len(cluster.hosts) <= MOST_HOSTS else ()
     assumed = cluster.source == "assumed"
     link = ASSUMED_LINK if assumed else PROBED_LINK
-    of_fits = PROBED_COST if cluster.fits else ASSUMED_COST
-    of_costs = {
-        factor: ASSUMED_COST
-        if any(getattr(stated, name).is_assumed for name in names)
-        else PROBED_COST
-        for factor, names in OF_COSTS.items()
-    }
     return {
         LINKS: ASSUMED_LINK if assumed else PROBED_LINKS,
         **{link_of(host.name): link for host in hosts},
-        COLLECTIVE_CPU: of_fits,
-        **of_costs,
-        START: of_fits,
+        **{
+            factor: ASSUMED_COST if is_assumed(factor, cluster, stated) else PROBED_COST
+            for factor in (COLLECTIVE_CPU, *OF_COSTS)
+        },
     }
 
 
+def is_assumed(factor: str, cluster: Cluster, stated: RuntimeCosts) -> bool:
+    """Return whether the costs that the factor multiplies were assumed, at least one of them.
+
+    Fits of collectives contain the cost of their start and their CPU time.
+    """
+    if factor in (START, COLLECTIVE_CPU):
+        return not cluster.fits
+    return any(getattr(stated, name).is_assumed for name in OF_COSTS[factor])
+
+
 def with_constants(extractor: Extractor, constants: Constants) -> Extractor:
-    """Return an extractor whose replays use the changed constants."""
+    """Return an extractor whose replays use the changed constants.
+
+    Raises `InvalidInput` for unknown constants, and for those that leave no possible cluster.
+    """
+    _refuse_unknown(constants)
     logs = constants.logs
     stated = stated_costs(extractor)
     changed = {
@@ -110,7 +120,14 @@ def with_constants(extractor: Extractor, constants: Constants) -> Extractor:
     }
     for name, value in constants.limits.items():
         changed[name] = Constant(value, "calibrated on the job's trials")
-    cluster = _with_links(extractor.cluster, logs)
+    try:
+        cluster = _with_links(extractor.cluster, logs)
+    except InvalidInput as error:
+        changes = ", ".join(f"{name} {log:.3g}" for name, log in logs.items() if log)
+        raise InvalidInput(
+            f"calibrated constants must leave a possible cluster, but with the logarithms {changes}"
+            f" {error}"
+        ) from error
     return extractor.with_rates(cluster, replace(stated, **changed))
 
 
@@ -118,6 +135,20 @@ def stated_costs(extractor: Extractor) -> RuntimeCosts:
     """Return the costs of the runtime by which the extractor replays."""
     workload = extractor.workload
     return extractor.costs or costs_of(workload.device, workload.device_name)
+
+
+def _refuse_unknown(constants: Constants) -> None:
+    factors = {LINKS, COLLECTIVE_CPU, *OF_COSTS}
+    unknown = [
+        *(name for name in constants.logs if name not in factors and not name.startswith(_LINK_OF)),
+        *(name for name in constants.limits if name not in _LIMITED),
+    ]
+    if unknown:
+        known = ", ".join((LINKS, f"{_LINK_OF}HOST", COLLECTIVE_CPU, *OF_COSTS, *_LIMITED))
+        raise InvalidInput(
+            f"calibrated constants must be some of {known}, but one is {unknown[0][:40]!r}; "
+            "replay with the version of autotune that stored it, or a newer one"
+        )
 
 
 def _changed(stated: Constant, default: Constant, x: float) -> Constant:

@@ -13,8 +13,8 @@ from autotune.simulators.calibration import Calibration
 from autotune.simulators.constants import (
     COLLECTIVE_CPU,
     LINKS,
-    OF_COSTS,
     START,
+    is_assumed,
     link_of,
     stated_costs,
 )
@@ -49,20 +49,39 @@ def contradicted(extractor: Extractor, calibration: Calibration) -> tuple[str, .
     return (
         *_links(extractor.cluster, calibration),
         *_limits(costs, calibration.fitted.limits),
-        *_costs(costs, calibration),
+        *_costs(extractor.cluster, costs, calibration),
     )
 
 
 def _links(cluster: Cluster, calibration: Calibration) -> Iterator[str]:
-    logs = calibration.fitted.logs
-    who = "the cluster file" if cluster.source == "assumed" else "the probe"
-    for host in cluster.hosts:
-        slower = logs.get(LINKS, 0.0) + logs.get(link_of(host.name), 0.0)
-        sd = calibration.sd.get(link_of(host.name), math.inf)
-        if abs(slower) > max(SURE * sd, math.log(LINK_RATIO)):
+    """Name each host's link, or all of them at once if the calibration has one factor for all."""
+    logs, sd = calibration.fitted.logs, calibration.sd
+    together = logs.get(LINKS, 0.0)
+    # A probe keeps a file's bandwidth where no pair of hosts can show it.
+    fitted = {(fit.host, fit.bytes_per_s) for fit in cluster.link_fits if not fit.inside}
+    probed = [host for host in cluster.hosts if (host.name, host.link_bytes_per_s) in fitted]
+    with_factors = [host for host in cluster.hosts if link_of(host.name) in sd]
+    for host in with_factors:
+        slower = together + logs.get(link_of(host.name), 0.0)
+        if _differs(slower, sd[link_of(host.name)], LINK_RATIO):
             behaves = format_rate(host.link_bytes_per_s * math.exp(-slower))
             stated = format_rate(host.link_bytes_per_s)
-            yield f"the link of host {host.name} behaves as {behaves}; {who} has {stated}"
+            who = _who(host in probed)
+            yield f"the link of host {host.name} behaves as {behaves}; {who} {stated}"
+    if not with_factors and _differs(together, sd.get(LINKS, math.inf), LINK_RATIO):
+        who = _who(len(probed) == len(cluster.hosts))
+        behave = f"{math.exp(-together):.2g} times the bandwidths"
+        yield f"the links of the {len(cluster.hosts)} hosts behave as {behave} that {who}"
+
+
+def _who(probed: bool) -> str:
+    """Name the origin of a bandwidth that a probe of the link itself found, or of another one."""
+    return "the probe has" if probed else "the cluster is described with"
+
+
+def _differs(more: float, sd: float, ratio: float) -> bool:
+    """Return whether a change of a logarithm is sure, and large enough for a line."""
+    return abs(more) > max(SURE * sd, math.log(ratio))
 
 
 def _limits(costs: RuntimeCosts, limits: Mapping[str, int]) -> Iterator[str]:
@@ -76,11 +95,9 @@ def _limits(costs: RuntimeCosts, limits: Mapping[str, int]) -> Iterator[str]:
         yield f"gathers and scatters between two hosts {turns}, against what was assumed"
 
 
-def _costs(costs: RuntimeCosts, calibration: Calibration) -> Iterator[str]:
+def _costs(cluster: Cluster, costs: RuntimeCosts, calibration: Calibration) -> Iterator[str]:
     for factor, words in WORDS.items():
         more = calibration.fitted.logs.get(factor, 0.0)
-        sd = calibration.sd.get(factor, math.inf)
-        if abs(more) > max(SURE * sd, math.log(COST_RATIO)):
-            stated = (getattr(costs, name) for name in OF_COSTS.get(factor, ()))
-            how = "assumed" if any(one.is_assumed for one in stated) else "measured"
+        if _differs(more, calibration.sd.get(factor, math.inf), COST_RATIO):
+            how = "assumed" if is_assumed(factor, cluster, costs) else "measured"
             yield f"{words} costs {math.exp(more):.2g} times what was {how}"

@@ -91,7 +91,8 @@ def best_of_top_k_regret(predicted: ArrayLike, measured: ArrayLike, k: int) -> f
 def k_fold(examples: Sequence[Example], folds: int, seed: int) -> list[Split]:
     """Return (training, test) indices per fold.
 
-    Folds share domains evenly, and no group is in two.
+    Folds share domains evenly, and no group is in two. Raises `InvalidInput` if all examples are in
+    one fold.
     """
     if not 2 <= folds <= len(examples):
         raise InvalidInput(
@@ -104,6 +105,12 @@ def k_fold(examples: Sequence[Example], folds: int, seed: int) -> list[Split]:
         mixed = generator(seed, "folds", examples[members[0]].domain).permutation(members)
         new = dict.fromkeys(group_of[index] for index in mixed if group_of[index] not in folds_of)
         folds_of |= {group: place % folds for place, group in enumerate(new)}
+    if len(set(folds_of.values())) < 2:
+        raise InvalidInput(
+            "cross-validation needs a training and a test part, but all "
+            f"{len(examples)} examples are in one fold, as they are of too few strategies; "
+            "measure more of them"
+        )
     fold_of = np.array([folds_of[group] for group in group_of], dtype=np.int64)
     return [
         (np.flatnonzero(fold_of != fold), np.flatnonzero(fold_of == fold))

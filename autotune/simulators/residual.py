@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -27,7 +27,14 @@ from autotune.features.extract import StrategyFeatures
 from autotune.features.raw import RAW_FEATURES
 from autotune.files import read_bytes
 from autotune.parsing import parse, read_json
-from autotune.simulators.batch import FeatureBatch, Scaling, chunks, collate, constant_columns
+from autotune.simulators.batch import (
+    FeatureBatch,
+    Scaling,
+    chunks,
+    collate,
+    constant_columns,
+    require_shards,
+)
 from autotune.simulators.interface import Example, FitReport
 from autotune.simulators.training import (
     TrainingRecipe,
@@ -123,8 +130,11 @@ class ResidualSimulator:
                 f"but got {len(examples)}; run more trials first"
             )
         features = [example.features for example in examples]
+        if self.architecture.with_shards:
+            require_shards(features)
         with torch.random.fork_rng(devices=[]), torch_threads(self.recipe.threads):
-            torch.manual_seed(seed)
+            # Not `torch.manual_seed`, which would also reseed the GPUs' generators for good.
+            torch.default_generator.manual_seed(seed)
             if warm_start and self._fitted is not None:
                 network, scaling = copy.deepcopy(self._fitted.network), self._fitted.scaling
                 warm_epochs = self.recipe.warm_epochs
@@ -226,6 +236,7 @@ class ResidualSimulator:
             length = torch.Size([len(RAW_FEATURES)])
             for name, fill in (("shard_mean", 0.0), ("shard_std", 1.0)):
                 moments |= widened({name: moments[name]}, {name: length}, *features, fill)
+            _check_moments(moments)
             scaling = Scaling(
                 **moments,
                 base_mean=stored.base_mean,
@@ -276,6 +287,19 @@ class ResidualSimulator:
         if self._fitted is None:
             raise InvalidInput(f"the {self.name!r} simulator is untrained; call fit or load first")
         return self._fitted
+
+
+def _check_moments(moments: Mapping[str, Tensor]) -> None:
+    """Raise `ValueError` unless these are tensors as `Scaling.of` computes them."""
+    for name, moment in moments.items():
+        length = len(RAW_FEATURES if name.startswith("shard") else GLOBAL_FEATURES)
+        if moment.shape != (length,) or moment.dtype != torch.float32:
+            raise ValueError(
+                f"scaling.{name} must hold {length} numbers of float32, but has shape "
+                f"{tuple(moment.shape)} of {moment.dtype}"
+            )
+        if name.endswith("std") and not bool((moment > 0).all()):
+            raise ValueError(f"scaling.{name} must be above 0, but is {float(moment.min())}")
 
 
 def _scores(network: nn.Module, batch: FeatureBatch) -> tuple[Tensor, Tensor]:

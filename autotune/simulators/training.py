@@ -24,6 +24,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -115,7 +116,8 @@ def split_off_validation(
     """Return (training, validation) indices, drawn within each domain.
 
     A domain too small for a useful validation part has none. A group that is in several domains
-    goes where the first of them put it.
+    goes where the first of them put it. `share` counts examples, and groups that are too large for
+    what is left of it are for training.
     """
     group_of, is_held = groups(examples), dict[str, bool]()
     for domain in sorted({example.domain for example in examples}):
@@ -125,7 +127,13 @@ def split_off_validation(
         mixed = generator(seed, "validation", domain).permutation(members).tolist()
         new = dict.fromkeys(group_of[index] for index in mixed if group_of[index] not in is_held)
         held -= sum(is_held.get(group_of[index], False) for index in mixed)
-        is_held |= {group: place < held for place, group in enumerate(new)}
+        sizes = Counter(group_of[index] for index in mixed)
+        for group in new:
+            is_held[group] = sizes[group] <= held
+            held -= sizes[group] * is_held[group]
+    if sum(is_held.values()) in (1, len(is_held)):
+        # Repeats of one plan rank nothing, and without a training part nothing is learned.
+        return list(range(len(examples))), []
     validation = [index for index, group in enumerate(group_of) if is_held[group]]
     return [index for index, group in enumerate(group_of) if not is_held[group]], validation
 

@@ -10,19 +10,34 @@ import numpy as np
 import pytest
 
 from autotune.arrays import FloatArray
-from autotune.cluster import Cluster, CollectiveFit, Host
+from autotune.cluster import Cluster, CollectiveFit, Host, LinkFit, Where
+from autotune.errors import InvalidInput
 from autotune.features.extract import Extractor
+from autotune.jobs.driver import probed
 from autotune.lowering.costs import ASSUMED, Constant, RuntimeCosts
+from autotune.parsing import parse
+from autotune.recordings.probe import ProbePoint, ProbeSeries
 from autotune.records import Constants
 from autotune.rng import generator
 from autotune.sampler.random import samples
 from autotune.simulators.calibration import Calibration, OutOfTime, calibrate
-from autotune.simulators.constants import LIMITS, LINKS, OF_COSTS, link_of, widths, with_constants
+from autotune.simulators.constants import (
+    COLLECTIVE_CPU,
+    LIMITS,
+    LINKS,
+    MOST_HOSTS,
+    OF_COSTS,
+    START,
+    link_of,
+    widths,
+    with_constants,
+)
 from autotune.simulators.contradictions import contradicted
 from autotune.strategy_space.plan import PlannedStrategy
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Shard, Strategy, Synchronizer, VariableStrategy
 from autotune.workload import Variable, Workload
+from runtime_rewriter.world.results import Profile
 
 MODEL = Workload(
     "m", tuple(Variable(f"v{i}", (300, 200 + 40 * i)) for i in range(8)), (), 0.01, 0.02
@@ -42,6 +57,7 @@ FITS = tuple(
     )
 )
 PROBED = Cluster("c", HOSTS, fits=FITS, source="measured")
+DESCRIBED = Cluster("c", HOSTS)
 NOISE = 0.01
 
 
@@ -93,7 +109,8 @@ def test_the_link_of_one_slow_host_is_found_despite_an_outlier() -> None:
     for host in "ac":  # a link that is faster than that of host b matters little
         assert math.exp(logs[LINKS] + logs[link_of(host)]) == pytest.approx(1.0, rel=0.15)
     (line,) = contradicted(stated, calibration)
-    assert line.startswith("the link of host b behaves as ") and "the probe has 400 Mbit/s" in line
+    assert line.startswith("the link of host b behaves as ")
+    assert line.endswith("; the cluster is described with 400 Mbit/s")
 
 
 def test_a_bandwidth_that_is_stated_twice_too_high_is_found() -> None:
@@ -104,6 +121,82 @@ def test_a_bandwidth_that_is_stated_twice_too_high_is_found() -> None:
     rates = [math.exp(logs[LINKS] + logs[link_of(host)]) for host in "abc"]
     assert rates == pytest.approx([2.0] * 3, rel=0.06)
     assert len(contradicted(stated, calibration)) == 3
+
+
+def link_lines(cluster: Cluster, slower: float, sd: float = 0.01) -> tuple[str, ...]:
+    """Lines of a calibration that found this logarithm for all links."""
+    stated = extractor(cluster)
+    calibration = Calibration(Constants({LINKS: slower}), dict.fromkeys(widths(stated), sd))
+    return contradicted(stated, calibration)
+
+
+def test_only_a_link_that_was_probed_has_a_figure_of_the_probe() -> None:
+    """A job's own probe times collectives only, and leaves the links as they were described."""
+    measured_links = (LinkFit("a", False, 50e6, 1e-4, 0.01, 0.01),)
+    in_b = (LinkFit("b", True, 50e6, 1e-4, 0.01, 0.01),)
+    slower_pair = (LinkFit("c", False, 40e6, 1e-4, 0.01, 0.01),)  # c kept the file's figure
+    described = Cluster("c", HOSTS, link_fits=(*measured_links, *in_b, *slower_pair))
+    points = tuple(ProbePoint(4**n, 1e-3 + 4**n * 1e-8, 0.01, 5, 0.0) for n in range(6, 12))
+    series = (ProbeSeries("all_reduce", 3, Where.WORLD, False, points),)
+    profile = Profile(MODEL, series, {}, 8, "", tuple((name, 1) for name in "abc"))
+    cluster = probed(described, profile, one_machine=False)
+    assert cluster.source == "measured"
+    assert link_lines(cluster, math.log(2.0)) == (
+        "the link of host a behaves as 200 Mbit/s; the probe has 400 Mbit/s",
+        "the link of host b behaves as 200 Mbit/s; the cluster is described with 400 Mbit/s",
+        "the link of host c behaves as 200 Mbit/s; the cluster is described with 400 Mbit/s",
+    )
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_the_links_of_more_hosts_than_have_factors_are_named_together(measured: bool) -> None:
+    hosts = tuple(replace(HOSTS[0], name=f"h{n}") for n in range(MOST_HOSTS + 1))
+    link_fits = [LinkFit(host.name, False, 50e6, 1e-4, 0.01, 0.01) for host in hosts]
+    cluster = Cluster("many", hosts, link_fits=tuple(link_fits) if measured else ())
+    who = "the probe has" if measured else "the cluster is described with"
+    (line,) = link_lines(cluster, 1.5)
+    assert line == f"the links of the 17 hosts behave as 0.22 times the bandwidths that {who}"
+    assert link_lines(cluster, 1.5, sd=0.6) == link_lines(cluster, 0.1) == ()
+    fewer = replace(cluster, hosts=hosts[:-1], link_fits=cluster.link_fits[:-1])
+    assert len(link_lines(fewer, 1.5)) == MOST_HOSTS
+
+
+@pytest.mark.parametrize(("cluster", "how"), [(PROBED, "measured"), (DESCRIBED, "assumed")])
+def test_collectives_cost_what_was_measured_if_fits_measured_them(
+    cluster: Cluster, how: str
+) -> None:
+    stated, logs = extractor(cluster), {START: math.log(3.0), COLLECTIVE_CPU: math.log(4.0)}
+    calibration = Calibration(Constants(logs), dict.fromkeys(logs, 0.1))
+    assert contradicted(stated, calibration) == (
+        f"starting a collective costs 3 times what was {how}",
+        f"CPU time of collectives costs 4 times what was {how}",
+    )
+
+
+@pytest.mark.parametrize(
+    ("constants", "message"),
+    [
+        (Constants({"start": 0.5, "begin": 0.1}), "must be some of links, .*one is 'begin'"),
+        (Constants(limits={"treads": 2}), "must be some of links, .* threads, .*one is 'treads'"),
+        (Constants({LINKS: 30.0}), "possible cluster, but with the logarithms links 30 bandwidth"),
+    ],
+)
+def test_constants_that_no_replay_knows_are_refused_by_name(
+    constants: Constants, message: str
+) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        with_constants(extractor(), constants)
+
+
+@pytest.mark.parametrize("log", [1000.0, -51.0, math.nan, math.inf])
+def test_a_constant_that_no_calibration_finds_is_refused_by_name(log: float) -> None:
+    with pytest.raises(InvalidInput, match="logarithm of the constant 'start' must be from -50"):
+        Constants({START: log})
+
+
+def test_stored_constants_with_a_later_field_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="unknown field 'later'"):
+        parse(Constants, {"logs": {}, "limits": {}, "later": 1}, "constants")
 
 
 def test_right_constants_stay_and_nothing_is_contradicted() -> None:

@@ -47,6 +47,18 @@ def test_the_output_of_nccl_tests_states_its_ranks_and_its_times_in_place(tmp_pa
     assert {(row.primitive, row.ranks) for row in named} == {("reduce_scatter", 4)}
 
 
+@pytest.mark.parametrize(("name", "share"), [("gather", 4), ("scatter", 4), ("all_gather", 1)])
+def test_the_size_of_a_gather_or_scatter_is_that_of_one_ranks_tensor(
+    tmp_path: Path, name: str, share: int
+) -> None:
+    """nccl-tests prints the tensors of all ranks together; plans look up what each rank sends."""
+    text = NCCL_TESTS.replace("# Using", f"# Collective test starting: {name}_perf\n#")
+    rows = read_collective_table(written(tmp_path, text), ranks=4)
+    assert [row.size_bytes for row in rows] == [size // share for size in (2**20, 2**23, 2**26)]
+    stated = f"collective,ranks,bytes,seconds\n{name},4,4096,0.01\n"
+    assert read_collective_table(written(tmp_path, stated)) == (TableRow(name, 4, 4096, 0.01),)
+
+
 def unnamed(redop: str, root: int, link_share: float) -> str:
     """The output of a test whose largest row has this share of bandwidth on the busiest link."""
     text = NCCL_TESTS.replace("sum -1", f"{redop} {root}")
@@ -116,6 +128,7 @@ def test_a_csv_states_ranks_and_collectives(tmp_path: Path) -> None:
         ("ranks,bytes,seconds\n2,1\n", "line 2: a row needs 3 cells, but has 2"),
         ("collective,ranks,bytes,seconds\ngossip,2,1,1\n", "must be one of all_reduce"),
         ("ranks,bytes,seconds\n", "has no row of numbers"),
+        (f"ranks,bytes,seconds\n2,{'1' * 200_000},1\n", r"line 2 must be CSV, .* field limit"),
         ("", "but has no header"),
     ],
 )

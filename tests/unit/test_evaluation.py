@@ -137,10 +137,12 @@ def test_regret_is_how_much_slower_the_best_of_the_top_k_is() -> None:
 
 def test_bad_input_is_refused() -> None:
     examples = noisy(3)
+    repeats = [replace(one, group="one plan") for one in noisy(8)]
     for rule, call in (
         ("one prediction", lambda: pairwise_accuracy([1.0], [1.0, 2.0], 0.0)),
         ("k is 0", lambda: best_of_top_k_regret([1.0], [1.0], 0)),
         ("folds", lambda: k_fold(noisy(30), 1, seed=3)),
+        ("too few strategies", lambda: k_fold(repeats, 4, seed=3)),
         ("fewer folds", lambda: ranked(examples, {}, folds=3)),
         ("analytic", lambda: choose_ranker([quality("rnn", 0.9)])),
     ):

@@ -206,6 +206,9 @@ def test_costs_are_found_again_from_calls_and_timeline() -> None:
     assert found.negotiate_s == pytest.approx(0.5e-3)
     assert found.link_s_per_byte == pytest.approx(1e-8)
     assert 0 < found.copy_s < 1e-4
+    # Most ranks died before they completed a probe.
+    died = fit_horovod(timeline, [listed, *[[]] * 3], cluster(), 1e-3)
+    assert died.all_reduce.seconds(1e6) == pytest.approx(true.all_reduce.seconds(1e6))
     with pytest.raises(InvalidInput, match="must probe 2 sizes or more, but has 0"):
         fit_horovod(timeline, [listed[-1:]], cluster(), 1e-3)
 

@@ -84,6 +84,12 @@ def test_bad_probes_are_refused_by_rule(
         fit_alpha_beta(sizes, seconds)
 
 
+def test_a_curve_is_of_different_sizes() -> None:
+    """Two bends at one size made the design infinite."""
+    with pytest.raises(InvalidInput, match=r"different sizes, but got \[1.0, 2.0, 2.0, 3.0"):
+        fit_curve([1, 2, 2, 3, 4, 5], [1.0, 2.0, 5.0, 5.5, 6.0, 6.5])
+
+
 LINE = (1e-3, 1e-8)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +18,11 @@ from autotune.optimizer.budget import Budget, Deadline
 from autotune.records import CURRENT_SETUP, Accelerators, Measured, Role, TrialRequest
 from autotune.sampler.past_jobs import MOST_TRIALS, PastJob, past_residuals
 from autotune.sampler.proposer import Proposer
-from autotune.sampler.scoring import FEWEST_CALIBRATED
+from autotune.sampler.scoring import FEWEST_CALIBRATED, Candidate, Scorer
 from autotune.storage.store import Store
+from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.builders.registry import seed_strategies
-from autotune.strategy_space.plan import plan
+from autotune.strategy_space.plan import PlannedStrategy, plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.tuning.events import Profiled, TrialFinished
 from autotune.tuning.history import History
@@ -59,16 +60,19 @@ PAST = (past_job(predictor(model(9))), past_job(predictor(model(14), MIXED)))
 
 
 def test_residuals_of_earlier_trials_are_those_of_their_own_replays() -> None:
-    residuals = past_residuals(PAST)
+    residuals, complete = past_residuals(PAST)
+    assert complete
     np.testing.assert_allclose(residuals.r, np.log(LONGER))
     counts = [min(len(job.trials), MOST_TRIALS) for job in PAST]
     assert np.bincount(residuals.domain).tolist() == counts
     many = replace(PAST[0], trials=PAST[0].trials * 5)
-    assert len(past_residuals([many]).r) == MOST_TRIALS
+    assert len(past_residuals([many])[0].r) == MOST_TRIALS
     gone = replace(PAST[0], extractor=predictor(model(8)))  # of other variables
-    assert len(past_residuals([gone]).r) == 0
+    assert len(past_residuals([gone])[0].r) == 0
     over = Deadline.after(-1.0, lambda: 0.0)
-    assert len(past_residuals(PAST, over).r) == 0
+    residuals, complete = past_residuals(PAST, over)
+    assert len(residuals.r) == 0 and not complete
+    assert past_residuals([], over)[1]
 
 
 def first_round(past: Sequence[PastJob], measured: int = 0) -> tuple[float, str]:
@@ -105,7 +109,27 @@ def test_a_first_round_predicts_what_earlier_jobs_measured() -> None:
     assert alone == pytest.approx(1.0) and "earlier jobs" not in reason
     ratio, reason = first_round(PAST)
     assert 1.1 < ratio < 1.25
-    assert reason.endswith(f"corrected by {len(past_residuals(PAST).r)} strategies of earlier jobs")
+    trials = len(past_residuals(PAST)[0].r)
+    assert reason.endswith(f"corrected by {trials} strategies of earlier jobs")
+
+
+def test_earlier_jobs_for_which_a_round_has_no_time_are_read_in_the_next_one() -> None:
+    workload, loaded = model(6), list[str]()
+    spec = JobSpec(("torchrun", "train.py"), 4, EVEN)
+    history = History((Profiled(workload, EVEN, 1.0, SOFTWARE),), 0.1)
+    pool = [Candidate(PlannedStrategy.of(ddp_default(workload), workload, 4), "built")]
+
+    def past(software: Mapping[str, str]) -> Sequence[PastJob]:
+        loaded.append(software["torch"])
+        return PAST
+
+    scorer = Scorer(spec, {}, past=past)
+    cut = scorer.score(history, pool, Deadline.after(-1.0, lambda: 0.0))
+    assert cut.cut_short and "earlier jobs" not in cut.reason
+    for _ in range(2):
+        complete = scorer.score(history, pool)
+        assert not complete.cut_short and "strategies of earlier jobs" in complete.reason
+    assert len(loaded) == 1
 
 
 def test_a_job_that_is_calibrated_trusts_its_own_trials() -> None:

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 import pytest
 
 from autotune.cluster import Cluster, Host, LinkFit, PairLink, PeerFit, Where
-from autotune.errors import LaunchError
+from autotune.errors import InvalidInput, LaunchError
 from autotune.jobs.driver import probed
 from autotune.jobs.probe import measured_cluster
 from autotune.profiling.fits.probe_fits import collective_fits
@@ -52,6 +52,13 @@ def profile_of(
 
 def hosts_of(names: str, devices: int = 1) -> tuple[Host, ...]:
     return tuple(Host(name, devices, 1e9, 1e-5, 1e10, 1e-6) for name in names)
+
+
+@pytest.mark.parametrize("sizes", [(4096, 4096), (8192, 4096)])
+def test_the_sizes_of_a_probe_ascend(sizes: tuple[int, ...]) -> None:
+    points = tuple(ProbePoint(size, 1e-3, 0.01, 5, 0.0) for size in sizes)
+    with pytest.raises(InvalidInput, match="the sizes of a probe must ascend"):
+        ProbeSeries("all_reduce", 4, Where.WORLD, False, points)
 
 
 @pytest.mark.parametrize("fast_bytes", [0, 2**16])

@@ -353,7 +353,7 @@ def test_trials_that_contradict_a_link_are_reported_and_correct_the_predictions(
     proposed = Proposer(spec, {}, budgets=SHORT).propose(history, 1, 4)
     [line] = proposed.contradicted
     assert re.match(r"the link of host h1 behaves as (4[89]|5[012])", line), line
-    assert line.endswith("the cluster file has 100 Mbit/s")
+    assert line.endswith("the cluster is described with 100 Mbit/s")
     for proposal in proposed.proposals:
         measured_s = truth.step_s(plan(proposal.strategy, SMALL, 4))
         assert proposal.predicted_s == pytest.approx(measured_s, rel=0.1)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autotune.cluster import Cluster, Host
@@ -289,6 +291,63 @@ def test_a_plan_that_several_domains_measured_is_validated_or_trained_on():
     training, validation = split_off_validation(grouped, 0.2, seed=1)
     assert not {groups[index] for index in training} & {groups[index] for index in validation}
     assert sorted(training + validation) == list(range(80)) and 12 <= len(validation) <= 20
+
+
+def repeated(plans: int, repeats: int) -> list[Example]:
+    """Return examples of each plan, repeated in turn."""
+    examples = measured_examples(plans, seed=22, overhead_s=0.01)
+    named = [replace(one, group=f"plan {number}") for number, one in enumerate(examples)]
+    return named * repeats
+
+
+def test_the_share_for_validation_counts_examples_also_of_repeated_plans():
+    share = PAPER_RECIPE.validation_share
+    training, validation = split_off_validation(repeated(20, 3), share, seed=0)
+    assert 9 <= len(validation) <= 12 and len(training) + len(validation) == 60
+    for plans, repeats in ((1, 24), (4, 6), (8, 3)):  # no two plans fit into the share
+        assert split_off_validation(repeated(plans, repeats), share, 0) == (list(range(24)), [])
+    assert split_off_validation(repeated(4, 1), 0.99, 0) == (list(range(4)), [])
+    report = linear_simulator(TrainingRecipe(epochs=1, threads=1)).fit(repeated(1, 24), seed=0)
+    assert report.epochs == 1
+
+
+@pytest.mark.parametrize("name", ["rnn", "gat"])
+def test_a_simulator_of_shards_names_what_examples_without_shards_lack(name: str):
+    examples = measured_examples(4, seed=23)
+    bare = [replace(one, features=one.features.without_shards()) for one in examples]
+    for lacking in (bare, [*examples, *bare]):
+        with pytest.raises(InvalidInput, match="needs the features of shards"):
+            SIMULATORS[name]().fit(lacking, seed=0)
+
+
+def test_training_reseeds_no_gpu(monkeypatch: pytest.MonkeyPatch):
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    torch.manual_seed(1)
+    linear_simulator(TrainingRecipe(epochs=1)).fit(measured_examples(4, seed=24), seed=3)
+    assert seeds == [1]
+
+
+@pytest.mark.parametrize(
+    ("name", "moment"),
+    [
+        ("global_mean", torch.zeros(3)),
+        ("global_mean", torch.zeros(1)),
+        ("shard_mean", torch.zeros(len(RAW_FEATURES), 1)),
+        ("shard_mean", torch.zeros(len(RAW_FEATURES), dtype=torch.int32)),
+        ("shard_std", torch.zeros(len(RAW_FEATURES))),
+    ],
+)
+def test_a_saved_scaling_that_no_training_gives_is_refused(
+    tmp_path: Path, name: str, moment: torch.Tensor
+):
+    simulator = linear_simulator(TrainingRecipe(epochs=1, threads=1))
+    simulator.fit(measured_examples(4, seed=25), seed=0)
+    simulator.save(tmp_path)
+    weights = tmp_path / "weights.safetensors"
+    save_file({**load_file(weights), f"scaling.{name}": moment}, weights)
+    with pytest.raises(InvalidInput, match=rf"scaling\.{name} must"):
+        linear_simulator().load(tmp_path)
 
 
 def test_calibration_is_increasing_even_where_scores_point_the_wrong_way():

@@ -84,9 +84,14 @@ def fit_curve(
 
     `uncertainty` (P,): relative standard error of each duration. Every piece but the last ends at a
     probe. The first and the last piece contain at least two probes, so an extrapolation rests on
-    more than one. Raises `InvalidInput`.
+    more than one. Raises `InvalidInput`, also for two durations of one size.
     """
     s, t = _checked(sizes_bytes, seconds)
+    if len(np.unique(s)) < len(s):
+        raise InvalidInput(
+            f"a curve needs different sizes, but got {np.sort(s)[:20].tolist()}; pass the median "
+            "of the durations of a size"
+        )
     order = np.argsort(s)
     s, t = s[order], t[order]
     sigma = np.full(len(s), TOLERANCE)

@@ -18,7 +18,10 @@ MOST_SIZES = 24
 
 @dataclass(frozen=True)
 class TableRow:
-    """One measured collective; `size_bytes` of the whole tensor."""
+    """One measured collective.
+
+    `size_bytes`: of the whole tensor, for a gather or scatter of one rank's, as plans look it up.
+    """
 
     primitive: str
     ranks: int

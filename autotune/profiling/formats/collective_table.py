@@ -2,6 +2,7 @@
 
 - nccl-tests (`all_reduce_perf -b 8 -e 1G -f 2 -g 8`): its comment lines state the columns and list
   the ranks. Times are microseconds; those in place count, as data-parallel training sums in place.
+  Sizes of gathers and scatters are those of all ranks' tensors together.
 - CSV with a header. Columns are found by name: a size in bytes, a time with its unit, and where the
   file has them the ranks and the collective. Of several times the last counts (in place).
 """
@@ -11,7 +12,8 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from autotune.cluster import FITTED
@@ -35,6 +37,7 @@ for other collectives."""
 BANDWIDTH_DIGIT = 0.01
 """GB/s, the last digit of a bandwidth."""
 _NAMES = {"alltoall": "all_to_all"}
+_STARS = ("gather", "scatter")
 
 
 def read_collective_table(
@@ -78,7 +81,8 @@ def _nccl_tests(
     name = _primitive(path, primitive or named or "all_reduce")
     for number, cells in rows:
         cell = cells[times[-1]] if len(cells) > times[-1] else cells[times[0]]
-        yield _row(path, number, name, count, cells[0], cell, 1e-6)
+        row = _row(path, number, name, count, cells[0], cell, 1e-6)
+        yield replace(row, size_bytes=row.size_bytes // count) if name in _STARS else row
 
 
 def _cells(line: str) -> list[str]:
@@ -138,7 +142,7 @@ def _figure(cells: Sequence[str], at: int) -> float:
 
 
 def _csv(path: Path, lines: Sequence[str], ranks: int | None, primitive: str) -> Iterable[TableRow]:
-    table = csv.reader(line for line in lines if not line.lstrip().startswith("#"))
+    table = _csv_rows(path, lines)
     header = [name.strip().lower() for name in next(table, [])]
     sizes, rank_columns, primitives = (
         [at for at, name in enumerate(header) if expression.match(name)]
@@ -170,6 +174,15 @@ def _csv(path: Path, lines: Sequence[str], ranks: int | None, primitive: str) ->
         yield _row(
             path, number, _primitive(path, name), _ranks(path, count), cell, cells[at], unit_s
         )
+
+
+def _csv_rows(path: Path, lines: Sequence[str]) -> Iterator[list[str]]:
+    table = csv.reader(line for line in lines if not line.lstrip().startswith("#"))
+    try:
+        yield from table
+    except csv.Error as error:
+        where = f"{path}, line {table.line_num}"
+        raise InvalidInput(f"{where} must be CSV, but is not: {error}") from error
 
 
 def _row(

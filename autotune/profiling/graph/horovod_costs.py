@@ -70,7 +70,7 @@ def _transfer_fit(calls: Sequence[Sequence[HorovodCall]], ranks: int) -> Collect
     times_s = [float(np.quantile(by_size[size], 0.25)) for size in sizes]
     spreads = [float(np.std(by_size[size]) / np.median(by_size[size])) for size in sizes]
     doubts = [
-        uncertainty_of(spread, len(by_size[size]) // len(calls))
+        uncertainty_of(spread, max(1, len(by_size[size]) // len(calls)))  # ranks may have died
         for size, spread in zip(sizes, spreads, strict=True)
     ]
     curve = fit_curve(sizes, times_s, doubts)
