@@ -111,8 +111,8 @@ class Bend:
 
 @dataclass(frozen=True)
 class CollectiveFit:
-    """Measured cost of one collective on `group_size` ranks, by the bytes of the whole tensor, for
-    gather and scatter of one rank's.
+    """Measured cost of one collective on `group_size` ranks, by the bytes of the whole tensor; for
+    gather and scatter, of one rank's tensor.
 
     seconds = alpha_s + beta_s_per_byte * bytes if one line fits. Otherwise the cost is piecewise
     linear, continuous and never falls: each of the `bends` gives the cost per byte up to its size,

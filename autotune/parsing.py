@@ -26,7 +26,7 @@ from autotune.yaml_reading import parse_yaml
 T = TypeVar("T")
 
 MAX_YAML_BYTES = 4 * 2**20
-"""A probed cluster of 1000 hosts has 0.7 MB, which the safe loader reads in some 10 s."""
+"""A probed cluster of 1000 hosts has 0.7 MB; the safe loader took 4 s for 0.3 MB (2 EPYC cores)."""
 MAX_INTEGER_CHARACTERS = 20
 """A 64-bit integer and its sign fit. Python refuses to print more than 4300 digits."""
 MAX_SHOWN = 80

@@ -20,8 +20,9 @@ REGISTERED_S = 240.0
 
 @contextlib.contextmanager
 def patient_start() -> Iterator[None]:
-    """Within it, Ray waits for a node of its own until it is registered or its raylet has ended,
-    and looks for it often.
+    """Let Ray wait for its own node until it is registered or its raylet has ended.
+
+    Ray looks for it often.
     """
     from ray._private import services, state
 
@@ -55,6 +56,7 @@ def patient_start() -> Iterator[None]:
 
 
 def main() -> None:
+    """Be the command `ray`."""
     from ray.scripts import scripts
 
     with patient_start():

@@ -13,8 +13,8 @@ from pathlib import Path
 
 LOWEST = 20_000
 """Ray's workers use 10002 to 19999."""
-HIGHEST = 32_767
-"""Linux gives ephemeral ports above it."""
+HIGHEST = 29_999
+"""Kubernetes forwards 30000 to 32767 to services, and Linux gives ephemeral ports above these."""
 ATTEMPTS = 100
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 

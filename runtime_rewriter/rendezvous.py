@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,16 +32,17 @@ _SIZES = {
 }
 """Variables in which launchers give each of their processes the number of all."""
 _TERMINAL_OF_SRUN = "SLURM_PTY_PORT"
-"""Set in a shell of `srun --pty`, the only process of its step that a user sees."""
+"""Set in a shell of `srun --pty` and in what it starts."""
 Facts = dict[str, Any]
 
 
 def launched_processes(environment: Mapping[str, str]) -> str:
     """Return which launcher started how many processes, if this is one of several; else ""."""
+    if _TERMINAL_OF_SRUN in environment and sys.stdin is not None and sys.stdin.isatty():
+        return ""  # the one process of its step that has the terminal
     for name, launcher in _SIZES.items():
         size = environment.get(name, "")
-        interactive = launcher == "srun" and _TERMINAL_OF_SRUN in environment
-        if size.isdigit() and int(size) > 1 and not interactive:
+        if size.isdigit() and int(size) > 1:
             return f"{launcher} started {size} processes ({name})"
     return ""
 

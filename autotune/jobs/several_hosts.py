@@ -102,9 +102,8 @@ def refuse_other_hosts(
 
 
 def refuse_repeated_start(script: ScriptCommand, environment: Mapping[str, str]) -> None:
-    """Raise `InvalidInput` if each process of a launcher would start all ranks of a command that
-    names no launcher of its own."""
-    if script.torchrun_options or script.mpirun_words or script.horovodrun_words:
+    """Raise `InvalidInput` if each process of a launcher would start all ranks of the script."""
+    if script.nodes > 1 or script.mpirun_words or script.horovodrun_words:
         return
     processes = launched_processes(environment)
     if processes:

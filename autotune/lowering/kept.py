@@ -45,7 +45,7 @@ class Kept(Generic[T]):
         return entry[0]
 
     def put(self, key: Hashable, parts: int, result: T) -> None:
-        """Forgets the results that were not used for longest; keeps none that is too large."""
+        """Keep a result that is not too large, and forget those that were not used for longest."""
         if parts > self._most_parts:
             return
         hashed = _Key(key)

@@ -96,7 +96,7 @@ def widths(extractor: Extractor) -> dict[str, float]:
 
 
 def is_assumed(factor: str, cluster: Cluster, stated: RuntimeCosts) -> bool:
-    """Return whether the costs that the factor multiplies were assumed, at least one of them.
+    """Return whether any cost that the factor multiplies was assumed.
 
     Fits of collectives contain the cost of their start and their CPU time.
     """
@@ -110,7 +110,7 @@ def with_constants(extractor: Extractor, constants: Constants) -> Extractor:
 
     Raises `InvalidInput` for unknown constants, and for those that leave no possible cluster.
     """
-    _refuse_unknown(constants)
+    _refuse_unknown(constants, extractor.cluster)
     logs = constants.logs
     stated = stated_costs(extractor)
     changed = {
@@ -137,10 +137,11 @@ def stated_costs(extractor: Extractor) -> RuntimeCosts:
     return extractor.costs or costs_of(workload.device, workload.device_name)
 
 
-def _refuse_unknown(constants: Constants) -> None:
-    factors = {LINKS, COLLECTIVE_CPU, *OF_COSTS}
+def _refuse_unknown(constants: Constants, cluster: Cluster) -> None:
+    links = (link_of(host.name) for host in cluster.hosts)
+    factors = {LINKS, COLLECTIVE_CPU, *OF_COSTS, *links}
     unknown = [
-        *(name for name in constants.logs if name not in factors and not name.startswith(_LINK_OF)),
+        *(name for name in constants.logs if name not in factors),
         *(name for name in constants.limits if name not in _LIMITED),
     ]
     if unknown:

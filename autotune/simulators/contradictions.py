@@ -66,15 +66,15 @@ def _links(cluster: Cluster, calibration: Calibration) -> Iterator[str]:
         if _differs(slower, sd[link_of(host.name)], LINK_RATIO):
             behaves = format_rate(host.link_bytes_per_s * math.exp(-slower))
             stated = format_rate(host.link_bytes_per_s)
-            who = _who(host in probed)
-            yield f"the link of host {host.name} behaves as {behaves}; {who} {stated}"
+            origin = _origin(host in probed)
+            yield f"the link of host {host.name} behaves as {behaves}; {origin} {stated}"
     if not with_factors and _differs(together, sd.get(LINKS, math.inf), LINK_RATIO):
-        who = _who(len(probed) == len(cluster.hosts))
+        origin = _origin(len(probed) == len(cluster.hosts))
         behave = f"{math.exp(-together):.2g} times the bandwidths"
-        yield f"the links of the {len(cluster.hosts)} hosts behave as {behave} that {who}"
+        yield f"the links of the {len(cluster.hosts)} hosts behave as {behave} that {origin}"
 
 
-def _who(probed: bool) -> str:
+def _origin(probed: bool) -> str:
     """Name the origin of a bandwidth that a probe of the link itself found, or of another one."""
     return "the probe has" if probed else "the cluster is described with"
 

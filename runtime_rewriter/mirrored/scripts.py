@@ -62,7 +62,7 @@ class _Steering:
         extended = strategies.CollectiveAllReduceExtended
         own_start = extended.__init__
         if place is None:
-            replace_attribute(extended, "__init__", _together_or_alone(own_start), undo)
+            replace_attribute(extended, "__init__", _refusing_lone_ranks(own_start), undo)
             return
         _set_config(["127.0.0.1:0"] * place.world_size, place.rank)
 
@@ -106,13 +106,14 @@ class _Steering:
         replace_attribute(context.Context, "configure_coordination_service", patient_service, undo)
 
 
-def _together_or_alone(own_start: Callable[..., None]) -> Callable[..., None]:
-    """Refuse the strategy of a process that a launcher started among others without a place."""
+def _refusing_lone_ranks(own_start: Callable[..., None]) -> Callable[..., None]:
+    """Refuse a strategy of one worker in a process that a launcher started among others."""
 
     @wraps(own_start)
-    def start(*arguments: Any, **keywords: Any) -> None:
-        refuse_lone_ranks(os.environ)
-        own_start(*arguments, **keywords)
+    def start(*arguments: Any, cluster_resolver: Any = None, **keywords: Any) -> None:
+        if cluster_resolver is None and TF_CONFIG not in os.environ:
+            refuse_lone_ranks(os.environ)
+        own_start(*arguments, cluster_resolver=cluster_resolver, **keywords)
 
     return start
 

@@ -77,12 +77,17 @@ class ExportSession:
         self.export = read_export(path)
         self._report = report
         self._models = 0
+        self._without_ddp: StepsWithoutDdp | None = None
+
+    def require_model(self) -> None:
+        """From now on, end the process once it trains without a model that can take the export."""
         self._without_ddp = StepsWithoutDdp()
 
     def model_built(self, synchronizer: GradientSynchronizer) -> None:
         """Load the export's plan into the first model; further models keep theirs."""
         self._models += 1
-        self._without_ddp.stop()
+        if self._without_ddp is not None:
+            self._without_ddp.stop()
         if self._models > 1:
             if synchronizer.ranks.rank == 0:
                 _log.warning(

@@ -129,7 +129,9 @@ def _under_round_robin() -> bool:
 def _run_exported(strategy: Path, report: Path | None, words: list[str]) -> int:
     from runtime_rewriter.rank.exported import ExportSession
 
-    with _steered_by(ExportSession(strategy, report)):
+    session = ExportSession(strategy, report)
+    session.require_model()
+    with _steered_by(session):
         _run_script(words)
     return 0
 

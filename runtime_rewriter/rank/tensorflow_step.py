@@ -120,7 +120,15 @@ def _joined(
     steering = recording or tuning
     applied = session.applied_in_graph if isinstance(session, ExportSession) else _not_reported
     return lambda step: DistributedStep(
-        step, servers, lines, steering, export, hosts, combine, compiled, applied
+        step,
+        servers,
+        lines,
+        steering,
+        export,
+        hosts,
+        combine=combine,
+        compiled=compiled,
+        applied=applied,
     )
 
 

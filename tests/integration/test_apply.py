@@ -295,18 +295,28 @@ def test_a_run_reports_the_backend_of_the_model_that_it_trains(alone, tmp_path) 
 
 def test_a_run_ends_a_script_that_trains_without_its_strategy(tmp_path) -> None:
     exported(linear(), tmp_path / "own.json")
-    ExportSession(tmp_path / "own.json")
+    ExportSession(tmp_path / "own.json").require_model()
     optimizer = torch.optim.SGD(linear().parameters())
-    with pytest.raises(LaunchError, match=r"made 8 steps, but its model is not wrapped, so every"):
+    with pytest.raises(LaunchError, match=r"the script has made 8 steps, but "):
         for _ in range(8):
             optimizer.step()
 
 
+UNWRAPPED = """
+import torch
+
+optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters())
+for _ in range(100):
+    optimizer.step()
+"""
+
+
 def test_a_run_claims_no_strategy_that_no_model_got(tmp_path) -> None:
-    """It was applied, the script has no model, or every rank refused it."""
+    """It was applied, the script has no model, every rank refused it, or no model is wrapped."""
     layers = torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)
     export = exported(torch.nn.Sequential(*layers), tmp_path / "own.json")
     (tmp_path / "train.py").touch()
+    (tmp_path / "unwrapped.py").write_text(UNWRAPPED)
     run = [sys.executable, "-m", "autotune", "run", "--strategy", str(tmp_path / "own.json")]
     claim = f"reported a model that trains by {tmp_path / 'own.json'}"
     backend = "carried out by torch's own DDP reducer, 1 bucket"
@@ -314,6 +324,7 @@ def test_a_run_claims_no_strategy_that_no_model_got(tmp_path) -> None:
         (SCRIPT, ("--steps", "1"), 0, f"ran with {export.strategy.id} ({backend}), exit status 0"),
         (tmp_path / "train.py", (), 0, f"exit status 0; no rank on this machine {claim}"),
         (SCRIPT, ("--width", "48"), 1, f"exit status 1; no rank on this machine {claim}"),
+        (tmp_path / "unwrapped.py", (), 1, f"exit status 1; no rank on this machine {claim}"),
     ):
         done = run_script([*run, "--", str(script), *words], cwd=ROOT, timeout=START_S)
         assert done.returncode == status, done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from short_jobs import START_S
 from autotune.jobs.record import earlier_kept, record, restore_earlier
 from autotune.recordings.job_file import JOB_FILE, RecordedJob
 from autotune.recordings.memory_file import RecordedMemory
+from runtime_rewriter.ports import unclaimed_port
 from runtime_rewriter.recording.settings import RecordSettings
 from runtime_rewriter.world.script_command import ScriptCommand
 
@@ -39,14 +39,12 @@ def run(
     if (
         command[0] == "python"
     ):  # a process group of one, as a launcher of the user's own would describe it
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            environment |= {
-                "RANK": "0",
-                "WORLD_SIZE": "1",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(probe.getsockname()[1]),
-            }
+        environment |= {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(unclaimed_port("127.0.0.1")),
+        }
     whole = [sys.executable, "-m", "autotune", *profile(folder, *words, command=command)]
     return subprocess.run(
         whole, cwd=ROOT, capture_output=True, text=True, timeout=START_S, env=environment

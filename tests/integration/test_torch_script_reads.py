@@ -111,7 +111,7 @@ def reads(workload: Workload) -> set[str]:
 
 
 class Boundaries:
-    """How long after the emulated backward pass steps ended, and how long reads waited there."""
+    """Times from the end of the emulated backward pass to that of the step, and waits of reads."""
 
     def __init__(self, accelerator: EmulatedAccelerator) -> None:
         self.accelerator = accelerator

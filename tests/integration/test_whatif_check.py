@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from autotune.jobs.check import (
 )
 from autotune.whatif.answers.answers import Answer, Asked
 from autotune.whatif.question import Question
+from runtime_rewriter.ports import unclaimed_port
 from runtime_rewriter.world.command import read_command
 
 SCRIPT = """
@@ -68,9 +68,8 @@ def asked(text: str) -> Answer:
 
 @pytest.mark.job
 def test_a_change_is_measured_in_turns_on_two_ranks_and_files_stay(script: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = ("--master-port", str(probe.getsockname()[1]))  # of the user, for one of both sides
+    # of the user, for one of both sides
+    port = ("--master-port", str(unclaimed_port("127.0.0.1")))
     words = ["torchrun", "--nproc-per-node", "2", *port, str(script), "100000", "adam"]
     seen: list[str] = []
     plan = CheckPlan(pairs=6, steps=3, timeout_s=500)

@@ -177,12 +177,15 @@ def test_an_export_of_one_host_is_not_enacted_on_several() -> None:
 
 
 def test_a_run_that_srun_starts_once_per_task_starts_nothing(capsys, monkeypatch) -> None:
-    """Each task would start all ranks. A command with torchrun states what each of them starts."""
+    """Each task would start all ranks. Several nodes of torchrun state what each of them starts."""
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     export_on(Cluster.local(4)).write(BEST)
     assert main(["run", "--strategy", "best.json", "--", "python", "train.py"]) == 2
     expected = "starts all ranks of train.py, but srun started 4 processes (SLURM_STEP_NUM_TASKS)"
     assert expected in capsys.readouterr().err
+    with pytest.raises(InvalidInput, match="srun started 4 processes"):
+        standalone = ["torchrun", "--nproc-per-node", "4", "train.py"]
+        refuse_repeated_start(read_command(standalone), {"SLURM_STEP_NUM_TASKS": "4"})
     for words in ("torchrun --nnodes 4 train.py", "mpirun -np 4 python train.py"):
         refuse_repeated_start(read_command(words.split()), {"SLURM_STEP_NUM_TASKS": "4"})
     refuse_repeated_start(read_command(["train.py"]), {"SLURM_STEP_NUM_TASKS": "1"})

@@ -20,7 +20,7 @@ MOST_SIZES = 24
 class TableRow:
     """One measured collective.
 
-    `size_bytes`: of the whole tensor, for a gather or scatter of one rank's, as plans look it up.
+    `size_bytes`: of the whole tensor; for a gather or scatter, of one rank's, as plans look it up.
     """
 
     primitive: str

@@ -37,7 +37,7 @@ for other collectives."""
 BANDWIDTH_DIGIT = 0.01
 """GB/s, the last digit of a bandwidth."""
 _NAMES = {"alltoall": "all_to_all"}
-_STARS = ("gather", "scatter")
+_SIZED_BY_RANK = ("gather", "scatter")
 
 
 def read_collective_table(
@@ -82,7 +82,7 @@ def _nccl_tests(
     for number, cells in rows:
         cell = cells[times[-1]] if len(cells) > times[-1] else cells[times[0]]
         row = _row(path, number, name, count, cells[0], cell, 1e-6)
-        yield replace(row, size_bytes=row.size_bytes // count) if name in _STARS else row
+        yield replace(row, size_bytes=row.size_bytes // count) if name in _SIZED_BY_RANK else row
 
 
 def _cells(line: str) -> list[str]:
