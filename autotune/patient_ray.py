@@ -33,18 +33,19 @@ def patient_start() -> Iterator[None]:
 
     def registered_node(gcs_address: str, node_id: str) -> Any:
         known = state.GlobalState()  # type: ignore[no-untyped-call]
-        options: Any = services._get_gcs_client_options(gcs_address)  # type: ignore[no-untyped-call]
-        known._initialize_global_state(options)
+        known._initialize_global_state(options_of(gcs_address))
         end_s = time.monotonic() + REGISTERED_S
         while time.monotonic() < end_s:
             for raylet in raylets:
                 if raylet.poll() is not None:
                     raise LaunchError(f"the raylet ended with status {raylet.returncode}")
-            if any(entry["NodeID"] == node_id for entry in known.node_table()):  # type: ignore[no-untyped-call]
+            nodes = known.node_table()  # type: ignore[no-untyped-call]
+            if any(entry["NodeID"] == node_id for entry in nodes):
                 break
             time.sleep(POLL_S)
         return own_get_node(gcs_address, node_id)
 
+    options_of: Callable[..., Any] = services._get_gcs_client_options
     own_get_node: Callable[..., Any] = services.get_node
     own_raylet: Callable[..., Any] = services.start_raylet
     raylets: list[subprocess.Popen[bytes]] = []

@@ -16,18 +16,19 @@ LOWEST = 20_000
 HIGHEST = 29_999
 """Kubernetes forwards 30000 to 32767 to services, and Linux gives ephemeral ports above these."""
 ATTEMPTS = 100
-_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+EPHEMERAL_BOUNDS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""Where Linux states the first and the last ephemeral port."""
 
 
-def unclaimed_port(host: str) -> int:
-    """A free port of `host`, if possible outside the ephemeral range.
+def unclaimed_port(host: str, among: range | None = None) -> int:
+    """A free port of `host`, if possible one of `among`, by default outside the ephemeral range.
 
     Raises `OSError` if `host` is no address of this machine.
     """
-    highest = min(HIGHEST, _first_ephemeral() - 1)
+    among = below_ephemeral() if among is None else among
     draw = random.SystemRandom()  # the script's own generator stays as it is
-    for _ in range(ATTEMPTS if highest > LOWEST else 0):
-        if chosen := bound_port(host, draw.randint(LOWEST, highest)):
+    for _ in range(ATTEMPTS if among else 0):
+        if chosen := bound_port(host, draw.choice(among)):
             return chosen
     chosen = bound_port(host, 0)
     assert chosen is not None, "the kernel gives no port that is in use"
@@ -49,8 +50,10 @@ def bound_port(host: str, port: int) -> int | None:
         return chosen
 
 
-def _first_ephemeral() -> int:
+def below_ephemeral(bounds: Path = EPHEMERAL_BOUNDS) -> range:
+    """The ports that nothing else is likely to use; empty if the ephemeral range begins too low."""
     try:
-        return int(_RANGE.read_text().split()[0])
+        first = int(bounds.read_text().split()[0])
     except (OSError, ValueError, IndexError):  # not Linux
-        return HIGHEST + 1
+        first = HIGHEST + 1
+    return range(LOWEST, min(HIGHEST + 1, first))

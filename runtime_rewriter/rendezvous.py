@@ -36,9 +36,14 @@ _TERMINAL_OF_SRUN = "SLURM_PTY_PORT"
 Facts = dict[str, Any]
 
 
-def launched_processes(environment: Mapping[str, str]) -> str:
-    """Return which launcher started how many processes, if this is one of several; else ""."""
-    if _TERMINAL_OF_SRUN in environment and sys.stdin is not None and sys.stdin.isatty():
+def launched_processes(environment: Mapping[str, str], at_terminal: bool | None = None) -> str:
+    """Return which launcher started how many processes, if this is one of several; else "".
+
+    `at_terminal`: whether a user types the input; None: as the standard input is.
+    """
+    if at_terminal is None:
+        at_terminal = sys.stdin is not None and sys.stdin.isatty()
+    if _TERMINAL_OF_SRUN in environment and at_terminal:
         return ""  # the one process of its step that has the terminal
     for name, launcher in _SIZES.items():
         size = environment.get(name, "")

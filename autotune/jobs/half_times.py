@@ -56,8 +56,10 @@ class CastTime:
     backward_s: float
 
 
-def half_times(base: Base, budget_s: float) -> Iterator[HalfTime]:
+def half_times(base: Base, budget_s: float, least_share: float = LEAST_SHARE) -> Iterator[HalfTime]:
     """Time each operator that autocast changes in both precisions, the longest first.
+
+    Operators with less than `least_share` of the recorded step are left out.
 
     Operators that cannot be called by themselves are left out. Needs torch.
     """
@@ -68,7 +70,7 @@ def half_times(base: Base, budget_s: float) -> Iterator[HalfTime]:
         for number in autocast(base).half
     }
     known = working_operators(base)
-    least_s = LEAST_SHARE * sum(known.values())
+    least_s = least_share * sum(known.values())
     chosen: list[tuple[Operator, float]] = []
     calls: list[Invocation] = []
     for operator, step_s in known.items():

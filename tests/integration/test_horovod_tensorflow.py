@@ -71,7 +71,7 @@ class Run:
 
 
 def check_scripts(rank: int, port: int) -> list[str]:
-    """What differs in a script, or was refused."""
+    """The differences and the refusals of all scripts."""
     in_one_job(rank, port)
     return [f"{name}: {p}" for name in TENSORFLOW_SCRIPTS for p in problems_of(name, rank)]
 

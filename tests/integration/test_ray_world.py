@@ -167,11 +167,11 @@ def environments() -> list[dict[str, str]]:
 
 def contents(folder: Path, name: str) -> list[bytes]:
     """This file of /proc of the processes of Ray's folder that are still there."""
-    found = []
-    for one in processes_of(folder):
+    texts = []
+    for process in processes_of(folder):
         with contextlib.suppress(OSError):
-            found.append(Path(f"/proc/{one}/{name}").read_bytes())
-    return found
+            texts.append(Path(f"/proc/{process}/{name}").read_bytes())
+    return texts
 
 
 def of_ranks(everywhere: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -217,12 +217,12 @@ def test_every_start_of_the_script_has_a_fresh_view_and_the_users_files_stay(
 
 def processes_with_a_view_of(folder: Path) -> list[str]:
     """The processes that see something else at this folder."""
-    found = []
+    numbers = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if f" {folder} " in (process / "mountinfo").read_text():
-                found.append(process.name)
-    return found
+                numbers.append(process.name)
+    return numbers
 
 
 def permitted() -> bool:

@@ -93,7 +93,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory, tracking_store: Path) -> tup
     )
     done = autotune(*words)
     assert done.returncode == 0, done.stderr
-    # What a busy machine had not sent to MLflow when the job ended.
+    # A busy machine may not have sent everything to MLflow by the end of the job.
     sent = autotune("track", "resnet", "--directory", str(directory), "--json")
     assert sent.returncode == 0, sent.stderr
     assert json.loads(sent.stdout)["rejected"] == []

@@ -43,12 +43,12 @@ class Slow(torch.autograd.Function):
 @contextmanager
 def taken_in_when_read() -> Iterator[None]:
     """Apply no message of an earlier step before a variable of it is read, however fast it is."""
-    own = MessagesUnderWay.next_arrived
+    next_arrived = MessagesUnderWay.next_arrived
     MessagesUnderWay.next_arrived = lambda self: False  # type: ignore[method-assign]
     try:
         yield
     finally:
-        MessagesUnderWay.next_arrived = own  # type: ignore[method-assign]
+        MessagesUnderWay.next_arrived = next_arrived  # type: ignore[method-assign]
 
 
 class Tied(nn.Module):

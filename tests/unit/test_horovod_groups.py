@@ -86,10 +86,10 @@ def test_the_code_passes_on_the_options_of_the_scripts_optimizer(
     named = [(variable.name, variable) for variable in WORKLOAD.variables]
     model = SimpleNamespace(named_parameters=lambda: iter(named))
     for enacted, compression in ((BUCKET, "none"), (_compressed(Compressor.FP16), "fp16")):
-        found = horovod_groups(enacted, WORKLOAD.variables)
-        assert found is not None
+        groups = horovod_groups(enacted, WORKLOAD.variables)
+        assert groups is not None
         code: dict[str, Any] = {}
-        exec(found.script("Net", "strategy-1"), code)
+        exec(groups.script("Net", "strategy-1"), code)
         options = code["distributed"](None, model, op="Sum", backward_passes_per_step=4)
         assert (options["op"], options["backward_passes_per_step"]) == ("Sum", 4)
         assert options["compression"] == compression

@@ -61,23 +61,25 @@ def test_the_guard_of_a_killed_process_ends_what_it_left() -> None:
     assert not folder.exists()
 
 
-def test_folders_without_a_lock_are_removed_and_those_of_running_jobs_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_folders_without_a_lock_are_removed_and_those_of_running_jobs_kept() -> None:
     # A place of its own, where no other job removes abandoned folders.
     with tempfile.TemporaryDirectory(dir="/tmp") as place:
-        monkeypatch.setenv("TMPDIR", place)
-        monkeypatch.setattr(tempfile, "tempdir", None)
-        mine = PrivateFolder.create()
-        code = f"{CREATE}f.guard.kill(); print(f.path)"
-        killed = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        )
-        abandoned = Path(killed.stdout.strip())
-        assert abandoned.exists() and abandoned.parent == mine.path.parent == Path(place)
-        ray_folder.remove_abandoned()
-        assert mine.path.exists() and not abandoned.exists()
-        mine.end()
+
+        def answer(code: str) -> str:
+            done = subprocess.run(
+                [sys.executable, "-c", CREATE + code],
+                env={**os.environ, "TMPDIR": place},
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            return done.stdout.strip()
+
+        abandoned = Path(answer("f.guard.kill(); print(f.path)"))
+        assert abandoned.exists() and abandoned.parent == Path(place)
+        clean_up = "from runtime_rewriter.world.ray_folder import remove_abandoned as r; r(); "
+        assert answer(f"{clean_up}print(f.path.exists()); f.end()") == "True"
+        assert not abandoned.exists()
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600)])

@@ -62,8 +62,8 @@ def test_a_safe_path_is_kept(tmp_path: Path) -> None:
         done = subprocess.run(
             words, cwd=tmp_path, env=safe, capture_output=True, text=True, timeout=240, check=True
         )
-        found: list[str] = json.loads(done.stdout)
-        return found
+        folders: list[str] = json.loads(done.stdout)
+        return folders
 
     plain = paths("show.py")
     assert plain[0] == first

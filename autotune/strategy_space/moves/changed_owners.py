@@ -31,7 +31,7 @@ def changed_owners(
 ) -> Shares | None:
     """Other shares: equal, by bandwidth, one owner, or a part of one host's given to another.
 
-    They may be the same ones, for example on one host. `pick` chooses one of so many.
+    On one host, for example, the result may equal `shares`. `pick(n)` draws a number below n.
     """
     kind = pick(6)
     if kind == 0:
