@@ -42,8 +42,9 @@ def apply(
     This is the one line to add to a training script. Call it once on every rank, after
     `init_process_group`, with the bare model (not wrapped in DDP). It broadcasts parameters and
     buffers from rank 0. `strategy`: path of the export. Without one, gradients are sent as torch's
-    DDP sends them. Under `autotune tune` the tuner chooses the strategy. `find_unused_parameters`:
-    as DDP's, for a model with parameters that a forward pass may leave unused.
+    DDP sends them. Under `autotune tune` the tuner chooses the strategy, and an export that does
+    not fit is not used. `find_unused_parameters`: as DDP's, for a model with parameters that a
+    forward pass may leave unused.
 
     In a Horovod script, call it after `hvd.init()` with the optimizer of
     `hvd.DistributedOptimizer`. Parameters stay as they are. Without a strategy, Horovod's own
@@ -65,8 +66,8 @@ def distribute(step: Step, strategy: str | Path | None = None) -> Step:
     ranks, so that training is that of one device with the same batch. Its loss must therefore be a
     mean over the rows of the batch, by `tf.reduce_mean` for example. The first call checks this: a
     sum, a mean by a fixed batch size, and a loss that compares rows are refused. `strategy`: path
-    of an export. Under `autotune tune` the tuner chooses the strategy. A script that no launcher
-    started gets its own step back.
+    of an export. Under `autotune tune` the tuner chooses the strategy, and the export is not used.
+    A script that no launcher started gets its own step back.
 
     Raises `InvalidInput` if TensorFlow is missing, or the step cannot be rewritten or split.
     """

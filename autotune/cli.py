@@ -34,6 +34,7 @@ COMMANDS = {
     "replay": "replay recorded traces and break an iteration down: autotune replay TRACE...",
     "what-if": "predict the speed-up of changes from traces: autotune what-if TRACE...",
     "optimize": "search for the fastest strategy by replay, without a cluster",
+    "docs": "print a page of the documentation, or a section: autotune docs PAGE#SECTION",
     "testbed": "emulate clusters on this machine (Linux, root): check, up, status, down, exec",
 }
 """Names and summaries. A command is the module `autotune.commands.NAME`, with `_` for `-`.

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-TROUBLESHOOTING = "docs/troubleshooting.md"
+TROUBLESHOOTING = "autotune docs troubleshooting"
+"""The command that prints the page; an installed package has no folder `docs`."""
 Anchor = Literal[
     "",
     "no-ddp",
@@ -34,14 +35,14 @@ class AutotuneError(Exception):
 
     @property
     def help_page(self) -> str:
-        """The page and heading that help; empty if there is none."""
+        """The command that prints the section that helps; empty if there is none."""
         return f"{TROUBLESHOOTING}#{self.anchor}" if self.anchor else ""
 
     def __str__(self) -> str:
         message = super().__str__()
         if not self.help_page or self.help_page in message:
             return message
-        return f"{message}; see {self.help_page}"
+        return f"{message}; see `{self.help_page}`"
 
 
 def raised_line(text: str) -> str:

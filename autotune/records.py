@@ -111,8 +111,7 @@ class Measured:
     timed steps missing from `step_s` because an evaluation interrupted them. `stopped`: None for a
     fixed number of steps. `overrun`: how much longer than the profile the real work of emulated
     accelerators took (relative to the profile's step, slowest rank, median over steps); None for
-    real accelerators. `restarts`: how often the ranks shut down their communication library and
-    started it again with the settings that the strategy needs.
+    real accelerators.
     """
 
     __pydantic_config__ = {"extra": "forbid"}
@@ -122,7 +121,6 @@ class Measured:
     left_out: int = 0
     stopped: Stopped | None = None
     overrun: float | None = None
-    restarts: int = field(default=0, metadata=LATER)
 
     def __post_init__(self) -> None:
         if not self.step_s or not self.step_s[0] or len({len(row) for row in self.step_s}) != 1:

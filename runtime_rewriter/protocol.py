@@ -170,14 +170,13 @@ class TrialAnswer(_Message):
     """Answers `StartTrial` and `ContinueTrial`; one entry per timed step.
 
     `clean`: no evaluation interrupted the step. `overrun` is empty where accelerators are real.
-    `gradient_error` and `restarts`: see `Measured`.
+    `gradient_error`: see `Measured`.
     """
 
     step_s: tuple[float, ...]
     clean: tuple[bool, ...]
     overrun: tuple[float, ...]
     gradient_error: float | None
-    restarts: int = 0
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ RECORDINGS = {
 COMMANDS = [
     ["--help"],
     ["init"],
+    ["docs", "troubleshooting#no-ddp"],
     ["strategies", "bert-base", "B7"],
     ["optimize", "bert-base", "--cluster", "B7", "--budget-time", "2s"],
     ["replay", "recording"],

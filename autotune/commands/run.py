@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         )
     export = read_export(options.strategy)
     command = read_command(options.command)
-    refuse_other_hosts(export, command, options.command, options.strategy)
+    refuse_other_hosts(export, command, options.command, options.strategy, os.environ)
     if not has_ranks_of(export, command):
         raise InvalidInput(
             f"{options.strategy} was tuned for a world size of {export.world_size}, but the "
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if not reported:
         return {"exit_status": status, "strategy": None, "carrier": None}, (
             f"exit status {status}; no rank on this machine reported a model that trains by "
-            f"{options.strategy} ({TROUBLESHOOTING}#no-ddp)"
+            f"{options.strategy} (`{TROUBLESHOOTING}#no-ddp`)"
         )
     chosen = export.strategy.id if export.strategy else "current setup"
     backend = reported[0] or None

@@ -31,7 +31,7 @@ from autotune.jobs.results import decision_text, job_facts, taken_under, trainin
 from autotune.jobs.settings import read_ports, read_settings, refuse_settings
 from autotune.jobs.signals import Interruption, terminable
 from autotune.jobs.tracking import Tracking, open_tracker
-from autotune.jobs.tune import FinishedJob, Job, create_job, locked, resume_job, run_job
+from autotune.jobs.tune import FinishedJob, Job, created_job, resumed_job, run_job
 from autotune.jobs.workspace import Workspace
 from autotune.masking import masked
 from autotune.storage.store import Store
@@ -86,11 +86,12 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     console = Terminal()
     with Store.open(workspace.store_path) as store, terminable() as interruption:
         if options.resume is None:
-            job = create_job(workspace, store, settings, options.job)
+            locked = created_job(workspace, store, settings, options.job)
         else:
-            job = resume_job(workspace, store, options.resume, options.address)
-            refuse_lost_checkpoints(job.spec, where)
-        with locked(store, job):
+            locked = resumed_job(workspace, store, options.resume, options.address)
+        with locked as job:
+            if job.resumed:
+                refuse_lost_checkpoints(job.spec, where)
             words = escape(" ".join(job.spec.command))
             under = escape(taken_under(job.spec.conditions))
             console.print(

@@ -75,7 +75,6 @@ class DatasetTrial:
     Repeats are counted by plan, whatever the source.
 
     - `strategy` and the enacted `plan` are None for a reference.
-    - `outcome`: the table has no column for `restarts` of a measurement, which are read as 0.
     - `load`: the machine's load average at the start. `time_s`: Unix time of the end.
     - `disturbed`: the machine changed during the trial, or between the references around it.
     - `stolen`: share of all cores' time that the host gave to other virtual machines meanwhile (man
@@ -149,7 +148,7 @@ class Domain:
     """One model on one cluster.
 
     `workload` and `cluster` were profiled and probed before the first trial. `costs`: constants of
-    the runtime in seconds, for `benchmarks.runtime_costs.costs_of`. `cores`: of the machine.
+    the runtime in seconds, as in `RuntimeCosts`. `cores`: of the machine.
     """
 
     name: str

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,16 +22,21 @@ PORT = 29500
 """torchrun's own default port."""
 SHOWN_HOSTS = 16
 """Hosts that a line lists; best.json has all."""
-_HOST_OPTIONS = (
-    *("-H", "--host", "--hosts", "--hostfile", "--machinefile"),
-    *("-host", "-hostfile", "-machinefile"),
-)
-"""Options of mpirun and horovodrun that name the hosts."""
+_HOST_OPTIONS = ("-H", "-host", "--host", "-machinefile", "--machinefile")
+"""How the options of mpirun and horovodrun begin that name the hosts, or a file of them."""
+_OF_HOSTS = re.compile("(host|node)_?(file|list)", re.IGNORECASE)
+"""In names of variables and parameters from which mpirun takes hosts that no option names.
+
+Such as PBS_NODEFILE, SLURM_JOB_NODELIST, PE_HOSTFILE and OMPI_MCA_orte_default_hostfile.
+"""
+_LSF = "LSB_JOBID"
+"""Where it is set, horovodrun takes the hosts of LSF's allocation."""
 _MEETING_OPTIONS = (
     *("--nnodes", "--nproc-per-node", "--node-rank", "--master-addr", "--master-port"),
     *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"),
 )
 """Options of torchrun, each with a value, that say how many ranks meet, and where."""
+_log = logging.getLogger("autotune")
 
 
 @dataclass(frozen=True)
@@ -74,10 +81,17 @@ def use_of(export: Path, words: Sequence[str], cluster: Cluster) -> Use:
 
 
 def refuse_other_hosts(
-    export: Export, script: ScriptCommand, words: Sequence[str], path: Path
+    export: Export,
+    script: ScriptCommand,
+    words: Sequence[str],
+    path: Path,
+    environment: Mapping[str, str],
 ) -> None:
     """Raise `InvalidInput` if a command starts the ranks of an export for several hosts on one, or
-    the other way round."""
+    the other way round.
+
+    For mpirun, whose configuration files may name hosts, only warn.
+    """
     on_one = not on_several_hosts(export.conditions, export.cluster)
     emulated = export.conditions.network is Network.EMULATED
     if on_one and script.nodes > 1 and not emulated:
@@ -87,18 +101,36 @@ def refuse_other_hosts(
             "cluster file (--cluster)"
         )
     hosts = export.cluster.hosts
-    starts_elsewhere = script.mpirun_words or script.horovodrun_words
     joins = script.nodes > 1 and script.rendezvous
-    if starts_elsewhere or joins or on_one:
+    if joins or on_one or _starts_elsewhere(script, environment):
         return
     problem = "starts all ranks on this machine"
     if script.nodes > 1:
         problem = f"does not state where its {script.nodes} machines meet"
+    elif script.mpirun_words:
+        problem += ", unless a configuration file of mpirun names hosts"
     use = use_of(path, masked_command(words), export.cluster)
-    raise InvalidInput(
+    message = (
         f"{path} was tuned on {len(hosts)} hosts, which a launcher must join, but the command "
         f"{problem}; {use.where}, run: {use.command} (hosts: {hosts_text(export.cluster)})"
     )
+    if not script.mpirun_words:
+        raise InvalidInput(message)
+    _log.warning("%s", message)
+
+
+def _starts_elsewhere(script: ScriptCommand, environment: Mapping[str, str]) -> bool:
+    """Whether the command is one of mpirun or horovodrun that is given hosts."""
+    names = {*environment, *script.environment}
+    if script.horovodrun_words:
+        return _names_hosts(script.horovodrun_words) or _LSF in names
+    launcher = script.mpirun_words
+    given = any(_OF_HOSTS.search(name) for name in (*launcher, *names))
+    return bool(launcher) and (given or _names_hosts(launcher))
+
+
+def _names_hosts(launcher: Sequence[str]) -> bool:
+    return any(word.startswith(_HOST_OPTIONS) for word in launcher)
 
 
 def refuse_repeated_start(script: ScriptCommand, environment: Mapping[str, str]) -> None:
@@ -110,7 +142,7 @@ def refuse_repeated_start(script: ScriptCommand, environment: Mapping[str, str])
         raise InvalidInput(
             f"`autotune run` starts all ranks of {script.target}, but {processes}, each of which "
             "would start all of them; run it once, or once per host with torchrun's --nnodes and "
-            "--node-rank in the command (docs/launching.md#slurm)"
+            "--node-rank in the command (`autotune docs launching#slurm`)"
         )
 
 
@@ -151,7 +183,7 @@ def _launch(words: Sequence[str], hosts: Sequence[Host]) -> tuple[str, list[str]
 
 def _with_hosts(words: Sequence[str], launcher: Sequence[str], hosts: Sequence[Host]) -> list[str]:
     """The words of mpirun or horovodrun, with the hosts if the options name none."""
-    if any(option.partition("=")[0] in _HOST_OPTIONS for option in launcher):
+    if _names_hosts(launcher):
         return [*words]
     after = list(words).index(launcher[0]) + 1
     slots = ",".join(f"{_address(host)}:{host.devices}" for host in hosts)

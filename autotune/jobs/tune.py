@@ -78,18 +78,23 @@ class Spectator(Protocol):
     def trained(self, steps: int) -> None: ...
 
 
-def create_job(workspace: Workspace, store: Store, settings: Settings, job_id: str | None) -> Job:
+@contextlib.contextmanager
+def created_job(
+    workspace: Workspace, store: Store, settings: Settings, job_id: str | None
+) -> Iterator[Job]:
+    """Create a job and hold its lock, which it has before another process can see the job."""
     command = settings.spec.command
     spec = replace(settings.spec, command=masked_command(command))
-    if job_id:
-        store.create_job(job_id, spec)
-    else:  # several jobs may begin in one second
-        new_id = new_job_id(settings.script.name, datetime.now())
-        job_id = store.create_job(new_id, spec, numbered=True)
-    if spec.command != command:
-        path = workspace.job(job_id) / COMMAND_FILE
-        write_whole(path, json.dumps(command), "the command", private=True)
-    return Job(job_id, spec, command)
+    with contextlib.ExitStack() as locks:
+        if job_id:
+            store.create_job(job_id, spec, locks=locks)
+        else:  # several jobs may begin in one second
+            new_id = new_job_id(settings.script.name, datetime.now())
+            job_id = store.create_job(new_id, spec, numbered=True, locks=locks)
+        if spec.command != command:
+            path = workspace.job(job_id) / COMMAND_FILE
+            write_whole(path, json.dumps(command), "the command", private=True)
+        yield Job(job_id, spec, command)
 
 
 def _command(workspace: Workspace, job_id: str, spec: JobSpec) -> tuple[str, ...]:
@@ -105,25 +110,25 @@ def _command(workspace: Workspace, job_id: str, spec: JobSpec) -> tuple[str, ...
     return spec.command
 
 
-def resume_job(workspace: Workspace, store: Store, job_id: str | None, address: str | None) -> Job:
-    """Return the job to resume, by default that of `job_to_resume`; raises `InvalidInput`."""
-    job_id = job_id or job_to_resume(store)
-    spec = store.job(job_id)
-    refuse_elsewhere(spec.conditions, address)
-    return Job(job_id, spec, _command(workspace, job_id, spec), resumed=True)
-
-
 @contextlib.contextmanager
-def locked(store: Store, job: Job) -> Iterator[None]:
-    """Hold the job's lock; raises `InvalidInput` if another process has it or the job has ended."""
-    with store.lock(job.id):
-        status = store.job_status(job.id)
+def resumed_job(
+    workspace: Workspace, store: Store, job_id: str | None, address: str | None
+) -> Iterator[Job]:
+    """Hold the lock of the job to resume, by default that of `job_to_resume`.
+
+    Raises `InvalidInput` if another process has the lock, or if the job has ended.
+    """
+    job_id = job_id or job_to_resume(store)
+    with store.lock(job_id):  # before its command is read: a new job has no file of it yet
+        status = store.job_status(job_id)
         if status != "running":
             raise InvalidInput(
-                f"job {job.id!r} has ended ({status}); see `autotune show {job.id}`, or start a "
+                f"job {job_id!r} has ended ({status}); see `autotune show {job_id}`, or start a "
                 "new one"
             )
-        yield
+        spec = store.job(job_id)
+        refuse_elsewhere(spec.conditions, address)
+        yield Job(job_id, spec, _command(workspace, job_id, spec), resumed=True)
 
 
 def run_job(

@@ -20,88 +20,9 @@ import numpy as np
 from autotune.arrays import BoolArray, FloatArray, IntArray
 from autotune.dfg.build import DfgBuilder
 from autotune.dfg.graph import NONE, Discipline, Kind
-from autotune.lowering.costs import RuntimeCosts
+from autotune.lowering.host_costs import HostCosts
 from autotune.lowering.messages import SliceTable
-from autotune.lowering.pass_times import PassTimes, first_of_groups
-
-
-@dataclass(frozen=True, eq=False)
-class HostCosts:
-    """Seconds that a plan costs a worker's own thread, by variable (V,) and by message (M,).
-
-    `taken_s` (M,): CPU time of sending, taken from computation. `update_s`: the host's part of the
-    update. `early_update`: share of the accelerator's update that passes before the forward pass if
-    the plan crosses the step. `issued_at` (M,): backward position of the gradient that completes
-    the message. A message waits for those before it.
-    """
-
-    hand_out_s: FloatArray
-    fill_s: FloatArray
-    issue_s: FloatArray
-    taken_s: FloatArray
-    write_s: FloatArray
-    flush_s: FloatArray
-    flush_each_s: FloatArray
-    defer_s: float
-    buffers_s: float
-    update_s: float
-    early_update: float
-    issued_at: IntArray
-
-    @staticmethod
-    def of(
-        times: PassTimes,
-        slices: SliceTable,
-        *,
-        cast: BoolArray,
-        prepare_s: FloatArray,
-        taken_s: FloatArray,
-        costs: RuntimeCosts,
-        buckets: bool,
-        results: int = 0,
-    ) -> HostCosts:
-        """`cast` (M,): rounded to 16 bits. `prepare_s` (M,): computed when the message is issued.
-
-        `buckets`: torch's own reducer is the plan's backend. `results`: how many wait for norms.
-        They are issued again, and each gradient is scaled when it has arrived.
-        """
-        fill_s, write_s = costs["fill_s"], costs["write_s"]
-        if buckets:
-            fill_s, write_s = costs["bucket_s"], 0.0
-        s_per_byte = np.where(cast, costs["cast_s_per_byte"], costs["pack_s_per_byte"])
-        count = len(times.ready_s)
-        packed_s_per_byte = np.bincount(
-            slices.variable,
-            weights=times.share(slices) * s_per_byte[slices.message],
-            minlength=count,
-        )
-        wake_s = costs["wake_s"]
-        packed_s = packed_s_per_byte * times.grad_bytes
-        flushed_s = costs["settle_s_per_byte"] * times.grad_bytes
-        if results:
-            flushed_s = flushed_s + costs["unpack_s_per_byte"] * times.grad_bytes
-        workload = times.workload
-        issued_at = np.maximum.accumulate(slices.last)
-        first_issues = first_of_groups(times.ready_group[issued_at])
-        read_group = np.full(len(issued_at), len(times.read_group))
-        np.minimum.at(read_group, slices.message, times.read_group[slices.variable])
-        flush_s: FloatArray = np.full(len(issued_at), costs["settle_s"])
-        flush_s[first_of_groups(read_group)] += costs["settle_first_s"]
-        wakes_read_s = wake_s * first_of_groups(times.read_group)
-        return HostCosts(
-            hand_out_s=costs["hand_out_s_per_byte"] * times.grad_bytes,
-            fill_s=fill_s + wake_s * first_of_groups(times.ready_group) + packed_s,
-            issue_s=costs["issue_s"] + costs["issue_first_s"] * first_issues + prepare_s,
-            taken_s=taken_s,
-            write_s=write_s + costs["unpack_s_per_byte"] * times.grad_bytes,
-            flush_s=flush_s,
-            flush_each_s=costs["settle_each_s"] + wakes_read_s + flushed_s,
-            defer_s=costs["defer_s"] * count + costs["issue_s"] * results,
-            buffers_s=costs["buffer_s"] * workload.buffers,
-            update_s=costs["real_update"] * workload.update_s,
-            early_update=costs["early_update"],
-            issued_at=issued_at,
-        )
+from autotune.lowering.pass_times import PassTimes
 
 
 @dataclass(frozen=True)
@@ -117,6 +38,52 @@ class BufferBroadcast:
     hops: int = 0
     hop_s: float = 0.0
     ports: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class _BackwardLayout:
+    """The places of a backward pass's N ops in their block.
+
+    The ops of each variable follow each other: `heads`, which are its part of the backward pass,
+    handing out its gradient if that costs time, and packing; and for each message that it completes
+    `parts`, which are an issue, with a send if sending takes time from computation.
+
+    `start`, `fill` (V,): the part of the pass, and packing. `issue` (M,). `layer` (N,): the
+    variable. `on_host` (N,): whether the host's thread runs the op.
+    """
+
+    heads: tuple[str, ...]
+    parts: tuple[str, ...]
+    start: IntArray
+    fill: IntArray
+    issue: IntArray
+    layer: IntArray
+    on_host: BoolArray
+
+    @staticmethod
+    def of(costs: HostCosts, variables: int) -> _BackwardLayout:
+        sends = bool(costs.taken_s.any())
+        parts = ("issue", "send") if sends else ("issue",)
+        heads: tuple[str, ...] = ("backward", "pack")
+        if costs.hand_out_s.any():
+            heads = ("backward", "hand out", "pack")
+        width, head = len(parts), len(heads)
+        issues = np.bincount(costs.issued_at, minlength=variables)
+        lengths = head + width * issues
+        start = np.cumsum(lengths) - lengths
+        earlier = (np.cumsum(issues) - issues)[costs.issued_at]  # messages of earlier variables
+        place = np.arange(len(costs.issued_at)) - earlier
+        issue = start[costs.issued_at] + head + width * place
+        on_host = np.ones(int(lengths.sum()), dtype=np.bool_)
+        on_host[start] = False
+        if sends:
+            on_host[issue + 1] = False
+        layer = np.repeat(np.arange(variables), lengths)
+        return _BackwardLayout(heads, parts, start, start + head - 1, issue, layer, on_host)
+
+    @property
+    def sends(self) -> bool:
+        return "send" in self.parts
 
 
 class Worker:
@@ -182,56 +149,56 @@ class Worker:
         return self._op("broadcast buffers", NONE, max(rest_s, 0.0), Kind.RECV, (reached,))
 
     def backward(self, after: int) -> IntArray:
-        """The ops that issue the messages, shape (M,).
+        """The ops that issue the messages, shape (M,)."""
+        times, first = self._times, self._to.ops
+        layout = _BackwardLayout.of(self._costs, len(times.ready_s))
+        host_ops = np.flatnonzero(layout.on_host)
+        self._add_backward_edges(layout, host_ops, first)
+        self._to.edge(after, first)
+        self._add_backward_ops(layout)
+        last_computed = first + int(layout.start[-1])
+        self._done = first + int(host_ops[-1])
+        behind = (last_computed, self._done) if times.computes_on_cpu else (last_computed,)
+        rest_s = max(times.workload.backward_s - float(times.ready_s[-1]), 0.0)
+        self._computed = self._op("backward end", self._device, rest_s, Kind.BACKWARD, behind)
+        issued: IntArray = first + layout.issue
+        return issued
 
-        The ops of each variable follow each other: its part of the backward pass, handing out its
-        gradient if that costs time, packing, and for each message that it completes an issue, with
-        a send if sending takes time from computation.
+    def _add_backward_edges(self, layout: _BackwardLayout, host_ops: IntArray, first: int) -> None:
+        """Edges between the ops of the pass, of which `first` is the first one.
+
+        `host_ops`: those of the host's thread, counted from `first`.
         """
-        costs, times, to = self._costs, self._times, self._to
-        count = len(times.ready_s)
-        sends = bool(costs.taken_s.any())
-        parts = ("issue", "send") if sends else ("issue",)
-        heads: tuple[str, ...] = ("backward", "pack")
-        if costs.hand_out_s.any():
-            heads = ("backward", "hand out", "pack")
-        width, head = len(parts), len(heads)
-        issues = np.bincount(costs.issued_at, minlength=count)
-        lengths = head + width * issues
-        start = np.cumsum(lengths) - lengths
-        fill = start + head - 1
-        earlier = (np.cumsum(issues) - issues)[costs.issued_at]  # messages of earlier variables
-        place = np.arange(len(costs.issued_at)) - earlier
-        issue = start[costs.issued_at] + head + width * place
-        total = int(lengths.sum())
-        first = to.ops
+        to, start, issue = self._to, layout.start, layout.issue
+        if layout.sends:
+            to.edges(first + issue, first + issue + 1)
+        to.edges(first + host_ops[:-1], first + host_ops[1:])
+        to.edges(first + start, first + layout.fill)
+        to.edges(first + start[:-1], first + start[1:])
+        if self._times.computes_on_cpu:
+            previous = host_ops[np.searchsorted(host_ops, start[1:]) - 1]
+            to.edges(first + previous, first + start[1:])
+
+    def _add_backward_ops(self, layout: _BackwardLayout) -> None:
+        costs, times, rank = self._costs, self._times, self._rank
+        start, issue, on_host = layout.start, layout.issue, layout.on_host
+        heads, parts = layout.heads, layout.parts
+        head, width = len(heads), len(parts)
+        total = len(on_host)
         duration_s = np.zeros(total)
         kind = np.full(total, Kind.PACK, dtype=np.int64)
         priority = np.zeros(total, dtype=np.int64)
-        on_host = np.ones(total, dtype=np.bool_)
-        duration_s[fill] = self._share * costs.fill_s
+        duration_s[layout.fill] = self._share * costs.fill_s
         duration_s[issue] = self._share * costs.issue_s
         if head == 3:
             duration_s[start + 1] = self._share * costs.hand_out_s
         duration_s[start] = np.diff(times.ready_s, prepend=0.0)
         kind[start] = Kind.BACKWARD
-        on_host[start] = False
-        if sends:
+        if layout.sends:
             duration_s[issue + 1] = costs.taken_s
             kind[issue + 1] = Kind.OTHER
             priority[issue + 1] = -1
-            on_host[issue + 1] = False
-            to.edges(first + issue, first + issue + 1)
-        layer = np.repeat(np.arange(count), lengths)
-        host_ops = np.flatnonzero(on_host)
-        to.edges(first + host_ops[:-1], first + host_ops[1:])
-        to.edges(first + start, first + fill)
-        to.edges(first + start[:-1], first + start[1:])
-        to.edge(after, first)
-        if times.computes_on_cpu:
-            previous = host_ops[np.searchsorted(host_ops, start[1:]) - 1]
-            to.edges(first + previous, first + start[1:])
-        variables, rank = times.workload.variables, self._rank
+        variables, layer = times.workload.variables, layout.layer
 
         def name(number: int) -> str:  # knows no worker: cycles would keep whole graphs
             variable = int(layer[number])
@@ -239,7 +206,7 @@ class Worker:
             what = heads[part] if part < head else parts[(part - head) % width]
             return f"r{rank} {what} {variables[variable].name}"
 
-        to.block(
+        self._to.block(
             total,
             name,
             duration_s=duration_s,
@@ -248,15 +215,8 @@ class Worker:
             kind=kind,
             priority=priority,
             layer=layer,
-            worker=self._rank,
+            worker=rank,
         )
-        last_computed = first + int(start[-1])
-        self._done = first + int(host_ops[-1])
-        behind = (last_computed, self._done) if times.computes_on_cpu else (last_computed,)
-        rest_s = max(times.workload.backward_s - float(times.ready_s[-1]), 0.0)
-        self._computed = self._op("backward end", self._device, rest_s, Kind.BACKWARD, behind)
-        issued: IntArray = first + issue
-        return issued
 
     def update(self, arrived: int) -> int:
         """Write back all averages once they have arrived, then update; the last op."""

@@ -236,7 +236,8 @@ class _PeriodGraph:
         end = self._op(
             f"copy in {label}", self.channel, copies_s / 2, Kind.PACK, (after,), layer=layer
         )
-        hops = 2 * (lowering.cluster.world_size - 1)
+        # Horovod executes the batches of a single rank, too.
+        hops = max(2 * (lowering.cluster.world_size - 1), 1)
         transfer_s = lowering.all_reduce_s(batch.size_bytes)
         for hop in range(hops):
             name = f"all-reduce {label} hop {hop} {DERIVED}"

@@ -8,6 +8,9 @@ from typing import Generic, TypeVar
 
 KEPT_SLICES = 2**19
 """Most slices of the plans behind results: 0.25 GB, if each is a message of 0.45 kB."""
+KEPT_LOADS = 1024
+"""Loads of collectives, and as many traffics and factors: a job proposes owners and rings for
+hours. Loads have 10 MB on 64 hosts, with 20 numbers for each port."""
 
 T = TypeVar("T")
 

@@ -13,11 +13,12 @@ from autotune.dfg.build import DfgBuilder
 from autotune.dfg.graph import NONE, Dfg, Kind
 from autotune.dfg.replay import replay
 from autotune.errors import InvalidInput
-from autotune.lowering.compute import BufferBroadcast, HostCosts, Worker
+from autotune.lowering.compute import BufferBroadcast, Worker
 from autotune.lowering.contention import contended
 from autotune.lowering.costs import RuntimeCosts
 from autotune.lowering.device_costs import costs_of
 from autotune.lowering.halves import NORM_BYTES, Halves
+from autotune.lowering.host_costs import HostCosts
 from autotune.lowering.joined import ShapeCache
 from autotune.lowering.message_cpu import message_cpu_s
 from autotune.lowering.messages import Batch, MessageTimer, SliceTable
@@ -245,38 +246,53 @@ class _PlanGraph:
             coarse=coarse,
             crowd=lowering.crowd,
         )
+        host_costs = self._host_costs(lowering, batches, around)
+        self.network, self.results = self._networks(batches, lowering.shapes, around)
+        self.workers = self._new_workers(lowering, host_costs, workers)
+
+    def _host_costs(
+        self, lowering: Lowering, batches: Sequence[Batch], around: Surroundings
+    ) -> HostCosts:
+        plan, workload = self.plan, self.workload
         taken_s = np.zeros(len(plan.messages))
         if lowering.taken_share > 0:
             taken_s = lowering.taken_share * message_cpu_s(
                 plan, lowering.messages.cluster, lowering.messages.traffic
             )
-        host_costs = HostCosts.of(
+        return HostCosts.of(
             lowering.times,
             self.slices,
             cast=np.array([message.compressor in CASTS for message in plan.messages]),
             prepare_s=_prepared_s(batches, len(plan.messages), around),
             taken_s=taken_s,
             costs=lowering.costs,
-            buckets=sent_by_torch(plan, lowering.workload.variables, lowering.workload.library),
+            buckets=sent_by_torch(plan, workload.variables, workload.library),
             results=0 if self.halves is None else len(self.halves.sent),
         )
 
-        layer, shapes = self.slices.last, lowering.shapes
-        self.results: Network | None = None
+    def _networks(
+        self, batches: Sequence[Batch], shapes: ShapeCache, around: Surroundings
+    ) -> tuple[Network, Network | None]:
+        """The networks of the messages, or of their sums, and of results behind the norms."""
+        layer = self.slices.last
         if self.halves is None:
-            self.network = Network(batches, shapes, around, layer)
-        else:
-            self.network = Network(self.halves.sums, shapes, around, layer)
-            if len(self.halves.sent):
-                sent = layer[self.halves.sent]
-                behind = replace(around, threaded=True)  # no lane of results is the first one
-                self.results = Network(self.halves.results, shapes, behind, sent)
+            return Network(batches, shapes, around, layer), None
+        sums = Network(self.halves.sums, shapes, around, layer)
+        if not len(self.halves.sent):
+            return sums, None
+        behind = replace(around, threaded=True)  # no lane of results is the first one
+        sent = layer[self.halves.sent]
+        return sums, Network(self.halves.results, shapes, behind, sent)
+
+    def _new_workers(
+        self, lowering: Lowering, host_costs: HostCosts, workers: Sequence[int]
+    ) -> list[Worker]:
         broadcast = lowering.broadcast
         if broadcast.alone_s > 0:
             broadcast = replace(broadcast, ports=self.network.ports(self.to))
         shares_cores = lowering.crowd > 0
         cores = self.to.queue(CORES) if shares_cores else NONE
-        self.workers = [
+        return [
             Worker(
                 self.to,
                 rank,

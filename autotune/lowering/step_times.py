@@ -26,46 +26,29 @@ t'(S) = t(S) + g (a' - a) S. Without a fit, t(S) = a S / payload + 2 latencies p
 A direct exchange was probed with equal shares; others have another a'. If only k of n ranks own
 something, there are k/n of the probe's messages, and as much of their CPU time. If one rank owns
 all messages with one owner, their g is that of a probed gather or scatter, whose transfers all meet
-at one port. The ports of a direct exchange have the rates that the probe found with all peers at
-once (`Cluster.peer_fits`), for each host and direction, or else the hosts' own. Without a fit, each
-of its rounds costs the messages of one rank, by the same probe or the assumed `message_s`.
+at one port. `peer_costs.py` has the rates of its ports, and its messages without a fit.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from autotune.arrays import BoolArray, FloatArray, IntArray
-from autotune.cluster import Cluster, CollectiveFit, Where
+from autotune.cluster import Cluster
 from autotune.lowering.costs import RuntimeCosts
+from autotune.lowering.fitted_costs import FittedCosts
 from autotune.lowering.flows import flow_s
-from autotune.lowering.kept import Kept
+from autotune.lowering.kept import KEPT_LOADS, Kept
+from autotune.lowering.peer_costs import PeerCosts
 from autotune.lowering.steps import Scope, Step
-from autotune.lowering.traffic import DIRECT, IN, OUT, Collective, Ports, Traffic, owners_by_end
-from autotune.strategy_space.shares import Shares
-from autotune.strategy_space.strategy import Synchronizer
+from autotune.lowering.traffic import DIRECT, Collective, Ports, owners_by_end
 
-_HALVES = {
-    Synchronizer.PARAMETER_SERVER.operation: (Collective.GATHER, Collective.SCATTER),
-    Synchronizer.REDUCE_SCATTER_ALL_GATHER.operation: (
-        Collective.REDUCE_SCATTER,
-        Collective.ALL_GATHER,
-    ),
-    Synchronizer.DIRECT_EXCHANGE.operation: DIRECT,
-}
 MOST_MEMBERS = 8
 """An exchange with one owner and at most this many ranks is replayed transfer by transfer."""
-SEEN_BELOW = 0.9
-"""A host's interface was seen if it was slower than this share of its peers' links together."""
-KEPT_LOADS = 1024
-"""Loads that are kept, and as many traffics and factors: a job proposes owners and rings for hours.
-Loads have 10 MB on 64 hosts, with 20 numbers for each port."""
-_JOINT = {half: name for name, halves in _HALVES.items() for half in halves}
-_WHERE = {Scope.WORLD: None, Scope.HOSTS: Where.HOST, Scope.LEADERS: Where.ACROSS}
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,13 +120,9 @@ class Timing:
         self.cluster = cluster
         self.ports = ports
         self.costs = costs
-        self._traffic: Kept[Traffic] = Kept(KEPT_LOADS, KEPT_LOADS)
         self._loads: Kept[_Load] = Kept(KEPT_LOADS, KEPT_LOADS)
-        self._peers = _PeerCosts(cluster, ports, costs)
-        self._leaders = tuple(
-            int(np.searchsorted(ports.host_of_rank, host)) for host in range(len(cluster.hosts))
-        )
-        self._world = tuple(range(cluster.world_size))
+        self._peers = PeerCosts(cluster, ports, costs)
+        self.fits = FittedCosts(cluster, ports, self._peers)
 
     def of(self, step: Step, groups: Sequence[tuple[int, ...]]) -> StepTimes:
         """The times of a step with a collective; its process `groups` run it at the same time."""
@@ -172,11 +151,11 @@ class Timing:
         """(alone, link, CPU) seconds of a step, each (K,)."""
         assert step.collective is not None
         size_bytes, size, direct = step.size_bytes, load.members, step.collective in DIRECT
-        fitted = self._fitted(step, size)
+        fitted = self.fits.of(step, size)
         if fitted is None:
             payload = self.costs["payload"]
             link_s = load.slowest * size_bytes / payload
-            cpu_s = self._cpu_s(size_bytes, size, step.scope)
+            cpu_s = self.fits.unfitted_cpu_s(size_bytes, size, step.scope)
             start_s = self._peers.messages_s(size) if direct else self.costs["collective_s"]
             latencies_s = 2 * load.rounds * self._latency_s(step.scope) + start_s
             alone_s = load.whole * size_bytes / payload + latencies_s
@@ -184,7 +163,7 @@ class Timing:
                 alone_s += self.costs["sum_s_per_byte"] * size_bytes
             return alone_s, link_s, cpu_s
         fitted_s, slope, cpu_s = fitted
-        probed = self._probed_s_per_byte(step.collective, step.scope, size)
+        probed = self.fits.probed_s_per_byte(step.collective, step.scope, size)
         g = min(slope / probed, 1 / self.costs["payload"]) if probed > 0 else 0.0
         if step.collective is Collective.ALL_REDUCE:
             g = min(g, 1.0)
@@ -193,7 +172,7 @@ class Timing:
         link_s = g * load.slowest * size_bytes
         alone_s = np.maximum(fitted_s + g * (load.whole - probed) * size_bytes, link_s)
         if direct:
-            saved_s = (1 - load.senders) * self._message_cpu_s(step, size)
+            saved_s = (1 - load.senders) * self.fits.message_cpu_s(step, size)
             cpu_s = cpu_s - saved_s
             alone_s = np.maximum(alone_s - max(1.0, float(load.cores.max())) * saved_s, link_s)
         return alone_s, link_s, cpu_s
@@ -204,8 +183,8 @@ class Timing:
         Infinite if neither was probed; at least 1, since streams are no faster than their link.
         """
         star = Collective.SCATTER if step.collective is Collective.PULL else Collective.GATHER
-        fit = self._fit(star.value, size, step.scope)
-        probed = self._probed_s_per_byte(star, step.scope, size)
+        fit = self.fits.fit(star.value, size, step.scope)
+        probed = self.fits.probed_s_per_byte(star, step.scope, size)
         if fit is None or probed <= 0:
             return math.inf
         return max(fit.beta_s_per_byte / probed, 1.0)
@@ -226,7 +205,7 @@ class Timing:
             ports = np.zeros(self.ports.count)
             return _Load(1, 1, 0.0, 0.0, ports, cores, (ports,), ports.astype(np.int64), (), 1.0)
         traffics = [
-            self.traffic(step.collective, members, _root(step.root, members), step.shares)
+            self._peers.traffic(step.collective, members, _root(step.root, members), step.shares)
             for members in exchanging
         ]
         s_per_byte = np.maximum.reduce([traffic.s_per_byte for traffic in traffics])
@@ -288,29 +267,6 @@ class Timing:
         of_rank[:, list(members)] = np.array(parts) > 0
         return stages, list(of_rank)
 
-    def fitted(self, collective: Collective, size: int, scope: Scope) -> bool:
-        """Whether the collective itself was probed on this many ranks."""
-        return self._fit(collective.value, size, scope) is not None
-
-    def traffic(
-        self,
-        collective: Collective,
-        members: tuple[int, ...],
-        root: int,
-        shares: Shares | None = None,
-    ) -> Traffic:
-        """`shares` of a direct exchange: those of all ranks."""
-        key = (collective, members, root, shares)
-        traffic = self._traffic.get(key)
-        if traffic is None:
-            owned = None if shares is None else np.array(shares)[list(members)]
-            traffic = self.ports.traffic(collective, members, root, owned)
-            if collective in DIRECT and traffic.s_per_byte.any():
-                slowed = traffic.s_per_byte * self._peers.factors(members)
-                traffic = Traffic.even(slowed, traffic.rounds)
-            self._traffic.put(key, 1, traffic)
-        return traffic
-
     def _cores(self, groups: Sequence[tuple[int, ...]]) -> FloatArray:
         """Participating ranks per core, (C,): for each host, or (1,) for one shared machine."""
         ranks = [rank for members in groups for rank in members]
@@ -322,76 +278,6 @@ class Timing:
         )
         return np.divide(on_host, cores, out=np.zeros(len(cores)), where=cores > 0)
 
-    def _fitted(self, step: Step, size: int) -> tuple[FloatArray, float, FloatArray] | None:
-        """(seconds, last slope, CPU seconds of a rank) by the fits; None if nothing was probed."""
-        assert step.collective is not None
-        size_bytes = step.size_bytes
-        alone = self._fit(step.collective.value, size, step.scope)
-        if alone is not None and not step.fit:
-            return _of_fit(alone, size_bytes)
-        name = step.fit or _JOINT.get(step.collective, "")
-        joint = self._fit(name, size, step.scope) if name else None
-        if joint is not None:
-            share = self._share(name, step.collective, size, step.scope, size_bytes)
-            large_bytes = np.array([1e9])
-            large = float(self._share(name, step.collective, size, step.scope, large_bytes)[0])
-            seconds, slope, cpu_s = _of_fit(joint, size_bytes)
-            return share * seconds, large * slope, share * cpu_s
-        return _of_fit(alone, size_bytes) if alone is not None else None
-
-    def _message_cpu_s(self, step: Step, size: int) -> float:
-        """CPU time of a rank in this round of the smallest exchange between equal owners."""
-        nothing = replace(step, size_bytes=np.zeros(1))
-        fitted = self._fitted(nothing, size)
-        return 0.0 if fitted is None else float(fitted[2][0])
-
-    def _cpu_s(self, size_bytes: FloatArray, size: int, scope: Scope) -> FloatArray:
-        """CPU time of a collective without a fit.
-
-        It is that of an all-gather, in which every rank sends to every other rank, too.
-        """
-        all_gather = self._fit(Collective.ALL_GATHER.value, size, scope)
-        return (
-            np.zeros(len(size_bytes)) if all_gather is None else _of_fit(all_gather, size_bytes)[2]
-        )
-
-    def _share(
-        self, name: str, half: Collective, size: int, scope: Scope, size_bytes: FloatArray
-    ) -> FloatArray:
-        """The share of `half` in an operation whose two halves were fitted together.
-
-        By the fits of the halves, otherwise by the bytes that both move.
-        """
-        at = _HALVES[name].index(half)
-        fits = [self._fit(each.value, size, scope) for each in _HALVES[name]]
-        seconds = [fit.seconds_each(size_bytes) for fit in fits if fit is not None]
-        if len(seconds) == 2:
-            whole = seconds[0] + seconds[1]
-            even = np.full(len(size_bytes), 0.5)
-            share: FloatArray = np.divide(seconds[at], whole, out=even, where=whole > 0)
-            return share
-        moved = [self._probed_s_per_byte(each, scope, size) for each in _HALVES[name]]
-        return np.full(len(size_bytes), moved[at] / sum(moved) if sum(moved) > 0 else 0.5)
-
-    def _fit(self, name: str, size: int, scope: Scope) -> CollectiveFit | None:
-        return self.cluster.fit(name, size, _WHERE[scope])
-
-    def _probed_s_per_byte(self, collective: Collective, scope: Scope, size: int) -> float:
-        """`a` of the probe: its root is the first rank, and its ring follows the ranks."""
-        if scope is Scope.HOSTS:
-            hosts = [
-                tuple(np.flatnonzero(self.ports.host_of_rank == host).tolist())
-                for host in range(len(self.cluster.hosts))
-            ]
-            return max(
-                self.traffic(collective, ranks, ranks[0]).alone_s_per_byte
-                for ranks in hosts
-                if len(ranks) == size
-            )
-        leaders = scope is Scope.LEADERS and len(self._leaders) == size
-        members = self._leaders if leaders else self._world
-        return self.traffic(collective, members, 0).alone_s_per_byte
-
     def _latency_s(self, scope: Scope) -> float:
         hosts = self.cluster.hosts
         if scope is Scope.HOSTS or len(hosts) == 1:
@@ -399,62 +285,6 @@ class Timing:
         latencies_s = [host.latency_s for host in hosts]
         latencies_s += [link.latency_s for link in self.cluster.pair_links]
         return max(latencies_s, default=0.0)
-
-
-class _PeerCosts:
-    """Measured costs of hosts that exchange messages with several others at once."""
-
-    def __init__(self, cluster: Cluster, ports: Ports, costs: RuntimeCosts) -> None:
-        self._cluster, self._ports, self._costs = cluster, ports, costs
-        self._factors: Kept[FloatArray] = Kept(KEPT_LOADS, KEPT_LOADS)
-        self._messages_s: dict[int, float] = {}
-
-    def factors(self, members: tuple[int, ...]) -> FloatArray:
-        """Cost of a byte on each port relative to the hosts' own links, shape (P,).
-
-        1 for a port that was not probed, or whose peers together were not faster than it.
-        """
-        factors = self._factors.get(members)
-        if factors is None:
-            factors = self._new_factors(members)
-            self._factors.put(members, 1, factors)
-        return factors
-
-    def _new_factors(self, members: tuple[int, ...]) -> FloatArray:
-        ports, payload = self._ports, self._costs["payload"]
-        factors = np.ones(ports.count)
-        if not self._cluster.peer_fits:
-            return factors
-        hosts = np.unique(ports.host_of_rank[list(members)]).tolist()
-        rates = 1 / ports.s_per_byte[: ports.hosts]
-        for host in hosts:
-            others = np.sort(rates[[other for other in hosts if other != host]])[::-1]
-            for side in (OUT, IN):
-                name = self._cluster.hosts[host].name
-                fit = self._cluster.peer_fit(name, len(others), outwards=side == OUT)
-                if fit is None:
-                    continue
-                of_peers = payload * float(others[: fit.peers].sum())
-                if fit.bytes_per_s < SEEN_BELOW * of_peers:
-                    factors[side * ports.hosts + host] = payload * rates[host] / fit.bytes_per_s
-        return factors
-
-    def messages_s(self, members: int) -> float:
-        """Time of the messages of one rank in one round; the slowest host's, if it was probed."""
-        if members not in self._messages_s:
-            self._messages_s[members] = self._new_messages_s(members)
-        return self._messages_s[members]
-
-    def _new_messages_s(self, members: int) -> float:
-        peers = min(members, len(self._cluster.hosts)) - 1
-        fits = [
-            fit
-            for host in self._cluster.hosts
-            for outwards in (True, False)
-            if (fit := self._cluster.peer_fit(host.name, peers, outwards)) is not None
-        ]
-        each_s = max((fit.message_s for fit in fits), default=self._costs["message_s"])
-        return (members - 1) * each_s
 
 
 def _flows_share(flows: Sequence[Flow], collective: Collective) -> float:
@@ -480,11 +310,6 @@ def _senders(step: Step, members: tuple[int, ...]) -> float:
     All others send to each owner, and it sends to all others.
     """
     return float((_owned(step, members) > 0).mean())
-
-
-def _of_fit(fit: CollectiveFit, size_bytes: FloatArray) -> tuple[FloatArray, float, FloatArray]:
-    cpu_s = fit.cpu_alpha_s + fit.cpu_beta_s_per_byte * size_bytes
-    return fit.seconds_each(size_bytes), fit.beta_s_per_byte, cpu_s
 
 
 def _root(root: int | None, members: tuple[int, ...]) -> int:

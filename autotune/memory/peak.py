@@ -5,6 +5,8 @@
 The channel decides how long a message is queued or in flight (`costs/issue_order.py`):
 `end_j = max(end_(j-1), ready_j) + cost_j`, with ready_j from the segments of the profile and cost_j
 from the cluster. If a plan crosses the step, it keeps a gradient until its variable is read again.
+If results wait for the norms of all gradients, each sum has the channel in issue order, and its
+result afterwards, in the order of `Plan.results`.
 
 Source: dPRO sec. 4.3 (memory from the lifetimes of a replay) and Table 4.
 
@@ -27,19 +29,16 @@ from autotune.cluster import Cluster
 from autotune.costs.issue_order import channel_ends_s
 from autotune.costs.sync_cost import message_costs
 from autotune.errors import InvalidInput
-from autotune.memory.plan_buffers import (
-    PLAN_BUCKETS,
-    Buffer,
-    When,
-    leader_of_rank,
-    multiplying_lanes,
-    plan_buffers,
-)
+from autotune.lowering.messages import has_owners
+from autotune.memory.buffers import Buffer, When
+from autotune.memory.plan_buffers import PLAN_BUCKETS, multiplying_lanes, plan_buffers
+from autotune.memory.process_groups import leader_of_rank
 from autotune.memory.segments import first_backward, last_backward, read_segments, ready_segments
 from autotune.recordings.memory_file import RecordedMemory
 from autotune.recordings.memory_profile import Lifetime, MemoryProfile, Replica, TensorRole, touched
-from autotune.strategy_space.plan import Plan
+from autotune.strategy_space.plan import Message, Plan
 from autotune.strategy_space.shares import Shares
+from autotune.strategy_space.strategy import Synchronizer
 from autotune.workload import Workload
 
 
@@ -60,15 +59,36 @@ class MemoryEstimate:
 
 
 @dataclass(frozen=True)
-class Flights:
-    """Segments in which the messages of a plan are issued, start and end, each of shape (M,).
+class Turn:
+    """One use of the channel, in segments `started` to `ended`.
 
-    Segment S is the first segment of the next step.
+    Segment S is the first segment of the next step. `place`: in the order of the results if
+    `is_result`, otherwise in issue order.
+    """
+
+    is_result: bool
+    place: int
+    started: int
+    ended: int
+
+
+@dataclass(frozen=True)
+class Flights:
+    """The segment in which each message is issued, (M,), and its turns on the channel.
+
+    A message has one turn, or two if its result waits for the norms of all gradients.
     """
 
     issued: IntArray
-    started: IntArray
-    ended: IntArray
+    turns: tuple[tuple[Turn, ...], ...]
+
+    def of(self, buffer: Buffer) -> tuple[Turn, ...]:
+        """The turns during which a temporary buffer of a message exists."""
+        assert buffer.message is not None
+        turns = self.turns[buffer.message]
+        if buffer.when is When.QUEUED:  # until the result has arrived
+            return (replace(turns[-1], started=int(self.issued[buffer.message])),)
+        return turns[-1:] if buffer.when is When.RESULT else turns
 
 
 def highest_peak(
@@ -175,7 +195,6 @@ def _flights(
     """One channel sends the messages in issue order, at the times of the profile's segments."""
     ready_at = ready_segments(profile)
     last = last_backward(profile)
-    count = len(profile.segments)
     last_ready = [
         max(ready_at.get(part.variable, last) for part in message.slices)
         for message in plan.messages
@@ -184,15 +203,53 @@ def _flights(
     cost_s = np.zeros(len(issued))
     if cluster is not None:
         cost_s = message_costs(plan, cluster, workload).channel_s
-    end_s = channel_ends_s(profile.end_s[issued], cost_s)
-    # A message that does not cross the step ends before the backward pass does.
-    latest = count + first_backward(profile) - 1 if plan.cross_step else last
-    two_steps_s = np.concatenate([profile.end_s, profile.end_s + profile.end_s[-1]])
-    started, ended = (
-        np.minimum(np.searchsorted(two_steps_s, at_s, side="left"), latest)
-        for at_s in (end_s - cost_s, end_s)
+    return Flights(issued, _turns(profile, plan, issued, cost_s))
+
+
+def _turns(
+    profile: MemoryProfile, plan: Plan, issued: IntArray, cost_s: FloatArray
+) -> tuple[tuple[Turn, ...], ...]:
+    """The turns of each message, (M,); if it has two, each takes half of its `cost_s`."""
+    last = last_backward(profile)
+    held_back = np.array(
+        [number for number in plan.results or () if _has_result(plan.messages[number])],
+        dtype=np.int64,
     )
-    return Flights(issued, np.maximum(started, issued), np.maximum(ended, issued))
+    result_s = cost_s[held_back] / 2
+    sum_s = cost_s.copy()
+    sum_s[held_back] = result_s
+    sum_end_s = channel_ends_s(profile.end_s[issued], sum_s)
+    norms_s = float(sum_end_s.max(initial=profile.end_s[last]))
+    result_end_s: FloatArray = norms_s + np.cumsum(result_s)
+    # A message that does not cross the step ends before the backward pass does.
+    latest = last
+    if plan.cross_step:
+        latest = len(profile.segments) + first_backward(profile) - 1
+    two_steps_s = np.concatenate([profile.end_s, profile.end_s + profile.end_s[-1]])
+
+    def segments(at_s: FloatArray, earliest: IntArray | int) -> list[int]:
+        found = np.minimum(np.searchsorted(two_steps_s, at_s), latest)
+        at: list[int] = np.maximum(found, earliest).tolist()
+        return at
+
+    sums = zip(segments(sum_end_s - sum_s, issued), segments(sum_end_s, issued), strict=True)
+    turns: list[tuple[Turn, ...]] = [
+        (Turn(False, number, started, ended),) for number, (started, ended) in enumerate(sums)
+    ]
+    results = zip(
+        held_back.tolist(),
+        segments(result_end_s - result_s, last),
+        segments(result_end_s, last),
+        strict=True,
+    )
+    for place, (number, started, ended) in enumerate(results):
+        turns[number] += (Turn(True, place, started, ended),)
+    return tuple(turns)
+
+
+def _has_result(message: Message) -> bool:
+    """Whether owners hold the sum when norms are taken, and send it to all ranks afterwards."""
+    return has_owners(message) and message.synchronizer is not Synchronizer.ALL_REDUCE
 
 
 def _passing_bytes(
@@ -213,12 +270,10 @@ def _passing_bytes(
             # The hook packs a gradient at the start of the next segment.
             at = min(ready_at.get(buffer.variable or "", last) + 1, last)
             packed_bytes[at, buffer.variable, buffer.message] += buffer.bytes
-        elif buffer.when in (When.QUEUED, When.FLIGHT):
-            assert flights is not None and buffer.message is not None
-            queued = buffer.when is When.QUEUED
-            born = int((flights.issued if queued else flights.started)[buffer.message])
-            dies = int(flights.ended[buffer.message])
-            in_flight.add(buffer.message, buffer.bytes, queued, born, dies)
+        elif buffer.when in (When.QUEUED, When.FLIGHT, When.RESULT):
+            assert flights is not None
+            for turn in flights.of(buffer):
+                in_flight.add(buffer, turn)
     passing = np.array([in_flight.most_bytes(at) for at in range(count)], dtype=np.int64)
     for (at, _, message), size in packed_bytes.items():
         sent_before = 0 if message is None else in_flight.most_bytes(at, message)
@@ -237,33 +292,35 @@ class _InFlight:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        # of each segment, by message: [bytes while it is queued, bytes while it is sent]
-        self._bytes: list[dict[int, list[int]]] = [{} for _ in range(count)]
+        # of each segment, by turn and message: [bytes while it is queued, bytes while it is sent]
+        self._bytes: list[dict[tuple[bool, int, int], list[int]]] = [{} for _ in range(count)]
 
-    def add(self, message: int, size: int, queued: bool, born: int, dies: int) -> None:
-        for at in range(born, min(dies, born + self._count - 1) + 1):
-            by_state = self._bytes[at % self._count].setdefault(message, [0, 0])
-            by_state[0 if queued else 1] += size
+    def add(self, buffer: Buffer, turn: Turn) -> None:
+        assert buffer.message is not None
+        for at in range(turn.started, min(turn.ended, turn.started + self._count - 1) + 1):
+            key = (turn.is_result, turn.place, buffer.message)
+            by_state = self._bytes[at % self._count].setdefault(key, [0, 0])
+            by_state[0 if buffer.when is When.QUEUED else 1] += buffer.bytes
 
     def most_bytes(self, at: int, before: int | None = None) -> int:
         """Most bytes at once in segment `at`, of the messages with numbers below `before`.
 
         A gloo process group has two threads, so next to the second step of one message the first
         steps of the next two may be sent. A message holds its queued bytes during its first step.
-        The message before frees its own a little late.
+        The message before frees its own a little late. Results are sent behind all sums.
         """
         sizes = [
-            size
-            for number, size in sorted(self._bytes[at].items())
-            if before is None or number < before
+            (is_result, queued, sent)
+            for (is_result, _, message), (queued, sent) in sorted(self._bytes[at].items())
+            if before is None or message < before
         ]
         most = waiting = 0
-        following: list[int] = []
-        for number, (queued, sent) in reversed(list(enumerate(sizes))):
+        following: dict[bool, list[int]] = {False: [], True: []}
+        for number, (is_result, queued, sent) in reversed(list(enumerate(sizes))):
             waiting += queued
-            freed_late = sizes[number - 1][0] if number else 0
-            most = max(most, freed_late + waiting + sent + sum(following))
-            following = [0 if queued else sent, *following[:1]]
+            freed_late = sizes[number - 1][1] if number else 0
+            most = max(most, freed_late + waiting + sent + sum(following[is_result]))
+            following[is_result] = [0 if queued else sent, *following[is_result][:1]]
         return most
 
 

@@ -19,7 +19,7 @@ from autotune.optimizer.budget import Budget, Deadline
 from autotune.optimizer.fused_time import ASSUMED, LaunchGaps
 from autotune.optimizer.registry import default_passes, first_starts, later_starts
 from autotune.optimizer.replays import Replays, lowered
-from autotune.optimizer.search import Improvement, Search
+from autotune.optimizer.search import Improvement, Search, SearchResult
 from autotune.optimizer.state import Pass, Problem, Speedups, State, planned
 from autotune.profiling.op_graph import FusedTime, OpFusion, OpGraph
 from autotune.strategy_space.builders.rows import ddp_with_rows
@@ -109,12 +109,7 @@ def optimize(
     began_s, budget = clock(), budget or Budget()
     assumed_times = workload.source == "assumed"
     if memory is not None:
-        if graph is not None:
-            raise InvalidInput(
-                "memory is recorded for variables and not for an op graph; "
-                "leave out the op graph or the budget"
-            )
-        workload = memory(workload)
+        workload = _fitted_workload(workload, graph, memory)
     problem = Problem(
         workload=workload,
         cluster=cluster,
@@ -135,6 +130,37 @@ def optimize(
         starts = first_starts(problem, (name, first.strategy))
         result = search.run(starts, partial(later_starts, problem))
     best = result.best or first
+    assumed = _assumed_figures(
+        problem, best, costs, assumed_times=assumed_times, assumed_kernels=fused_s is None
+    )
+    return _optimized(
+        problem, replays, result, best, before_s=before_s, began_s=began_s, assumed=assumed
+    )
+
+
+def _fitted_workload(
+    workload: Workload, graph: OpGraph | None, memory: Callable[[Workload], Workload]
+) -> Workload:
+    """The workload that fits into memory. Raises `InvalidInput` if there is an op graph."""
+    if graph is not None:
+        raise InvalidInput(
+            "memory is recorded for variables and not for an op graph; "
+            "leave out the op graph or the budget"
+        )
+    return memory(workload)
+
+
+def _optimized(
+    problem: Problem,
+    replays: Replays,
+    result: SearchResult,
+    best: State,
+    *,
+    before_s: float,
+    began_s: float,
+    assumed: tuple[str, ...],
+) -> Optimized:
+    """Replay the best state of a search, which is the one before if the search has none."""
     enacted = replace(best, fusion=OpFusion(), compute_factor=1.0)
     return Optimized(
         strategy=best.strategy,
@@ -151,11 +177,9 @@ def optimize(
         partial_replays=replays.partial,
         dropped=result.dropped,
         cut_short=result.cut_short,
-        seconds=clock() - began_s,
+        seconds=problem.deadline.clock() - began_s,
         timeline=replays.timeline(best),
-        assumed=_assumed_figures(
-            problem, best, costs, assumed_times=assumed_times, assumed_kernels=fused_s is None
-        ),
+        assumed=assumed,
     )
 
 

@@ -84,12 +84,7 @@ def suggestions(
     deadline = Deadline.after(total.seconds, clock)
     searches = _searches(steps, space, begin)
     share = max(len(searches), 1)
-    each = replace(
-        total,
-        replays=max(total.replays // share, 1),
-        ops=max(total.ops // share, 1),
-        seconds=total.seconds / share,
-    )
+    each = _equal_part(total, share)
     passes = default_passes()
     best: dict[Strategy, Suggested] = {}
     others: dict[Strategy, Suggested] = {}
@@ -115,6 +110,16 @@ def suggestions(
         ]
     new = [one for strategy, one in others.items() if strategy not in best]
     return Suggestions(_fastest_first(best.values()), _fastest_first(new), cut_short)
+
+
+def _equal_part(budget: Budget, parts: int) -> Budget:
+    """One of `parts` equal parts of a budget, with at least one replay and one op."""
+    return replace(
+        budget,
+        replays=max(budget.replays // parts, 1),
+        ops=max(budget.ops // parts, 1),
+        seconds=budget.seconds / parts,
+    )
 
 
 def _searches(

@@ -7,7 +7,7 @@ from autotune.sampler.bayes import BayesianSearch
 from autotune.sampler.encodings import Encoding, FusionScalars, SpaceChoices
 from autotune.sampler.job_space import JobSpace
 from autotune.sampler.pool import CUT_SHORT, proposal_of
-from autotune.sampler.scoring import Candidate
+from autotune.sampler.ranking import Candidate
 from autotune.strategy_space.plan import PlannedStrategy
 from autotune.tuning.events import Proposed
 from autotune.tuning.history import History

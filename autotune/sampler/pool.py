@@ -17,7 +17,8 @@ from autotune.optimizer.budget import NO_DEADLINE, Budget, Deadline
 from autotune.rng import generator
 from autotune.sampler.job_space import JobSpace
 from autotune.sampler.random import samples
-from autotune.sampler.scoring import Candidate, Scorer
+from autotune.sampler.ranking import Candidate
+from autotune.sampler.scoring import Scorer
 from autotune.strategy_space.builders.registry import seed_strategies
 from autotune.strategy_space.moves.neighbours import mutate, neighbourhood
 from autotune.strategy_space.plan import Plan, PlannedStrategy
@@ -42,6 +43,11 @@ CUT_SHORT = (
     "the wall clock ended the search for proposals, "
     "so that the same job may be proposed something else next time"
 )
+MOST_DRAWS = 300
+"""Random strategies that a round draws before it ends without a new one.
+
+The round of a job that scores fewer goes on to the first new one: none at all ends the search.
+"""
 NEIGHBOURS = 600
 """Most untried neighbours of an incumbent that a round scores, all by replay."""
 
@@ -126,8 +132,12 @@ class PoolBuilder:
                 mutated = islice(self._mutated(parents, history, space, round_), mutants)
                 self._add(pool, mutated, history, sampling.share(1 / 2))
             seed = int(generator(self._spec.seed, "samples", round_).integers(2**31))
-            sampled = islice(samples(workload, cluster, space, seed), wanted - mutants)
-            self._add(pool, (("sampled", strategy) for strategy in sampled), history, sampling)
+            drawn = (("sampled", one) for one in samples(workload, cluster, space, seed))
+            count = wanted - mutants
+            self._add(pool, islice(drawn, count), history, sampling)
+            if not pool.candidates:
+                further = islice(drawn, max(0, MOST_DRAWS - count))
+                self._add(pool, further, history, sampling, most=1)
         return pool
 
     def neighbours(

@@ -26,14 +26,15 @@ from autotune.sampler.pool import (
     PoolBuilder,
     proposal_of,
 )
-from autotune.sampler.scoring import INCUMBENT, Candidate, Scorer, Scores
+from autotune.sampler.ranking import INCUMBENT, Candidate, Scores
+from autotune.sampler.scoring import Scorer
 from autotune.sampler.selection import choice_agreement_rows, hidden_cosine, select_diverse
 from autotune.simulators.interface import Simulator
 from autotune.simulators.replay_settings import ReplaySettings
 from autotune.strategy_space.space import SearchSpace
 from autotune.tuning.events import Proposal, Proposed
 from autotune.tuning.history import History
-from autotune.tuning.job import JobSpec, Search, Similarity
+from autotune.tuning.job import DEFAULT_S, NO_LIMIT_S, JobSpec, Search, Similarity
 
 SURVIVORS = 0.3
 """Share of the scored strategies that pass the filter by time, before diversity chooses."""
@@ -94,8 +95,7 @@ class Proposer:
 
         With the id of an `incumbent`, they are neighbours of this measured strategy.
         """
-        left_s = max(0.0, self._spec.max_seconds - history.elapsed_s)
-        deadline = Deadline.after(ROUND * left_s, self._clock)
+        deadline = Deadline.after(ROUND * self._time_s(history.elapsed_s), self._clock)
         if self._spec.search in BAYESIAN:
             return self._bayesian.propose(history, round_, deadline)
         contradicted: tuple[str, ...] = ()
@@ -190,8 +190,17 @@ class Proposer:
 
         Takes about `FINISH` of the job's time at most.
         """
-        limit_s = FINISH * self._spec.max_seconds
+        limit_s = FINISH * self._time_s()
         return self._scorer.finish(history, Deadline.after(limit_s, self._clock))
+
+    def _time_s(self, elapsed_s: float = 0.0) -> float:
+        """The job's time after `elapsed_s`, of which trainings and searches take shares.
+
+        Without a time budget it is always the default one, or nothing would end them.
+        """
+        if self._spec.max_seconds == NO_LIMIT_S:
+            return DEFAULT_S
+        return max(0.0, self._spec.max_seconds - elapsed_s)
 
     def replay_settings(self, history: History) -> ReplaySettings:
         """Settings of the replays from which `finish` learned."""

@@ -1,4 +1,4 @@
-"""Which candidates are promising, by the replay or by a simulator that beats it.
+"""Scores a job's candidates by the replay, or by a simulator that beats it (`ranking`).
 
 Simulators are compared on the trials that this job has measured. Scoring ends at a deadline:
 candidates that have no score by then are left out.
@@ -7,18 +7,18 @@ candidates that have no score by then are left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from autotune.arrays import FloatArray, IntArray
 from autotune.features.extract import Extractor, StrategyFeatures, job_extractor
 from autotune.optimizer.budget import NO_DEADLINE, Deadline
 from autotune.records import Constants, RankingQuality
 from autotune.rng import generator
-from autotune.sampler.correction import NO_EXPERIENCE, corrected_times, experience
+from autotune.sampler.correction import NO_EXPERIENCE, experience
 from autotune.sampler.past_jobs import PastJob, PastJobs, evenly, no_past_jobs, past_residuals
+from autotune.sampler.ranking import NO_TIMES, Candidate, Scores, are_times, rank_candidates
 from autotune.simulators.calibration import OutOfTime, calibrate
 from autotune.simulators.constants import with_constants
 from autotune.simulators.contradictions import contradicted
@@ -46,68 +46,6 @@ TRAINED_SHARDS = 2**17
 
 A batch of training takes 11 kB per shard (gat, measured), 1.4 GB in all.
 """
-SCORED_SHARDS = 2**15
-"""Shards of the candidates that a simulator of shards scores at once, 10 MB of features."""
-
-
-INCUMBENT = "incumbent"
-"""Origin of the candidate with which its neighbours are compared."""
-NO_TIMES = "times that are no finite numbers above 0"
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """`optimized`: found by the optimizer, whose replays are cached. `built`: hand-made."""
-
-    planned: PlannedStrategy
-    origin: str
-    optimized: bool = False
-    built: bool = False
-
-
-@dataclass(frozen=True)
-class Scores:
-    """`predicted_s` (n,) seconds to choose by, or None. `ranked` (n,): the most promising first.
-
-    `hidden` (n, H): hidden states of unit norm, if a simulator ranked. `shown_s` (n,): seconds to
-    show, None if they are those to choose by; `sd` (n,): relative standard deviations of
-    measurements around these, NaN where unknown, or None. n: the first candidates, all that were
-    scored before the deadline. `cut_short`: whether more time could have changed them.
-    """
-
-    ranker: str
-    reason: str
-    predicted_s: FloatArray | None
-    ranked: IntArray
-    hidden: FloatArray | None
-    quality: tuple[RankingQuality, ...]
-    shown_s: FloatArray | None = None
-    sd: FloatArray | None = None
-    cut_short: bool = False
-
-    def of_one(self, number: int) -> float | None:
-        """Predicted seconds of this candidate; None without a prediction."""
-        seconds = self.predicted_s if self.shown_s is None else self.shown_s
-        if seconds is None or number >= len(self.ranked):
-            return None
-        return float(seconds[number])
-
-    def sd_of_one(self, number: int) -> float | None:
-        """Relative standard deviation of a measurement around `of_one`; None if it is unknown."""
-        if self.sd is None or number >= len(self.ranked) or np.isnan(self.sd[number]):
-            return None
-        return float(self.sd[number])
-
-    def of(self, numbers: Sequence[int]) -> Scores:
-        """The scores of these candidates."""
-        chosen = np.array(numbers, dtype=np.int64)
-        place = np.full(len(self.ranked), -1)
-        place[chosen] = np.arange(len(chosen))
-        ranked = place[self.ranked]
-        predicted_s = self.predicted_s[chosen] if self.predicted_s is not None else None
-        hidden = self.hidden[chosen] if self.hidden is not None else None
-        ranked = ranked[ranked >= 0]
-        return Scores(self.ranker, self.reason, predicted_s, ranked, hidden, self.quality)
 
 
 class Scorer:
@@ -165,7 +103,7 @@ class Scorer:
             others, all_read = self._experience(history, learning)
             if others.trials:
                 reason = f"{reason}, corrected by {others.trials} strategies of earlier jobs"
-            scores = _ranked(
+            scores = rank_candidates(
                 REPLAY, reason, pool, extractor, None, examples, others, (), deadline, replayed
             )
             all_known = all_known and all_read
@@ -175,7 +113,7 @@ class Scorer:
         simulator = None if choice.ranker in UNLEARNED else self._trained[choice.ranker]
         reason = "; ".join([choice.reason, *left_out])
         others, all_read = self._experience(history, learning)
-        scores = _ranked(
+        scores = rank_candidates(
             choice.ranker,
             reason,
             pool,
@@ -268,7 +206,7 @@ class Scorer:
             simulator.fit(examples, self._spec.seed, limit_s=limit_s)
             fit_s = clock() - began_s
             self._trained.pop(name, None)
-            usable = _are_times(simulator.predict_step_s([each.features for each in examples]))
+            usable = are_times(simulator.predict_step_s([each.features for each in examples]))
             if usable and fit_s <= limit_s:
                 figures = evaluate(examples, {name: make}, splits, self._spec.seed, history.noise)
                 new = [one for one in figures if one.ranker not in known]
@@ -406,114 +344,6 @@ def calibration_trials(measured_s: Mapping[str, float]) -> list[str]:
     """Return at most `MOST_CALIBRATED` strategies, evenly from the fastest to the slowest."""
     ranked = sorted(measured_s, key=lambda strategy_id: (measured_s[strategy_id], strategy_id))
     return [ranked[place] for place in evenly(len(ranked), MOST_CALIBRATED)]
-
-
-def _ranked(
-    ranker: str,
-    reason: str,
-    pool: Sequence[Candidate],
-    extractor: Extractor,
-    simulator: Simulator | None,
-    examples: Sequence[Example],
-    past: Experience,
-    quality: tuple[RankingQuality, ...],
-    deadline: Deadline,
-    replayed: int,
-) -> Scores:
-    """Rank candidates without a replay, then replay the incumbent, the optimizer's and the best and
-    rank these anew.
-
-    The others follow them. Without a simulator, `examples` and the `past` of earlier jobs correct
-    the replay. The first half of the time is for the first ranking.
-    """
-    guessed = list(_guesses(pool, extractor, simulator, deadline.share(0.5)))
-    predicted_s = np.concatenate([guess.step_s for guess in guessed])
-    if simulator is not None and not _are_times(predicted_s):
-        reason = f"{reason}; but it predicts {NO_TIMES}, so the replay ranks"
-        return _ranked(
-            REPLAY, reason, pool, extractor, None, examples, past, quality, deadline, replayed
-        )
-    guesses = pool[: len(predicted_s)]
-    others = np.array([not candidate.optimized for candidate in guesses])
-    not_compared = np.array([candidate.origin != INCUMBENT for candidate in guesses])
-    first = np.lexsort((predicted_s, others, not_compared))
-    described = []
-    replaying = deadline if simulator is None else deadline.share(0.5)
-    for index in first[:replayed].tolist():
-        planned = pool[index].planned
-        features = extractor.features(planned, with_shards=False)
-        described.append(extractor.described(features, planned.plan))
-        if replaying.passed():
-            break
-    cut_short = len(predicted_s) < len(pool) or len(described) < len(first[:replayed])
-    shortlist, rest = first[: len(described)], first[len(described) :]
-    hidden = shown_s = sd = None
-    if simulator is None:
-        corrected = corrected_times(examples, described, past)
-        shown_s = predicted_s * float(np.median(corrected.shown_s / predicted_s[shortlist]))
-        predicted_s *= float(np.median(corrected.ranking_s / predicted_s[shortlist]))
-        sd = np.full(len(predicted_s), np.nan)
-        predicted_s[shortlist], shown_s[shortlist] = corrected.ranking_s, corrected.shown_s
-        sd[shortlist] = corrected.sd
-    else:
-        short = [pool[index] for index in shortlist]
-        again = list(_guesses(short, extractor, simulator, NO_DEADLINE, replayed=True))
-        predicted_s[shortlist] = np.concatenate([guess.step_s for guess in again])
-        hidden = np.concatenate([guess.hidden for guess in guessed])
-        hidden[shortlist] = np.concatenate([guess.hidden for guess in again])
-    shortlist = shortlist[np.argsort(predicted_s[shortlist], kind="stable")]
-    order = np.concatenate([shortlist, rest])
-    return Scores(ranker, reason, predicted_s, order, hidden, quality, shown_s, sd, cut_short)
-
-
-@dataclass(frozen=True)
-class _Guess:
-    """Predicted seconds (n,) and hidden states (n, H) of some candidates; H is 0 without any."""
-
-    step_s: FloatArray
-    hidden: FloatArray
-
-
-def _guesses(
-    pool: Sequence[Candidate],
-    extractor: Extractor,
-    simulator: Simulator | None,
-    deadline: Deadline,
-    replayed: bool = False,
-) -> Iterator[_Guess]:
-    """Guess in parts, whose features need not be in memory together, until the deadline."""
-    with_shards = simulator is not None and simulator.reads_shards
-    for part in _parts(pool):
-        features = []
-        for candidate in part:
-            one = extractor.features(candidate.planned, with_shards)
-            features.append(extractor.replayed(one, candidate.planned.plan) if replayed else one)
-            if deadline.passed():
-                break
-        if simulator is None:
-            step_s = np.array([one.analytic_step_s for one in features])
-            yield _Guess(step_s, np.zeros((len(features), 0)))
-        else:
-            yield _Guess(simulator.predict_step_s(features), simulator.embed(features))
-        if deadline.passed():
-            break
-
-
-def _parts(pool: Sequence[Candidate]) -> Iterator[Sequence[Candidate]]:
-    """Consecutive candidates with at most `SCORED_SHARDS` shards together, at least one."""
-    start, shards = 0, 0
-    for stop, candidate in enumerate(pool):
-        count = candidate.planned.plan.slice_count
-        if stop > start and shards + count > SCORED_SHARDS:
-            yield pool[start:stop]
-            start, shards = stop, 0
-        shards += count
-    yield pool[start:]
-
-
-def _are_times(step_s: FloatArray) -> bool:
-    """Whether all are finite and above 0, which a simulator of a plugin may break."""
-    return bool(np.all(np.isfinite(step_s) & (step_s > 0)))
 
 
 def _have_shards(examples: Sequence[Example]) -> bool:

@@ -123,11 +123,19 @@ class Store:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def create_job(self, job_id: str, spec: JobSpec, numbered: bool = False) -> str:
+    def create_job(
+        self,
+        job_id: str,
+        spec: JobSpec,
+        numbered: bool = False,
+        locks: contextlib.ExitStack | None = None,
+    ) -> str:
         """Add a job in state running; return its id.
 
         If the id is taken, it gets the first free of the endings -2, -3, ... if it may be
         `numbered`. Otherwise, and for an id that is no file name, raises `InvalidInput`.
+
+        `locks` gets the job's lock before others can see the job, so that nobody resumes it.
         """
         if not _JOB_ID.fullmatch(job_id):
             raise InvalidInput(
@@ -149,6 +157,8 @@ class Store:
                 (job_id, canonical_json(spec), now),
             )
             add_to_outbox(db, job_id, "start", {})
+            if locks is not None:
+                locks.enter_context(self._file_lock(job_id))
         return job_id
 
     def job(self, job_id: str) -> JobSpec:
@@ -353,6 +363,11 @@ class Store:
     def lock(self, job_id: str) -> Iterator[None]:
         """Hold the job's lock. The kernel releases it when the process dies for any reason."""
         self._job_row(job_id)
+        with self._file_lock(job_id):
+            yield
+
+    @contextlib.contextmanager
+    def _file_lock(self, job_id: str) -> Iterator[None]:
         path = self.path.with_name(f"{self.path.name}.{job_id}.lock")
         with path.open("a", encoding="utf-8") as handle:
             try:

@@ -15,7 +15,7 @@ from typing import Any
 from autotune.canonical import LATER, canonical_json, content_id, to_data
 from autotune.errors import InvalidStrategy
 from autotune.hashing import hash_once, state_without_hash
-from autotune.parsing import parse, parse_json, refuse_newer
+from autotune.parsing import StrictBool, StrictFloat, StrictInt, parse, parse_json, refuse_newer
 from autotune.strategy_space.compressors import (
     BUILT_IN,
     COMPRESSORS,
@@ -130,8 +130,8 @@ class Partition:
 
     __pydantic_config__ = {"extra": "forbid"}
 
-    axis: int
-    sizes: tuple[int, ...]
+    axis: StrictInt
+    sizes: tuple[StrictInt, ...]
 
     def __post_init__(self) -> None:
         if self.axis < 0:
@@ -163,14 +163,14 @@ class Shard:
 
     synchronizer: Synchronizer
     compressor: Compressor = Compressor.NONE
-    placement: int | None = None
-    group: int | None = None
-    priority: int = 0
-    hierarchical: bool = False
-    ratio: float | None = None
-    rank: int | None = None
-    shares: Shares | None = field(default=None, metadata=LATER)
-    pieces: int = field(default=1, metadata=LATER)
+    placement: StrictInt | None = None
+    group: StrictInt | None = None
+    priority: StrictInt = 0
+    hierarchical: StrictBool = False
+    ratio: StrictFloat | None = None
+    rank: StrictInt | None = None
+    shares: tuple[StrictFloat, ...] | None = field(default=None, metadata=LATER)
+    pieces: StrictInt = field(default=1, metadata=LATER)
 
     def __post_init__(self) -> None:
         self._check_direct()
@@ -253,12 +253,12 @@ class Strategy:
     __pydantic_config__ = {"extra": "forbid"}
 
     variables: tuple[VariableStrategy, ...]
-    cross_step: bool = False
-    ring_order: tuple[int, ...] | None = None
-    schema: int = SCHEMA
-    in_flight: int = field(default=1, metadata=LATER)
+    cross_step: StrictBool = False
+    ring_order: tuple[StrictInt, ...] | None = None
+    schema: StrictInt = SCHEMA
+    in_flight: StrictInt = field(default=1, metadata=LATER)
     op_fusion: OpFusionSets = field(default=(), metadata=LATER)
-    local_copies: bool = field(default=True, metadata=LATER)
+    local_copies: StrictBool = field(default=True, metadata=LATER)
 
     def __post_init__(self) -> None:
         if self.schema != SCHEMA:

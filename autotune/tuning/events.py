@@ -245,6 +245,9 @@ def event_from_data(data: Any, where: str = "event") -> Event:
     fields = dict(data)
     kind = fields.pop("kind", None)
     fields.pop("current_messages", None)  # profiles of a short time stored only the number
+    outcome = fields.get("outcome")
+    if isinstance(outcome, dict):  # trials of a short time counted restarts of Horovod
+        fields["outcome"] = {key: outcome[key] for key in outcome if key != "restarts"}
     if not isinstance(kind, str) or kind not in _KINDS:
         raise InvalidInput(f"{where}: kind must be one of {', '.join(_KINDS)}, but is {kind!r}")
     return parse(_KINDS[kind], fields, where)

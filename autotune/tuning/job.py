@@ -38,6 +38,8 @@ class Similarity(StrEnum):
 
 NO_LIMIT_TRIALS, NO_LIMIT_S = MAX_COUNT, MAX_SECONDS
 """The budget that was not given, if the other one was."""
+DEFAULT_S = 1800.0
+"""The time budget if neither is given. It bounds each round's work if only trials are given."""
 DEFAULT_SIMULATORS = ("linear", "rnn", "gat")
 
 
@@ -123,7 +125,7 @@ class JobSpec:
         at_least=1,
     )
     max_seconds: float = setting(
-        1800.0,
+        DEFAULT_S,
         "budget",
         "wall time of the command: start, probe, search and closing comparison",
         name="budget_time",

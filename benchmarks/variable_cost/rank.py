@@ -55,7 +55,7 @@ def planned(module: nn.Module, batch: torch.Tensor, crossing: bool) -> Callable[
     for _ in range(2):
         step()
     assert model.synchronizer.native is None
-    assert model.synchronizer.cross_step.defers == crossing
+    assert model.synchronizer.cross_step.conditions.defers == crossing
     return step
 
 

@@ -218,6 +218,8 @@ class _Steering:
             return run()
         self._start()
         synchronizer = self._synchronizer
+        if synchronizer is not None:
+            synchronizer.gradients_are_due()
         if synchronizer is not None and synchronizer.graph_recorder is not None:
             return synchronizer.graph_recorder.run_step(function, args, kwargs)
         accelerator: Any = synchronizer and synchronizer.accelerator
@@ -330,25 +332,16 @@ class _Steering:
         """
         import tensorflow as tf
 
-        from runtime_rewriter.horovod import tensorflow_tape as tapes
-        from runtime_rewriter.horovod.tensorflow_building import SynchronizerBuilder
+        from runtime_rewriter.horovod.tensorflow_tape import outermost_graph
 
         if settings.sparse_as_dense:
-            gradients = [
-                tf.convert_to_tensor(one) if isinstance(one, tf.IndexedSlices) else one
-                for one in gradients
-            ]
+            gradients = _densified(gradients)
         eager = tf.executing_eagerly()
         if not eager:
-            tapes.outermost_graph()  # refuses loops before any rank waits for another
-        if self._synchronizer is None:
-            assert self._switches is not None, "hvd.init() has found the world"
-            build = SynchronizerBuilder(
-                self._horovod, self._connection, self._switches, self._waits, settings
-            )
-            self._tuned_variables, self._synchronizer = build(gradients, variables)
-            self._session.model_built(self._synchronizer)
+            outermost_graph()  # refuses loops before any rank waits for another
         synchronizer = self._synchronizer
+        if synchronizer is None:
+            synchronizer = self._build(settings, gradients, variables)
         if synchronizer.graph_recorder is not None and synchronizer.graph_recorder.capturing:
             return own(gradients, variables)
         positions_of, with_rows = self._tuned_variables.positions, self._tuned_variables.in_rows
@@ -367,10 +360,7 @@ class _Steering:
         self._start()
 
         def averaged(average: Any, numbers: list[int], some: list[Any]) -> list[Any]:
-            whole: list[Any] = [None] * len(variables)
-            for number, gradient in zip(numbers, some, strict=True):
-                whole[number] = gradient
-            results = average(whole, variables)
+            results = average(_placed(some, numbers, len(variables)), variables)
             return [results[number] for number in numbers]
 
         def horovods(local: list[Any]) -> list[Any]:
@@ -383,19 +373,45 @@ class _Steering:
         if eager:
             averages = self._averaged_eagerly(synchronizer, positions, local, horovods, of_rows)
         else:
-            synchronizer.mark_unclean()  # tracing takes time
-            self._note_step()
-            self._averaged.note()
-            synchronizer.own_averages = lambda by_position: horovods(
-                [by_position[position] for position in positions]
+            averages = self._averaged_in_graph(
+                synchronizer, positions, local, target, horovods, of_rows
             )
-            averages = tapes.averaged_in_graph(
-                synchronizer, positions, local, target, partial(horovods, local), of_rows
-            )
-        results: list[Any] = [None] * len(gradients)
-        for number, average in zip([*known, *in_rows], averages, strict=True):
-            results[number] = average
-        return results
+        return _placed(averages, [*known, *in_rows], len(gradients))
+
+    def _build(
+        self, settings: TapeSettings, gradients: list[Any], variables: list[Any]
+    ) -> TensorflowSynchronizer:
+        """Build the synchronizer of the first tape's variables. Collective."""
+        from runtime_rewriter.horovod.tensorflow_building import SynchronizerBuilder
+
+        assert self._switches is not None, "hvd.init() has found the world"
+        build = SynchronizerBuilder(
+            self._horovod, self._connection, self._switches, self._waits, settings
+        )
+        self._tuned_variables, self._synchronizer = build(gradients, variables)
+        self._session.model_built(self._synchronizer)
+        return self._synchronizer
+
+    def _averaged_in_graph(
+        self,
+        synchronizer: TensorflowSynchronizer,
+        positions: Sequence[int],
+        gradients: list[Any],
+        target: Any,
+        own: Callable[[list[Any]], list[Any]],
+        rows: Callable[[], list[Any]],
+    ) -> list[Any]:
+        from runtime_rewriter.horovod.tensorflow_tape import averaged_in_graph
+
+        synchronizer.mark_unclean()  # tracing takes time
+        self._note_step()
+        self._averaged.note()
+        synchronizer.own_averages = lambda by_position: own(
+            [by_position[position] for position in positions]
+        )
+        return averaged_in_graph(
+            synchronizer, positions, gradients, target, partial(own, gradients), rows
+        )
 
     def _averaged_eagerly(
         self,
@@ -418,3 +434,20 @@ class _Steering:
         self._started = False
         of_rows = rows()
         return [*averaged_eagerly(synchronizer, positions, gradients), *of_rows]
+
+
+def _densified(gradients: Sequence[Any]) -> list[Any]:
+    """The gradients, with those that are rows as dense tensors."""
+    import tensorflow as tf
+
+    return [
+        tf.convert_to_tensor(one) if isinstance(one, tf.IndexedSlices) else one for one in gradients
+    ]
+
+
+def _placed(values: Sequence[Any], numbers: Sequence[int], count: int) -> list[Any]:
+    """A list of `count` with the values at these numbers, and None elsewhere."""
+    placed: list[Any] = [None] * count
+    for number, value in zip(numbers, values, strict=True):
+        placed[number] = value
+    return placed

@@ -101,7 +101,7 @@ class TensorflowSynchronizer(GradientSynchronizer):
         """Variables without a gradient on this rank in the first step."""
         self._in_rows = tuple(in_rows)
         self._recorded: dict[int, Any] = {}
-        self._reported: set[int] = set()  # in this pass
+        self._reported: set[int] = set()  # in this step
         self.graphs: WeakSet[Any] = WeakSet()
         """The outermost graphs that compute the gradients."""
         self.own_averages: Callable[[list[Any]], list[Any]]
@@ -120,7 +120,7 @@ class TensorflowSynchronizer(GradientSynchronizer):
             )
         self.library = Library.HOROVOD
         self.world = connection.world.as_default
-        self.cross_step.forbidden = NO_CROSSING
+        self.cross_step.conditions.forbidden = NO_CROSSING
         self.records_graph = True
         self.graph_recorder: GraphRecorder | None = None
         self.failure: BaseException | None = None
@@ -143,7 +143,6 @@ class TensorflowSynchronizer(GradientSynchronizer):
     def load(self, plan: Plan | None, *, deferred: bool = False) -> None:
         with self._connection.world.as_default():
             super().load(plan, deferred=deferred)
-        self._reported.clear()
         packing: Any = self._packing
         packing.write = partial(self._write_anew, packing.write)
         with tf.init_scope():
@@ -172,7 +171,13 @@ class TensorflowSynchronizer(GradientSynchronizer):
         """Call before the forward pass. Between two instructions of the driver it waits here."""
         with self._connection.world.as_default() if self.boundaries.due else nullcontext():
             self.before_forward(synchronize=True)
+        self.gradients_are_due()
         self.forward_starts()
+
+    def gradients_are_due(self) -> None:
+        """Call before a step computes its gradients, also if the step before it failed."""
+        self._reported.clear()
+        self.failure = None
 
     def backward_starts(self) -> None:
         """Call when the loss has been computed; later calls in a pass do nothing."""
@@ -197,7 +202,6 @@ class TensorflowSynchronizer(GradientSynchronizer):
             averages = [_average(parameter.grad) for parameter in self.parameters]
             for parameter in self.parameters:
                 parameter.grad = None
-            self._reported.clear()
             return averages
 
     def check_missing(self, missing: frozenset[int]) -> None:
@@ -262,7 +266,8 @@ class _KeptFailures:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._no_grad.__exit__(kind, error, trace)
         if error is not None:
-            self._synchronizer.failure = error
+            # A refusal on one rank lets messages of others time out, which is no reason.
+            self._synchronizer.failure = self._synchronizer.failure or error
             if isinstance(error, SynchronizationError):
                 self._synchronizer._broken = str(error)
 

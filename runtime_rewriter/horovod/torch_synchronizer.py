@@ -65,7 +65,7 @@ class HorovodSynchronizer(HookedSynchronizer):
         self.library = Library.HOROVOD
         self.world = connection.world.as_default
         self.cross_step.outer = optimizer
-        self.cross_step.script.norms_are_reads = True
+        self.cross_step.conditions.script.norms_are_reads = True
         note_wrapper(type(optimizer))
         self.at_close = ExitStack()
         self._own_synchronize = optimizer.synchronize
@@ -116,7 +116,7 @@ class HorovodSynchronizer(HookedSynchronizer):
         return _UNDER_WAY, None
 
     def _position_of(self, parameter: torch.Tensor) -> int:
-        position = self._index_of(parameter)
+        position = self.index_of(parameter)
         assert position is not None, "the module has exactly the optimizer's parameters"
         return position
 

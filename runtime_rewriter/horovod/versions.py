@@ -19,10 +19,10 @@ def check_horovod(horovod: ModuleType, framework: str) -> None:
     if version != SUPPORTED:
         raise InvalidInput(
             f"Horovod must be {SUPPORTED}, whose internals autotune knows, but this environment "
-            f"has {version}; `make horovod` builds {SUPPORTED} (docs/frameworks.md)"
+            f"has {version}; `make horovod` builds {SUPPORTED} (`autotune docs frameworks`)"
         )
     if not hasattr(horovod, "init"):
         raise InvalidInput(
             f"Horovod must be built for {framework}, but the one of this environment was not; "
-            "`make horovod` builds it (docs/frameworks.md)"
+            "`make horovod` builds it (`autotune docs frameworks`)"
         )

@@ -5,9 +5,9 @@ then on each variable and its gradient are watched (`reads`). `step()` only note
 its hyperparameters. The first read of the variable waits for its messages, writes the averaged
 gradient and applies the update. A forward pass, a checkpoint or a norm therefore reads the same
 values as without. So are reads of the optimizer's state (`optimizer_guard`). What cannot be watched
-is flushed before (`unseen_calls`) or does not cross the step (`aliases`). Everything is flushed at
-the end of a forward pass at the latest, before the messages' buffers are filled again, and before a
-process forks.
+is flushed before (`unseen_calls`) or does not cross the step (`crossing_conditions`). Everything is
+flushed at the end of a forward pass at the latest, before the messages' buffers are filled again,
+and before a process forks.
 
 ByteScheduler (SOSP 2019) and P3 (SysML 2019) cross the step in the same way. The order is the
 plan's.
@@ -21,7 +21,6 @@ averages, and gradients under way answer with them (`scaled_gradients`).
 from __future__ import annotations
 
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -35,10 +34,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from autotune.errors import SynchronizationError
-from runtime_rewriter.pytorch.aliases import COUNTS_ALIASES, NO_COUNT, state_is_held, without_alias
+from runtime_rewriter.pytorch.aliases import state_is_held
+from runtime_rewriter.pytorch.crossing_conditions import CrossingConditions
 from runtime_rewriter.pytorch.exchange.device import Device
 from runtime_rewriter.pytorch.exchange.norms import GradientNorms, NormExchange
-from runtime_rewriter.pytorch.learned_reads import LearnedReads
 from runtime_rewriter.pytorch.optimizer_guard import guard, unguard
 from runtime_rewriter.pytorch.process_hooks import (
     OWN_HOOKS,
@@ -47,10 +46,9 @@ from runtime_rewriter.pytorch.process_hooks import (
     unregister,
     updates_are_due,
 )
-from runtime_rewriter.pytorch.reads import can_watch, outside_modes, unwatch, watch
+from runtime_rewriter.pytorch.reads import outside_modes, unwatch, watch
 from runtime_rewriter.pytorch.scaled_gradients import AnsweringGradients, ScaledGradient
 from runtime_rewriter.pytorch.script_reads import ScriptReads
-from runtime_rewriter.pytorch.script_steps import ScriptSteps
 from runtime_rewriter.pytorch.signal_handlers import SignalHandlers
 from runtime_rewriter.pytorch.under_way import Arriving, MessagesUnderWay
 from runtime_rewriter.pytorch.unseen_calls import UnseenFunctions, UnseenModules
@@ -105,10 +103,8 @@ class CrossStepUpdates:
         self.updates_played = False
         """The emulated accelerator plays the updates, too: optimizers find no gradients."""
         self._under_way = MessagesUnderWay()
-        self._enabled = False
         self._answering = AnsweringGradients(self._wait_for_norms)
-        self._reads = LearnedReads(parameters)
-        self.script = ScriptSteps(parameters, OWN_HOOKS)
+        self.conditions = CrossingConditions(parameters)
         self._on_reads = [partial(self._on_read, position) for position in range(len(parameters))]
         self._lock = RLock()
         self.gate: UpdateGate | None = None
@@ -119,8 +115,6 @@ class CrossStepUpdates:
         """Called with pending variables before a wait for their messages."""
         self.waited_s = 0.0
         """Seconds that all reads have waited for messages so far."""
-        self.forbidden: str | None = None
-        """Why updates can never cross the step here."""
         # The number of updates of single variables that are due, of each optimizer.
         self._due: Counter[Optimizer] = Counter()
         self._stepping: Optimizer | None = None  # the optimizer whose step() runs
@@ -136,31 +130,6 @@ class CrossStepUpdates:
         self._handlers = SignalHandlers(self.flush, lambda: self._lock)
         register(self)
 
-    # -- conditions
-
-    def refusal_reason(self, norms: bool) -> str | None:
-        """Why this script's updates cannot cross the step, judged by its steps so far.
-
-        `norms`: under a plan with `results`.
-        """
-        if self.forbidden is not None:
-            return self.forbidden
-        return self.script.refusal_reason(norms) if COUNTS_ALIASES else NO_COUNT
-
-    def limits(self) -> tuple[str, bool]:
-        """Why no plan can cross the step here ("" if one can), and whether it needs `results`."""
-        return self.refusal_reason(norms=True) or "", self.script.reads_norms
-
-    @property
-    def learning(self) -> bool:
-        """Whether more steps must be examined; `backward_ended` must be called before them."""
-        return self.script.learning
-
-    @property
-    def unseen(self) -> frozenset[int]:
-        """Variables whose reads are not detected, as found in a forward pass under the plan."""
-        return frozenset(self._reads.unseen or ())
-
     @property
     def broken(self) -> str | None:
         """The error that a wait for a message raised."""
@@ -175,22 +144,8 @@ class CrossStepUpdates:
         pending.
         """
         self._answering.load(norms)
-        self._enabled = messages_of is not None
         self._under_way.plan(messages_of or ())
-        self.forget_reads()
-
-    def forget_reads(self) -> None:
-        """Find anew in the next forward pass which reads are detected; with nothing pending."""
-        self._reads.forget()
-
-    @property
-    def defers(self) -> bool:
-        """Whether the backward pass that ends now leaves its messages to the next forward pass."""
-        return self._enabled and self._reads.unseen is not None and self._refusal_reason() is None
-
-    def _refusal_reason(self) -> str | None:
-        """Why updates do not cross the step under the loaded plan."""
-        return self.refusal_reason(self._answering.loaded)
+        self.conditions.load(enabled=messages_of is not None, norms=norms is not None)
 
     def close(self) -> None:
         unregister(self)
@@ -203,28 +158,21 @@ class CrossStepUpdates:
         self._answering.end()
         self._inside_outer = False
         self._modules.stop()
-        self.script.stop_looking()
-        if (
-            self._enabled
-            and self._reads.unseen is None
-            and self.script.seen > 0
-            and self._refusal_reason() is None
-        ):
-            self._reads.begin(observable)
+        self.conditions.forward_begins(observable)
 
     def forward_ended(self) -> None:
         """Call before the backward pass, which fills the messages' buffers again."""
         self.flush()
         if self.gate is not None:
             self.gate.step_ended()
-        self._reads.end()
+        self.conditions.forward_ended()
 
     # -- backward
 
     def backward_ended(self, gradients_final: bool) -> None:
         """`gradients_final`: nothing is pending."""
         if gradients_final:
-            self.script.gradients_final()
+            self.conditions.script.gradients_final()
 
     def defer(self, messages: Sequence[Arriving], positions: Iterable[int]) -> None:
         """Leave the messages, all under way, and the averages of `positions` to the next step."""
@@ -237,7 +185,9 @@ class CrossStepUpdates:
             self._pending = {
                 position: _Pending(parameters[position].grad) for position in positions
             }
-            watchable, unwatchable = self._watchable()
+            watchable, unwatchable = self.conditions.watchable(
+                {position: pending.gradient for position, pending in self._pending.items()}
+            )
             # Before anything is flushed: averages that have arrived here, and are still under way
             # on another rank, must answer with the same norms.
             if self._answering.loaded:
@@ -261,25 +211,6 @@ class CrossStepUpdates:
                 pending.scaled = self._answering.begin(
                     position, pending.gradient, flush, self._lock
                 )
-
-    def without_answer(self, positions: Iterable[int]) -> set[int]:
-        """Those of `positions` whose gradients, as they are now, cannot answer with norms."""
-        gradients = {position: self._parameters[position].grad for position in positions}
-        return gradients.keys() - _watchable_of(gradients)
-
-    def _watchable(self) -> tuple[set[int], set[int]]:
-        """Pending variables with a gradient whose reads can be detected, and those that must not
-        stay pending: all others, and variables whose own reads cannot be detected."""
-        watchable = _watchable_of({p: pending.gradient for p, pending in self._pending.items()})
-        unseen = self.unseen
-        parameters = {
-            position: self._parameters[position]
-            for position in self._pending
-            if position in watchable
-            and position not in unseen
-            and can_watch(self._parameters[position])
-        }
-        return watchable, self._pending.keys() - without_alias(parameters)
 
     def _on_read(self, position: int, _: Tensor) -> None:
         self.flush_variables((position,))
@@ -418,7 +349,7 @@ class CrossStepUpdates:
         if self.check_step is not None:
             self.check_step(numbers)
         if self._device.capturing:
-            self.forbidden = (
+            self.conditions.forbidden = (
                 "the script captures a step of its optimizer in a CUDA graph, whose replays update "
                 "unseen"
             )
@@ -437,15 +368,8 @@ class CrossStepUpdates:
             crossing = bool(self._pending)
             if crossing:
                 self._put_off(optimizer, numbers, closure)
-        if not crossing and self.script.looking:
-            norms = self._answering.loaded
-            reason = self.script.look_at(optimizer, numbers, closure, norms)
-            if reason is not None and self._enabled:
-                warnings.warn(
-                    f"the plan's synchronization ends with each backward pass, since {reason}",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+        if not crossing:
+            self.conditions.look_at(optimizer, numbers, closure)
         if self.updates_played and not closure:
             self._withhold(numbers)
 
@@ -518,11 +442,3 @@ class CrossStepUpdates:
         self._modules.stop()
         self._functions.stop()
         self._handlers.stop()
-
-
-def _watchable_of(gradients: Mapping[int, Tensor | None]) -> set[int]:
-    """The keys of the gradients whose reads can be detected.
-
-    Without a gradient, step() would take the variable for unused.
-    """
-    return without_alias({p: g for p, g in gradients.items() if g is not None and can_watch(g)})

@@ -162,7 +162,7 @@ def _has_sparse_gradients(module: nn.Module) -> bool:
 
 class ModuleBackend:
     """A reducer for a plain module, whose forward pass calls `before_forward` and
-    `after_forward`."""
+    `after_forward`. Unless it is `enabled`, it executes no plan."""
 
     def __init__(self, module: nn.Module, enabled: bool) -> None:
         self._module = module

@@ -14,6 +14,7 @@ from autotune.strategy_space.plan import Plan, TensorSlice
 from autotune.strategy_space.strategy import SparseHandling
 from runtime_rewriter.pytorch.exchange.hierarchical import PlanGroups
 from runtime_rewriter.pytorch.exchange.lanes import Lanes
+from runtime_rewriter.pytorch.exchange.norms import NormExchange
 from runtime_rewriter.pytorch.exchange.present_rows import PresentRows
 from runtime_rewriter.pytorch.exchange.residuals import Residuals, slice_of
 from runtime_rewriter.pytorch.exchange.row_transfer import RowTransfer, waiting_rows, write_average
@@ -22,13 +23,16 @@ from runtime_rewriter.pytorch.exchange.transfer import Transfer, pack_slice
 
 
 def build_transfers(
-    plan: Plan,
+    plan: Plan | None,
     parameters: Mapping[str, nn.Parameter],
     residuals: Residuals,
     lanes: Lanes,
     byte_scale: float,
 ) -> list[Transfer | RowTransfer]:
-    """The plan's messages, in its order. Collective: they create process groups."""
+    """The plan's messages, in its order; none without a plan. Collective: they create process
+    groups."""
+    if plan is None:
+        return []
     plan_groups = PlanGroups.of(plan, lanes)
     transfers: list[Transfer | RowTransfer] = []
     for number, message in enumerate(plan.messages):
@@ -39,6 +43,19 @@ def build_transfers(
         else:
             transfers.append(RowTransfer(number, message, *context))
     return transfers
+
+
+def build_norms(
+    plan: Plan | None,
+    parameters: Mapping[str, nn.Parameter],
+    transfers: Sequence[Transfer | RowTransfer],
+    lanes: Lanes,
+) -> NormExchange | None:
+    """The norms that a plan with `results` sends; None without."""
+    if plan is None or plan.results is None:
+        return None
+    dense = [transfer for transfer in transfers if isinstance(transfer, Transfer)]
+    return NormExchange(parameters, dense, lanes)
 
 
 class Packing:

@@ -189,7 +189,7 @@ class PlannedPass:
         if missing and not (self._find_unused or self._unused_as_zeros):
             self._called_back = True
             return None
-        crossing = self._cross_step.defers and not self._observers and not self._late
+        crossing = self._cross_step.conditions.defers and not self._observers and not self._late
         self._complete(crossing)
         if self._learning:
             self._learned = list(self._fired)
@@ -208,7 +208,8 @@ class PlannedPass:
         assert self._next == len(self._transfers)
         if self._norms is not None:
             everything = range(len(self._names))
-            from_values = self._cross_step.without_answer(everything) if crossing else everything
+            conditions = self._cross_step.conditions
+            from_values = conditions.without_answer(everything) if crossing else everything
             self._norms.issue(from_values)
             for number in self._results:
                 self._transfers[number].issue_results(self._norms.lane)

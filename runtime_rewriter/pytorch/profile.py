@@ -125,10 +125,10 @@ class WorkloadProfiler(BackwardObserver):
         synchronizer.load(plan, deferred=True)
         cross_step = synchronizer.cross_step
         self._script_reads = ScriptReads(
-            synchronizer.parameters, self._on_script_read, cross_step.script.operations
+            synchronizer.parameters, self._on_script_read, cross_step.conditions.script.operations
         )
         # Only a plan that crosses the step would delay these reads.
-        self._finds_reads = cross_step.forbidden is None
+        self._finds_reads = cross_step.conditions.forbidden is None
         cross_step.script_reads = self._script_reads if self._finds_reads else None
         synchronizer.observers.append(self)
         synchronizer.listeners.insert(0, self)  # before listeners that read `done`
@@ -223,7 +223,7 @@ class WorkloadProfiler(BackwardObserver):
         gathered: list[list[tuple[_Step, bool]]] = [[]] * synchronizer.ranks.size
         dist.all_gather_object(gathered, self._steps, group=synchronizer.ranks.control)
         reading = [False] * synchronizer.ranks.size
-        reads_norms = synchronizer.cross_step.limits()[1]
+        reads_norms = synchronizer.cross_step.conditions.limits()[1]
         dist.all_gather_object(reading, reads_norms, group=synchronizer.ranks.control)
         touched = {
             index: float(median(len(rows.unique()) for rows in steps.values()))

@@ -55,7 +55,6 @@ class TrialRun:
 
     The first step runs under the numerics `gate` (None: no plan, or already checked). With
     `crossing`, updates that cross the step are compared in the next ones, all of which are untimed.
-    `restarts`: see `Measured`.
     """
 
     def __init__(
@@ -65,7 +64,6 @@ class TrialRun:
         timed_steps: int,
         accelerator: Accelerator | None = None,
         crossing: GradientSynchronizer | None = None,
-        restarts: int = 0,
     ) -> None:
         self._gate = gate
         self._crossing = crossing
@@ -73,7 +71,6 @@ class TrialRun:
             # The last one's updates are due in the step after it.
             warmup_steps = max(warmup_steps, 1 + GATED_UPDATES + 1)
         self._accelerator = accelerator
-        self._restarts = restarts
         self._warmup_steps = warmup_steps
         self._timed_steps = timed_steps
         self._steps = 0
@@ -123,11 +120,7 @@ class TrialRun:
 
     def answer(self) -> RankEvent:
         return TrialAnswer(
-            tuple(self._step_s),
-            tuple(self._clean),
-            tuple(self._overrun),
-            self._gradient_error,
-            self._restarts,
+            tuple(self._step_s), tuple(self._clean), tuple(self._overrun), self._gradient_error
         )
 
 
@@ -163,12 +156,12 @@ class ProfileRun:
     def answer(self) -> ProfileAnswer:
         workload = None if self._profiler is None else self._profiler.finish()
         # the script has made a step, or nothing could be profiled
-        refused, reads_norms = self._synchronizer.cross_step.limits()
+        refused, reads_norms = self._synchronizer.cross_step.conditions.limits()
         synchronizer = self._synchronizer
-        buckets = None if synchronizer.plan is not None else synchronizer.own_buckets
+        buckets = None if synchronizer.plan is not None else synchronizer.backend.own_buckets()
         if buckets and workload is not None:  # the script's own reducer has made few steps so far
             ready = [variable.name for variable in workload.variables]
-            buckets = synchronizer.rebuilt_buckets(ready)
+            buckets = synchronizer.backend.rebuilt_buckets(ready)
         return ProfileAnswer(
             workload,
             self._series,

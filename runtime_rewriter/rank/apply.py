@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from autotune.errors import InvalidInput, ModelMismatch
+from autotune.errors import InvalidInput
 from autotune.export import read_export
 from autotune.strategy_space.backend import backend_text
 from autotune.strategy_space.builders.collectives import ddp_default
@@ -144,18 +144,18 @@ def _requested_plan(
 ) -> tuple[Plan, tuple[str, ...]]:
     """The plan that the script requests, and notes for people.
 
-    If `steered`, a tuner only compares with this plan, or `autotune run` replaces it. An export of
-    another model or world size is then left out with a note.
+    If `steered`, a tuner only compares with this plan, or `autotune run` replaces it. An export
+    that is missing, or of another model, world size or version, is then left out with a note.
     """
     if strategy is None:
         return _ddp_plan(model), ()
     try:
         chosen, notes = plan_for(read_export(Path(strategy)), model, dist.get_world_size())
-    except ModelMismatch as mismatch:
+    except InvalidInput as unusable:
         if not steered:
             raise
         return _ddp_plan(model), (
-            f"{strategy} does not fit, so the gradients are sent as torch's DDP would: {mismatch}",
+            f"{strategy} is not used, so the gradients are sent as torch's DDP would: {unusable}",
         )
     return chosen or _ddp_plan(model), notes
 

@@ -14,10 +14,10 @@ def missing_library_hint(error: BaseException) -> str:
         library = str(error.name).partition(".")[0]
         if library not in _BUILT_BY:
             return ""
-        return f"; `{_BUILT_BY[library]}` installs it (docs/frameworks.md)"
+        return f"; `{_BUILT_BY[library]}` installs it (`autotune docs frameworks`)"
     if "horovod" in str(error) and "undefined symbol" in str(error):
         return (
             "; Horovod must be built for the installed PyTorch and TensorFlow, as `make horovod` "
-            "does (docs/frameworks.md)"
+            "does (`autotune docs frameworks`)"
         )
     return ""

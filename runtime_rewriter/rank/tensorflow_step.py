@@ -112,6 +112,8 @@ def _joined(
     tuning = session if isinstance(session, TuningSession) else None
     if place.rank > 0:
         _follow_to_the_end(servers.peers.lines[0], tuning, recording)
+    if tuning is not None and strategy is not None:
+        _log.warning("%s is not used: the tuner chooses the strategy", strategy)
     atexit.register(_say_goodbye, servers.peers.lines)
     if recording is not None:
         recording.at_end.callback(_say_goodbye, servers.peers.lines)
@@ -163,9 +165,12 @@ def _not_reported() -> None:
 
 
 def _own_export(session: Session | None, strategy: str | Path | None) -> Export | None:
+    """Return the export to train by; None under a tuner, which loads the plans of its trials."""
     if isinstance(session, ExportSession):
         return session.export
-    return None if strategy is None else read_export(Path(strategy))
+    if strategy is None or isinstance(session, TuningSession):
+        return None
+    return read_export(Path(strategy))
 
 
 def _hosts(servers: Servers) -> dict[str, str]:

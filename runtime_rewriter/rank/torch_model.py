@@ -56,7 +56,6 @@ class TorchModel:
             return FurtherTraining()
         assert isinstance(instruction, StartTrial | ContinueTrial)
         gate = crossing = None
-        restarts_before = model.restarts
         model.cross_step.gate = None
         accelerator = model.accelerator
         emulated = accelerator if isinstance(accelerator, EmulatedAccelerator) else None
@@ -70,14 +69,7 @@ class TorchModel:
             # An emulated accelerator plays the updates: there is nothing to compare.
             if model.plan is not None and model.plan.cross_step and emulated is None:
                 crossing = model
-        return TrialRun(
-            gate,
-            instruction.warmup_steps,
-            instruction.timed_steps,
-            emulated,
-            crossing,
-            model.restarts - restarts_before,
-        )
+        return TrialRun(gate, instruction.warmup_steps, instruction.timed_steps, emulated, crossing)
 
     def probe(self, request: StartProbe, report: Callable[[str], None]) -> ProbeAnswer:
         result = probe_cluster(

@@ -201,7 +201,7 @@ class StepRecorder:
         synchronizer = self._synchronizer
         assert synchronizer is not None
         self._results.plan = synchronizer.plan
-        buckets = None if synchronizer.plan is not None else synchronizer.own_buckets
+        buckets = None if synchronizer.plan is not None else synchronizer.backend.own_buckets()
         self._results.buckets = buckets or ()
         self._results.deferrable = deferrable = synchronizer.plan or (
             None if buckets is None else _plan_of(buckets, synchronizer)
@@ -394,7 +394,7 @@ class StepRecorder:
     def _agree_on_script(self) -> None:
         """Collective: the observations of any rank hold for the job."""
         results, synchronizer = self._results, self._synchronizer
-        refused = "" if synchronizer is None else synchronizer.cross_step.limits()[0]
+        refused = "" if synchronizer is None else synchronizer.cross_step.conditions.limits()[0]
         gathered = self._peers.gather((refused, results.evaluating))
         results.direct_refused = "" if synchronizer is None else synchronizer.direct_refused
         results.cross_step_refused = next((reason for reason, _ in gathered if reason), "")

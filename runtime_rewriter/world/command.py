@@ -85,29 +85,37 @@ def _of_mpirun(words: list[str]) -> ScriptCommand:
             "mpirun must start one script on all ranks, but after ':' it starts another one: "
             f"{' '.join(words)!r}"
         )
-    command = _started_by("mpirun", variables, workers, rest)
-    return replace(command, mpirun_words=(words[0], *options))
+    command = _started_by("mpirun", workers, rest)
+    # Open MPI gives its own environment to the ranks of its host only.
+    assigned = [f"{name}={value}" for name, value in command.environment.items()]
+    return replace(
+        command,
+        environment={**variables, **command.environment},
+        mpirun_words=(words[0], *options, *(("env", *assigned) if assigned else ())),
+    )
 
 
 def _of_horovodrun(words: list[str]) -> ScriptCommand:
     options, variables, workers, rest = read_horovodrun(words[1:])
-    command = _started_by("horovodrun", variables, workers, rest)
-    return replace(command, horovodrun_words=(words[0], *options))
+    command = _started_by("horovodrun", workers, rest)
+    return replace(
+        command,
+        environment={**variables, **command.environment},
+        horovodrun_words=(words[0], *options),
+    )
 
 
 _STARTS_RANKS = {"mpirun": _of_mpirun, "mpiexec": _of_mpirun, "horovodrun": _of_horovodrun}
 
 
-def _started_by(
-    launcher: str, variables: dict[str, str], workers: int, words: list[str]
-) -> ScriptCommand:
+def _started_by(launcher: str, workers: int, words: list[str]) -> ScriptCommand:
     command = _read(words)
     if command.workers is not None:
         raise InvalidInput(
             f"{launcher} must start the script itself, but starts another launcher: "
             f"{' '.join(words)!r}; leave out one of them"
         )
-    return replace(command, workers=workers, environment={**variables, **command.environment})
+    return replace(command, workers=workers)
 
 
 def at_any_port(command: ScriptCommand) -> ScriptCommand:

@@ -30,7 +30,7 @@ _NOT_DDP = {
     "deepspeed": "DeepSpeed sends gradients itself, and autotune changes how "
     "DistributedDataParallel does; start a script that uses DistributedDataParallel by torchrun",
     "srun": "inside the allocation start Ray on every node, and give autotune its --address and "
-    "the script without srun (docs/launching.md#slurm)",
+    "the script without srun (`autotune docs launching#slurm`)",
 }
 
 

@@ -16,9 +16,9 @@ class ScriptCommand:
     nodes: torchrun's --nnodes (the largest of a range).
     rendezvous: the address at which the launchers of several nodes meet; "" if none is given.
     environment: variables that the command sets for its ranks.
-    mpirun_words: `mpirun` and its options, for `autotune run`; the ranks expect Open MPI's
-    variables then.
-    horovodrun_words: `horovodrun` and its options, likewise.
+    mpirun_words: `mpirun`, its options, and `env` with the variables that follow them, for
+    `autotune run`; the ranks expect Open MPI's variables then.
+    horovodrun_words: `horovodrun` and its options, likewise. It passes its environment on.
     """
 
     target: str

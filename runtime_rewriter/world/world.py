@@ -261,7 +261,6 @@ def _joined(first: TrialAnswer, then: TrialAnswer) -> TrialAnswer:
         first.clean + then.clean,
         first.overrun + then.overrun,
         first.gradient_error,
-        first.restarts + then.restarts,
     )
 
 
@@ -281,5 +280,4 @@ def _measured(answers: list[TrialAnswer]) -> Measured:
         max(errors, default=None),
         len(steps) - len(clean),
         overrun=overrun,
-        restarts=answers[0].restarts,
     )

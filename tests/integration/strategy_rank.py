@@ -272,7 +272,7 @@ def check_case(rank: int, case: str, only: int | None = None) -> list[RankOutcom
             reason = reason or synchronizer.direct_refused or None
         if case_plan is not None and case_plan.cross_step:
             norms = case_plan.results is not None
-            reason = reason or synchronizer.cross_step.refusal_reason(norms)
+            reason = reason or synchronizer.cross_step.conditions.refusal_reason(norms)
         if reason is not None:
             failure = refusal_failure(synchronizer, case_plan, reason)
             outcomes.append(RankOutcome(number, origin, failure, refused=reason))

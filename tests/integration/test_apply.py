@@ -223,13 +223,20 @@ def test_a_tuner_compares_with_the_strategy_that_the_script_applies(alone, tmp_p
     with ours, theirs, active_session(TuningSession(ControlLine(ours))):
         applied = autotune.apply(linear(), None, tmp_path / "own.json")
         misfit = autotune.apply(linear(5), None, tmp_path / "own.json")
+        absent = autotune.apply(linear(), None, tmp_path / "absent.json")
     assert applied.synchronizer.plan == export.plan()
     (note,) = applied.notes
     assert note == f"{export.plan_id} is carried out by torch's own DDP reducer, 1 bucket"
     assert applied.synchronizer.ranks.control_timeout_s == TUNING_TIMEOUTS.agreement_s
-    assert misfit.synchronizer.plan is not None
-    assert len(misfit.notes) == 2
-    assert "does not fit, so the gradients are sent as torch's DDP would" in misfit.notes[0]
+    for unusable, reason in ((misfit, "needs model"), (absent, "absent.json")):
+        assert unusable.synchronizer.plan is not None
+        assert len(unusable.notes) == 2
+        not_used, _, problem = unusable.notes[0].partition(
+            " is not used, so the gradients are sent as torch's DDP would: "
+        )
+        assert not_used.endswith(".json") and reason in problem
+    with pytest.raises(InvalidInput, match=r"absent\.json"):
+        autotune.apply(linear(), None, tmp_path / "absent.json")
 
 
 def test_ordinary_training_waits_long_for_messages_and_a_minute_for_agreement(
@@ -311,21 +318,29 @@ for _ in range(100):
 """
 
 
-def test_a_run_claims_no_strategy_that_no_model_got(tmp_path) -> None:
-    """It was applied, the script has no model, every rank refused it, or no model is wrapped."""
+CLAIM = "no rank on this machine reported a model that trains by"
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "status", "expected"),
+    [
+        (SCRIPT, ("--steps", "1"), 0, "ran with {id} ({backend}), exit status 0"),
+        pytest.param("empty.py", (), 0, f"exit status 0; {CLAIM}", marks=pytest.mark.slow),
+        (SCRIPT, ("--width", "48"), 1, f"exit status 1; {CLAIM}"),
+        pytest.param("unwrapped.py", (), 1, f"exit status 1; {CLAIM}", marks=pytest.mark.slow),
+    ],
+    ids=["applied", "a script without a model", "refused by every rank", "not wrapped"],
+)
+def test_a_run_claims_no_strategy_that_no_model_got(
+    script, words, status, expected, tmp_path
+) -> None:
     layers = torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)
     export = exported(torch.nn.Sequential(*layers), tmp_path / "own.json")
-    (tmp_path / "train.py").touch()
+    (tmp_path / "empty.py").touch()
     (tmp_path / "unwrapped.py").write_text(UNWRAPPED)
     run = [sys.executable, "-m", "autotune", "run", "--strategy", str(tmp_path / "own.json")]
-    claim = f"reported a model that trains by {tmp_path / 'own.json'}"
+    done = run_script([*run, "--", str(tmp_path / script), *words], cwd=ROOT, timeout=START_S)
+    assert done.returncode == status, done.stderr
     backend = "carried out by torch's own DDP reducer, 1 bucket"
-    for script, words, status, expected in (
-        (SCRIPT, ("--steps", "1"), 0, f"ran with {export.strategy.id} ({backend}), exit status 0"),
-        (tmp_path / "train.py", (), 0, f"exit status 0; no rank on this machine {claim}"),
-        (SCRIPT, ("--width", "48"), 1, f"exit status 1; no rank on this machine {claim}"),
-        (tmp_path / "unwrapped.py", (), 1, f"exit status 1; no rank on this machine {claim}"),
-    ):
-        done = run_script([*run, "--", str(script), *words], cwd=ROOT, timeout=START_S)
-        assert done.returncode == status, done.stderr
-        assert done.stdout.splitlines()[-1].startswith(expected)
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith(expected.format(id=export.strategy.id, backend=backend))

@@ -26,12 +26,12 @@ def test_they_are_known_before_the_reducer_rebuilds_them(one_rank, options) -> N
     assert isinstance(ddp, DistributedDataParallel)
     synchronizer = ddp.synchronizer
     ready = [name for name, _ in reversed(list(model.named_parameters()))]
-    before = synchronizer.own_buckets
-    expected = synchronizer.rebuilt_buckets(ready)
+    before = synchronizer.backend.own_buckets()
+    expected = synchronizer.backend.rebuilt_buckets(ready)
     for _ in range(3):
         ddp(torch.ones(2, 512)).sum().backward()
-    after = synchronizer.own_buckets
+    after = synchronizer.backend.own_buckets()
     assert after is not None and expected is not None and before is not None
     assert [set(bucket) for bucket in expected] == [set(bucket) for bucket in after]
-    assert synchronizer.rebuilt_buckets(ready) == after
+    assert synchronizer.backend.rebuilt_buckets(ready) == after
     assert (before == after) is bool(options.get("find_unused_parameters"))

@@ -117,6 +117,7 @@ def test_an_earlier_recording_stays_until_there_is_a_new_one(tmp_path, capsys) -
 
 
 @pytest.mark.job
+@pytest.mark.slow
 def test_a_script_that_wraps_its_model_again_yields_the_steps_before(tmp_path) -> None:
     done = run(tmp_path / "some", "--no-workload", "--", "--wrap-again", "6")
     assert done.returncode == 0, done.stderr

@@ -24,8 +24,15 @@ from two_devices import TwoDevices
 import autotune
 from autotune.errors import InvalidInput, LaunchError, ModelMismatch
 from autotune.strategy_space.builders.collectives import per_variable
+from runtime_rewriter.control import ControlLine
 from runtime_rewriter.rank.exported import ExportSession
-from runtime_rewriter.rank.tensorflow_step import UNCOMPILED, DistributedStep, signature_of
+from runtime_rewriter.rank.session import TuningSession
+from runtime_rewriter.rank.tensorflow_step import (
+    UNCOMPILED,
+    DistributedStep,
+    _own_export,
+    signature_of,
+)
 from runtime_rewriter.tensorflow import servers
 from runtime_rewriter.tensorflow.batch_updates import refuse_updates_by_batch
 from runtime_rewriter.tensorflow.capture import capture_step
@@ -361,6 +368,17 @@ def test_ranks_without_a_place_do_not_train_alone(monkeypatch):
     monkeypatch.setenv("HOROVOD_SIZE", "2")
     with pytest.raises(LaunchError, match=r"horovodrun started 2 .* train alone"):
         autotune.distribute(step, "absent.json")
+
+
+def test_a_tuner_does_not_need_the_export_that_the_script_names(tmp_path):
+    """It may be of another world size or model, or not exist before the first job."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        session = TuningSession(ControlLine(ours))
+        session.tune(None)  # it no longer watches the optimizers of this process
+        assert _own_export(session, tmp_path / "absent.json") is None
+    with pytest.raises(InvalidInput, match=r"absent\.json"):
+        _own_export(None, tmp_path / "absent.json")
 
 
 def test_a_step_that_trains_by_an_export_is_reported(tmp_path):

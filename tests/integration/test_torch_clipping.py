@@ -540,7 +540,7 @@ def test_a_profile_names_scripts_that_read_norms(rank: int, views: bool) -> None
         workload = profiler.finish()
         assert workload.reads_norms is reads_norms
         assert workload.script_reads == 0
-        limits = run.model.synchronizer.cross_step.limits()
+        limits = run.model.synchronizer.cross_step.conditions.limits()
         assert limits == ("", reads_norms), limits
 
 

@@ -211,7 +211,7 @@ def check_scripts(rank: int, build: type[nn.Module]) -> set[str]:
     return deferred
 
 
-@pytest.mark.parametrize("build", [Tied, Attentive])
+@pytest.mark.parametrize("build", [Tied, pytest.param(Attentive, marks=pytest.mark.slow)])
 def test_a_script_sees_the_bits_of_ddp(build: type[nn.Module]) -> None:
     """One that looks at everything may meet nothing but messages that have arrived."""
     deferred = set.union(*run_world(check_scripts, 2, build, timeout_s=300.0))
@@ -382,7 +382,7 @@ def test_variables_without_detectable_reads_do_not_cross_the_step(rank: int) -> 
             loss_of(model, rank, step).backward()
             optimizer.step()
     assert_same_bits(mine, theirs)
-    unseen = mine.synchronizer.cross_step.unseen
+    unseen = mine.synchronizer.cross_step.conditions.unseen
     assert [n in unseen for n in range(5)] == [False, True, True, False, False]
     assert len(list(mine.parameters())) == 5
 

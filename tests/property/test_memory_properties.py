@@ -14,7 +14,7 @@ from autotune.cluster import Cluster
 from autotune.memory.accumulation import accumulated
 from autotune.memory.fitting import candidates, choose_runs
 from autotune.memory.peak import highest_peak, peak_memory
-from autotune.memory.plan_buffers import ProcessGroups
+from autotune.memory.process_groups import ProcessGroups
 from autotune.memory.recomputation import Run, recomputed
 from autotune.recordings.memory_file import RecordedMemory
 from autotune.recordings.memory_profile import (

@@ -263,7 +263,7 @@ def test_the_root_folder_cannot_be_covered_so_the_job_is_refused(
     assert main([*words, "--nproc-per-node", "2", str(script)]) == 2
     error = capsys.readouterr().err
     assert "trials must not change the files in /, but this machine" in error
-    assert "--writes-are-fine" in error and "troubleshooting.md#no-view" in error
+    assert "--writes-are-fine" in error and "autotune docs troubleshooting#no-view" in error
     assert not (tmp_path / "jobs").exists()
 
 

@@ -139,6 +139,18 @@ def test_the_replayed_graph_takes_the_time_of_the_simulated_cycles() -> None:
         assert all(before.end_s <= after.start_s for before, after in pairwise(batches))
 
 
+def test_the_graph_of_a_single_rank_has_the_batches_of_its_cycles() -> None:
+    """Four tensors enqueued 10 ms apart, each in a batch of its own that takes 20 ms."""
+    alone = Cluster("one", (Host("a", 1, 1e8, 5e-5, 1e10, 5e-6),))
+    fit = CollectiveFit("all_reduce", 1, 20e-3, 0.0, 0.0, 1000, 10_000_000)
+    executed = HorovodCosts(fit, 0.0, 0.0, 0.0, 0.0, 0.0)
+    lowering = HorovodLowering(WORKLOAD, alone, executed)
+    dfg = lowering.graph(HorovodSettings(0, 0.0))
+    rest_s = WORKLOAD.update_s + WORKLOAD.forward_s
+    assert replay(dfg).makespan_s == pytest.approx(10e-3 + 4 * 20e-3 + rest_s)
+    assert sum(DERIVED in name for name in dfg.names.ops) == 4
+
+
 def test_another_network_changes_what_its_ring_moves() -> None:
     slow = HorovodLowering(WORKLOAD, cluster(5e7), costs())
     same = HorovodLowering(WORKLOAD, cluster(), costs())

@@ -155,7 +155,7 @@ def test_the_backend_of_a_horovod_script_is_named() -> None:
 
 def test_a_missing_library_is_named_with_the_command_that_installs_it() -> None:
     hint = missing_library_hint(ModuleNotFoundError("no", name="horovod.torch"))
-    assert hint == "; `make horovod` installs it (docs/frameworks.md)"
+    assert hint == "; `make horovod` installs it (`autotune docs frameworks`)"
     assert missing_library_hint(ModuleNotFoundError("no", name="pandas")) == ""
     assert missing_library_hint(ValueError("horovod")) == ""
     stale = ImportError("horovod/torch/mpi_lib_v2.so: undefined symbol: _ZN3c10")

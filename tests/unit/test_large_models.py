@@ -16,13 +16,14 @@ from test_search_deadline import SLACK, blocks
 from autotune.arrays import FloatArray
 from autotune.features.extract import StrategyFeatures
 from autotune.lowering.kept import Kept
-from autotune.optimizer.budget import Deadline
+from autotune.optimizer.budget import Budget, Deadline
 from autotune.records import CURRENT_SETUP, Measured, Role, TrialRequest
 from autotune.sampler import scoring
 from autotune.sampler.pool import CUT_SHORT
-from autotune.sampler.proposer import ROUND, Proposer
+from autotune.sampler.proposer import FINISH, ROUND, Proposer
 from autotune.sampler.random import sample_many
-from autotune.sampler.scoring import Candidate, Scorer
+from autotune.sampler.ranking import Candidate
+from autotune.sampler.scoring import Scorer
 from autotune.simulators.interface import Example, FitReport
 from autotune.strategy_space.builders.collectives import all_reduce_chunks
 from autotune.strategy_space.plan import PlannedStrategy
@@ -30,13 +31,14 @@ from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import Strategy
 from autotune.tuning.events import Profiled, Proposal, Proposed, TrialFinished
 from autotune.tuning.history import History
-from autotune.tuning.job import JobSpec, Search
+from autotune.tuning.job import DEFAULT_S, NO_LIMIT_S, JobSpec, Search
 from autotune.workload import Workload
 
 HOSTS = cluster(100, 100, 100, 100)
 VARIABLES = 20_000
 LARGE = blocks(VARIABLES)
 SMALL = blocks(20)
+TINY = blocks(2)
 
 
 def job(**settings) -> JobSpec:
@@ -181,6 +183,19 @@ def test_a_simulator_that_takes_too_long_is_left_out_after_one_fit():
     assert "rnn" not in {one.ranker for one in scores.quality}
     assert fast.limits_s[0] == pytest.approx(scoring.LEARNING * 20 / 5) and len(slow.fits) == 1
     assert list(scorer.finish(history)) == ["linear"]
+
+
+@pytest.mark.slow  # calibrates twice
+def test_trainings_have_the_limits_of_the_default_budget_if_only_trials_are_limited():
+    spec = job(simulators=("linear",), samples_per_round=10, max_seconds=NO_LIMIT_S)
+    learner, short = Learner("linear", False), Budget(20)
+    proposer = Proposer(spec, {"linear": lambda: learner}, CLOCK, budgets=(short, short))
+    history = measured(spec, TINY, sample_many(TINY, HOSTS, SearchSpace.default(), 8, 0))
+    proposer.propose(history, 1, 2)
+    first_s = learner.limits_s[0]
+    assert 0 < first_s < ROUND * DEFAULT_S / (1 + scoring.FOLDS)
+    proposer.finish(history)
+    assert learner.limits_s[-1] == pytest.approx(FINISH * DEFAULT_S)
 
 
 def test_the_candidates_of_a_round_have_bounded_plans():

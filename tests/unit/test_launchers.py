@@ -220,6 +220,15 @@ def test_a_run_keeps_horovodrun_with_its_options() -> None:
     assert run[-6:] == ["--strategy", "best.json", "--", "train.py", "--lr", "1"]
 
 
+def test_variables_after_mpirun_reach_the_ranks_of_every_host() -> None:
+    """Open MPI gives the environment of `mpirun` itself to the ranks of its own host only."""
+    command = read("env HERE=1 mpirun -np 4 -H a:2,b:2 -x A=1 uv run env A=2 B=x=y python train.py")
+    assert command.environment == {"HERE": "1", "A": "2", "B": "x=y"}
+    run = with_launcher(command, 4, ("--strategy", "best.json"))
+    launcher = ["mpirun", "-np", "4", "-H", "a:2,b:2", "-x", "A=1"]
+    assert run[: len(launcher) + 5] == [*launcher, "env", "A=2", "B=x=y", sys.executable, "-u"]
+
+
 def test_two_runs_at_once_share_no_port() -> None:
     words = "torchrun --nproc-per-node 2 --master-port 29501 train.py"
     run = with_launcher(at_any_port(read(words)), 2, ())

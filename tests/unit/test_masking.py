@@ -12,7 +12,7 @@ from autotune.cluster import Cluster
 from autotune.errors import InvalidInput
 from autotune.jobs.settings import Settings
 from autotune.jobs.tracking import TRACKING_FILE, Tracking, open_tracker
-from autotune.jobs.tune import COMMAND_FILE, create_job, resume_job
+from autotune.jobs.tune import COMMAND_FILE, created_job, resumed_job
 from autotune.jobs.workspace import Workspace
 from autotune.masking import masked, masked_command, secrets_of
 from autotune.records import Conditions, Network
@@ -98,17 +98,20 @@ def test_only_a_private_file_keeps_the_command_of_a_job(tmp_path) -> None:
     workspace = Workspace.create(tmp_path / "jobs")
     script = ScriptCommand("t.py", words[2:], False, None)
     with Store.open(workspace.store_path) as store:
-        job = create_job(workspace, store, Settings(spec, script), "one")
-        assert job.command == words and SECRET not in job.spec.command
+        with created_job(workspace, store, Settings(spec, script), "one") as job:
+            assert job.command == words and SECRET not in job.spec.command
         assert SECRET not in store.job("one").command
-        assert resume_job(workspace, store, "one", None).command == words
+        with resumed_job(workspace, store, "one", None) as job:
+            assert job.command == words
         file = workspace.job("one") / COMMAND_FILE
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         plain = replace(spec, command=("python", "t.py"))
-        create_job(workspace, store, Settings(plain, script), "two")
+        with created_job(workspace, store, Settings(plain, script), "two"):
+            pass
         assert not (workspace.job("two") / COMMAND_FILE).exists()
         file.unlink()
-        with pytest.raises(InvalidInput, match="the command of job 'one' has secrets"):
-            resume_job(workspace, store, "one", None)
+        rule = "the command of job 'one' has secrets"
+        with pytest.raises(InvalidInput, match=rule), resumed_job(workspace, store, "one", None):
+            pass
     stored = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert SECRET.encode() not in stored

@@ -18,7 +18,8 @@ from autotune.optimizer.budget import Budget, Deadline
 from autotune.records import CURRENT_SETUP, Accelerators, Measured, Role, TrialRequest
 from autotune.sampler.past_jobs import MOST_TRIALS, PastJob, past_residuals
 from autotune.sampler.proposer import Proposer
-from autotune.sampler.scoring import FEWEST_CALIBRATED, Candidate, Scorer
+from autotune.sampler.ranking import Candidate
+from autotune.sampler.scoring import FEWEST_CALIBRATED, Scorer
 from autotune.storage.store import Store
 from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.builders.registry import seed_strategies

@@ -32,7 +32,8 @@ from autotune.sampler.encodings import Encoding, FusionScalars, SpaceChoices
 from autotune.sampler.pool import CUT_SHORT, NEIGHBOURS
 from autotune.sampler.proposer import Proposer, uncalibrated
 from autotune.sampler.random import sample_many
-from autotune.sampler.scoring import FEWEST_CALIBRATED, NO_TIMES, Candidate, Scorer
+from autotune.sampler.ranking import NO_TIMES, Candidate
+from autotune.sampler.scoring import FEWEST_CALIBRATED, Scorer
 from autotune.simulators.interface import Simulator
 from autotune.simulators.registry import SIMULATORS
 from autotune.strategy_space.builders.collectives import ddp_default, per_variable
@@ -262,7 +263,19 @@ def test_a_strategy_that_was_tried_under_other_labels_is_not_proposed_again() ->
     others = [relabelled(one.strategy) for one in proposals]
     assert {other.id for other in others} != {one.strategy.id for one in proposals}
     history = after_trials(untried, others, SMALL)
-    assert Proposer(spec, {}).propose(history, 0, 1000).proposals == ()
+    tried = {plan(one.strategy, SMALL, 4).enacted_id for one in proposals}
+    again = Proposer(spec, {}).propose(history, 0, 1000).proposals
+    assert not tried & {plan(one.strategy, SMALL, 4).enacted_id for one in again}
+
+
+@pytest.mark.parametrize("search", [Search.RANDOM, Search.NO_SIMULATOR])
+def test_a_round_goes_on_after_a_draw_that_was_tried(search: Search) -> None:
+    spec = job(search=search, samples_per_round=1)
+    begun = profiled(spec, model=SMALL).then(finished(0, CURRENT_SETUP, None, 0.5))
+    tried = [one.strategy for one in Proposer(spec, {}).propose(begun, 0, 1000).proposals]
+    assert tried
+    [another] = Proposer(spec, {}).propose(after_trials(begun, tried, SMALL), 0, 1000).proposals
+    assert another.strategy not in tried and another.origin == "sampled"
 
 
 def test_measured_strategies_that_enact_the_same_are_one_group() -> None:
@@ -359,7 +372,9 @@ def test_trials_that_contradict_a_link_are_reported_and_correct_the_predictions(
         assert proposal.predicted_s == pytest.approx(measured_s, rel=0.1)
 
 
-@pytest.mark.parametrize("search", [Search.RANDOM, Search.AUTOSYNC])
+@pytest.mark.parametrize(
+    "search", [Search.RANDOM, pytest.param(Search.AUTOSYNC, marks=pytest.mark.slow)]
+)
 def test_strategies_that_cannot_be_enacted_are_left_out_with_the_reason(search: Search) -> None:
     spec = job(Cluster.local(4), search=search, lossy=True, samples_per_round=80)
     history = profiled(spec, model=HUGE)

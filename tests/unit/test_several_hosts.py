@@ -44,6 +44,7 @@ def hosts_with(*devices: int) -> Cluster:
     return Cluster("hosts", tuple(hosts))
 
 
+ALLOCATION = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "node-[0-1]"}
 EVEN, UNEVEN = hosts_with(4, 4), hosts_with(3, 1)
 MEETING = "--node-rank R --master-addr 10.0.0.0 --master-port 29500"
 ELASTIC = "torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint a:1 train.py"
@@ -125,7 +126,7 @@ def test_every_host_may_run_the_printed_command(cluster: Cluster) -> None:
         printed = printed.replace(" R ", f" {number} ").replace(" D ", f" {host.devices} ")
         command = read_command(printed.split())
         assert has_ranks_of(export, command)
-        refuse_other_hosts(export, command, printed.split(), BEST)
+        refuse_other_hosts(export, command, printed.split(), BEST, {})
 
 
 @pytest.mark.parametrize(
@@ -141,17 +142,59 @@ def test_a_command_that_joins_no_hosts_is_refused_with_one_that_does(
 ) -> None:
     command = read_command(words.split())
     with pytest.raises(InvalidInput) as refused:
-        refuse_other_hosts(export_on(EVEN), command, words.split(), BEST)
+        refuse_other_hosts(export_on(EVEN), command, words.split(), BEST, ALLOCATION)
     message = str(refused.value)
     assert f"tuned on 2 hosts, which a launcher must join, but the command {problem}" in message
     assert f"torchrun --nnodes 2 --nproc-per-node 4 {MEETING} train.py" in message
     assert hosts_text(EVEN) in message
-    refuse_other_hosts(export_on(EVEN, Network.EMULATED), command, words.split(), BEST)
+    refuse_other_hosts(export_on(EVEN, Network.EMULATED), command, words.split(), BEST, {})
 
 
-@pytest.mark.parametrize("words", [ELASTIC, "mpirun -np 8 python train.py"])
-def test_launchers_of_several_hosts_are_left_to_their_user(words: str) -> None:
-    refuse_other_hosts(export_on(EVEN), read_command(words.split()), words.split(), BEST)
+@pytest.mark.parametrize(
+    ("words", "environment"),
+    [
+        (ELASTIC, {}),
+        ("mpirun -np 8 -H a:4,b:4 python train.py", {}),
+        ("mpirun -np 8 --hostfile hosts python train.py", {}),
+        ("mpirun -np 8 -machinefile hosts python train.py", {}),
+        ("mpirun -np 8 --mca orte_default_hostfile hosts python train.py", {}),
+        ("env PRTE_MCA_prte_default_hostfile=hosts mpirun -np 8 python train.py", {}),
+        ("mpirun -np 8 python train.py", {"OMPI_MCA_orte_default_hostfile": "hosts"}),
+        ("mpirun -np 8 python train.py", {"PBS_NODEFILE": "/var/hosts"}),
+        ("mpirun -np 8 python train.py", ALLOCATION),
+        ("horovodrun -np 8 -H a:4,b:4 python train.py", {}),
+        ("horovodrun -np 8 --hostfile hosts python train.py", {}),
+        ("horovodrun -np 8 python train.py", {"LSB_JOBID": "1"}),
+    ],
+)
+def test_launchers_of_several_hosts_are_left_to_their_user(
+    words: str, environment: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    if words.startswith("horovodrun"):
+        pytest.importorskip("horovod")
+    command = read_command(words.split())
+    refuse_other_hosts(export_on(EVEN), command, words.split(), BEST, environment)
+    assert not caplog.messages
+
+
+def test_mpirun_without_hosts_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Its configuration files may name them."""
+    words = ["mpirun", "-np", "8", "python", "train.py"]
+    refuse_other_hosts(export_on(EVEN), read_command(words), words, BEST, {})
+    (warning,) = caplog.messages
+    problem = "starts all ranks on this machine, unless a configuration file of mpirun names hosts"
+    assert f"tuned on 2 hosts, which a launcher must join, but the command {problem}" in warning
+    assert "mpirun -H 10.0.0.0:4,10.0.0.1:4 -np 8 python train.py" in warning
+    assert hosts_text(EVEN) in warning
+
+
+def test_horovodrun_without_hosts_is_refused() -> None:
+    """It does not read the allocations of Slurm."""
+    pytest.importorskip("horovod")
+    words = ["horovodrun", "-np", "8", "python", "train.py"]
+    expected = r"starts all ranks on this machine; .* horovodrun -H 10\.0\.0\.0:4,10\.0\.0\.1:4 -np"
+    with pytest.raises(InvalidInput, match=expected):
+        refuse_other_hosts(export_on(EVEN), read_command(words), words, BEST, ALLOCATION)
 
 
 def test_another_number_of_ranks_is_none_of_the_export() -> None:
@@ -172,8 +215,9 @@ def test_an_export_of_one_host_is_not_enacted_on_several() -> None:
     for network in (Network.HOSTS, Network.LOOPBACK):
         one = export_on(hosts_with(8), network)
         with pytest.raises(InvalidInput, match=r"one host .* joins 2; tune on as many, with --nn"):
-            refuse_other_hosts(one, read_command(words), words, BEST)
-        refuse_other_hosts(one, read_command(["python", "train.py"]), ["python", "train.py"], BEST)
+            refuse_other_hosts(one, read_command(words), words, BEST, {})
+        bare = ["python", "train.py"]
+        refuse_other_hosts(one, read_command(bare), bare, BEST, {})
 
 
 def test_a_run_that_srun_starts_once_per_task_starts_nothing(capsys, monkeypatch) -> None:

@@ -6,7 +6,7 @@ import json
 import sqlite3
 import subprocess
 import sys
-from contextlib import closing
+from contextlib import ExitStack, closing
 from datetime import datetime
 from pathlib import Path
 from subprocess import PIPE
@@ -16,7 +16,9 @@ from synthetic_job import WORKLOAD, SyntheticWorld, decided, job_spec, strategy
 
 from autotune.canonical import canonical_json
 from autotune.errors import InvalidInput, StoreVersionError
-from autotune.jobs.workspace import job_to_resume, latest_job, new_job_id
+from autotune.jobs.settings import Settings
+from autotune.jobs.tune import created_job, resumed_job
+from autotune.jobs.workspace import Workspace, job_to_resume, latest_job, new_job_id
 from autotune.records import (
     CURRENT_SETUP,
     Conditions,
@@ -29,8 +31,16 @@ from autotune.records import (
 from autotune.storage.database import Database
 from autotune.storage.schema import migrations, statements
 from autotune.storage.store import Store
-from autotune.tuning.events import Event, Proposal, Proposed, TrialFinished, event_to_data
+from autotune.tuning.events import (
+    Event,
+    Proposal,
+    Proposed,
+    TrialFinished,
+    event_from_data,
+    event_to_data,
+)
 from autotune.tuning.figures import TrialSummary
+from runtime_rewriter.world.script_command import ScriptCommand
 
 WORLD = SyntheticWorld(
     {5: 0.06},
@@ -193,6 +203,47 @@ def test_the_job_to_resume_is_the_newest_that_no_process_drives(path):
             with store.lock("older"), pytest.raises(InvalidInput, match=rule):
                 job_to_resume(store)
         assert job_to_resume(store) == "newer"
+
+
+def test_a_new_job_has_its_lock_before_others_see_it(path):
+    seen = []
+
+    class Locks(ExitStack):
+        def enter_context(self, cm):
+            held = super().enter_context(cm)
+            seen.append([row.id for row in other.jobs()])
+            return held
+
+    with Store.open(path) as store, Store.open(path) as other:
+        with Locks() as locks:
+            for numbered in ("job", "job-2"):
+                assert store.create_job("job", job_spec(), numbered=True, locks=locks) == numbered
+                assert other.is_driven(numbered)
+            assert seen == [[], ["job"]]
+        assert not other.is_driven("job") and not other.is_driven("job-2")
+
+
+def test_a_job_that_another_process_creates_is_not_resumed(path):
+    workspace, script = Workspace(path.parent), ScriptCommand("t.py", (), False, None)
+    with Store.open(path) as store:
+        with created_job(workspace, store, Settings(job_spec(), script), "job"):
+            rule = "every unfinished job in .* is being driven by another process"
+            with pytest.raises(InvalidInput, match=rule):
+                job_to_resume(store)
+            resumed = resumed_job(workspace, store, "job", None)
+            rule = "job 'job' is being driven by another process"
+            with pytest.raises(InvalidInput, match=rule), resumed:
+                pass
+        assert job_to_resume(store) == "job"
+
+
+def test_an_ended_job_is_not_resumed(path):
+    with Store.open(path) as store:
+        record(store, "job")
+        rule = r"job 'job' has ended \(finished\); see `autotune show job`"
+        resumed = resumed_job(Workspace(path.parent), store, "job", None)
+        with pytest.raises(InvalidInput, match=rule), resumed:
+            pass
 
 
 def test_a_new_file_is_opened_as_soon_as_another_process_has_written_it(path):
@@ -459,6 +510,14 @@ def test_a_job_is_driven_by_one_process_at_a_time(path):
             holder.kill()
         with store.lock("job"):
             pass
+
+
+def test_a_trial_that_counted_restarts_of_horovod_is_still_read():
+    trials = [event for event in HISTORY.events if isinstance(event, TrialFinished)]
+    trial = next(trial for trial in trials if isinstance(trial.outcome, Measured))
+    data = event_to_data(trial)
+    data["outcome"]["restarts"] = 1
+    assert event_from_data(data) == trial
 
 
 def test_the_outbox_keeps_its_order_and_forgets_what_was_sent(path):

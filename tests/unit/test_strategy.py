@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -239,3 +240,48 @@ def test_bad_data_gets_one_message_with_place_rule_and_value(change, message):
 def test_bad_json_is_one_clear_error(text, message):
     with pytest.raises(InvalidInput, match=message):
         Strategy.from_json(text, "x.json")
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "accepted"),
+    [
+        ("cross_step", "off", "boolean"),
+        ("local_copies", 1, "boolean"),
+        ("schema", True, "integer"),
+        ("in_flight", "1", "integer"),
+        ("ring_order", ["0x0"], "integer"),
+        ("variables.0.partition.axis", False, "integer"),
+        ("variables.0.partition.sizes", [3.0, 2], "integer"),
+        ("variables.0.shards.0.hierarchical", "no", "boolean"),
+        ("variables.0.shards.0.placement", "1", "integer"),
+        ("variables.0.shards.0.group", "0x10", "integer"),
+        ("variables.0.shards.1.priority", True, "integer"),
+        ("variables.1.shards.0.rank", 4.0, "integer"),
+        ("variables.1.shards.0.ratio", True, "number"),
+        ("variables.1.shards.0.ratio", "0.1", "number"),
+        ("variables.1.shards.0.shares", [True, 0.0], "number"),
+        ("variables.1.shards.0.pieces", "2", "integer"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_and_not_converted(place, value, accepted):
+    def change(at):
+        *path, name = place.split(".")
+        for part in path:
+            at = at[int(part)] if part.isdigit() else at[part]
+        at[name] = value
+
+    wrong, where = (value[0], f"{place}.0") if isinstance(value, list) else (value, place)
+    message = f"x.json: {where}: Input should be a valid {accepted}, but is {wrong!r}"
+    with pytest.raises(InvalidInput, match=f"^{re.escape(message)}$"):
+        Strategy.from_data(changed(change), "x.json")
+
+
+def test_an_integer_stands_for_a_fraction():
+    part = {"synchronizer": "all_reduce", "compressor": "top_k", "ratio": 1}
+    served = {"synchronizer": "direct_exchange", "shares": [0, 1, 0]}
+    names = {"a": part, "b": served}
+    data = {"variables": [{"variable": name, "shards": [names[name]]} for name in names]}
+    parsed = Strategy.from_data(data)
+    ratio, shares = parsed.by_name["a"].shards[0].ratio, parsed.by_name["b"].shards[0].shares
+    assert (ratio, shares) == (1.0, (0.0, 1.0, 0.0))
+    assert {type(value) for value in (ratio, *shares)} == {float}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
 import pytest
+from command_line import error_output, output
 from synthetic_job import SyntheticWorld, decided, job_spec
 from test_export import MODEL, NOW
 from torch import nn
@@ -28,7 +30,8 @@ from runtime_rewriter.world.answers import ScriptEnded
 from runtime_rewriter.world.views import Protected, held_view
 from runtime_rewriter.world.world import World
 
-PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "troubleshooting.md"
 
 
 def no_ddp() -> None:
@@ -96,7 +99,28 @@ def test_the_message_names_its_anchor_once(anchor: str, monkeypatch) -> None:
     monkeypatch.setattr(places, "find_spec", lambda name: None)
     with pytest.raises(AutotuneError) as raised:
         CASES[anchor]()
-    assert str(raised.value).count(f"; see docs/troubleshooting.md#{anchor}") == 1
+    assert str(raised.value).count(f"; see `autotune docs troubleshooting#{anchor}`") == 1
+
+
+def test_every_command_that_a_message_names_prints_its_part_of_the_documentation(capsys) -> None:
+    """An installed package has no folder `docs`, but the pages that messages name."""
+    packages = (ROOT / name for name in ("autotune", "runtime_rewriter"))
+    sources = [path.read_text() for package in packages for path in package.rglob("*.py")]
+    named = {page for text in sources for page in re.findall(r"`autotune docs ([\w#-]+)`", text)}
+    assert named >= {"launching#slurm", "frameworks"}
+    for page in (*named, *(f"troubleshooting#{anchor}" for anchor in CASES)):
+        printed = output(capsys, "docs", page)
+        assert printed.startswith("## " if "#" in page else "# ")
+        assert "#" not in page or "\n## " not in printed
+
+
+def test_a_section_has_its_subsections_and_unknown_ones_are_refused_with_the_known(capsys) -> None:
+    section = output(capsys, "docs", "launching#several-hosts")
+    assert section.startswith("## Several machines\n") and "<a id" not in section
+    assert "# On the first host:" in section and "### What every host needs" in section
+    assert "frameworks, launching, troubleshooting, but is" in error_output(capsys, "docs", "job")
+    unknown = error_output(capsys, "docs", "launching#slurms")
+    assert "files, several-hosts, hosts, slurm, but is 'slurms'" in unknown
 
 
 def test_a_script_without_a_step_of_ours_learns_what_to_change_in_tensorflow() -> None:
@@ -111,5 +135,5 @@ def test_json_errors_name_the_page(capsys, tmp_path) -> None:
     launch = ["torchrun", "--nproc-per-node", "3", script]
     assert main(["run", "--json", "--strategy", str(path), "--", *launch]) == 2
     error = json.loads(capsys.readouterr().out)
-    assert error["help"] == "docs/troubleshooting.md#wrong-world-size"
+    assert error["help"] == "autotune docs troubleshooting#wrong-world-size"
     assert error["help"] in error["error"]

@@ -191,8 +191,6 @@ def _outcome(event: TrialFinished) -> str:
         text += ", disturbed"
     if outcome.overrun is not None:
         text += f", overrun {outcome.overrun:.1%}"
-    if outcome.restarts:
-        text += ", Horovod restarted"
     if request.predicted_s:
         text += f", predicted {format_seconds(request.predicted_s)}"
     return text

@@ -231,20 +231,16 @@ class Program:
         None where the solver fails; `eased` multiplies the noise. With `slack` the order may be
         broken at a price.
         """
-        observed, noise = (
-            self.observed,
-            Noise(eased * self.noise.end_s, eased * self.noise.duration_s),
-        )
+        observed = self.observed
+        noise = Noise(eased * self.noise.end_s, eased * self.noise.duration_s)
         start, end = self.start / noise.end_s, self.end / noise.end_s
         theta = cp.Variable(observed.ranks)
         own_start = own_end = self.pick_rank @ theta
         rules = [theta[0] == 0]
         if len(self.free_machines):
             delta = cp.Variable(len(self.free_machines))  # of the clock over half the recording
-            own_start, own_end = (
-                own_start + self.lean_start @ delta,
-                own_end + self.lean_end @ delta,
-            )
+            own_start = own_start + self.lean_start @ delta
+            own_end = own_end + self.lean_end @ delta
             rules += [cp.abs(delta * (noise.end_s / self.half_s) + self.rough) <= MOST_DRIFT]
         root = np.sqrt(weight[observed.of])
         cost: cp.Expression = cp.Constant(0.0)
@@ -260,18 +256,8 @@ class Program:
             mean = cp.Variable(len(numbers))
             off = cp.multiply(root[members], durations - _picking(groups, len(numbers)) @ mean)
             cost += cp.sum_squares(off * (noise.end_s / noise.duration_s))
-        known = np.flatnonzero(observed.hosts >= 0)
-        if len(known):
-            clock = cp.Variable(int(observed.hosts.max()) + 1)
-            same = (
-                _picking(known, observed.ranks) @ theta
-                + self.base_s[known] / noise.end_s
-                - _picking(observed.hosts[known], int(observed.hosts.max()) + 1) @ clock
-            )
-            cost += cp.sum_squares(same * (noise.end_s / (eased * HOST_NOISE_S)))
-        if len(self.guessed):
-            weights = noise.end_s / (eased * self.error_s)
-            cost += cp.sum_squares(cp.multiply(weights, theta[self.guessed]))
+        for pull in self._pulls(theta, noise.end_s, eased):
+            cost += pull
         if len(bound):
             latest, late = cp.Variable(len(bound)), cp.Variable(len(bound), nonneg=True)
             within = np.flatnonzero(np.isin(observed.of, bound))
@@ -283,13 +269,8 @@ class Program:
             rules += [collective[waits] @ earliest <= end[waiting] + own_end[waiting]]
             cost += SLACK_PRICE * cp.sum(late) if slack else 0.0
         problem = cp.Problem(cp.Minimize(cost), rules)
-        with warnings.catch_warnings():
-            # "may be inaccurate": by some nanoseconds; slack reports what is broken
-            warnings.simplefilter("ignore", UserWarning)
-            try:
-                problem.solve(solver=cp.CLARABEL, tol_infeas_abs=CERTAIN, tol_infeas_rel=CERTAIN)
-            except cp.error.SolverError:
-                return None
+        if not _solver_ends(problem):
+            return None
         infeasible = problem.status in (cp.INFEASIBLE, cp.INFEASIBLE_INACCURATE)
         self.contradictory = self.contradictory or infeasible
         if theta.value is None:
@@ -301,6 +282,27 @@ class Program:
             of_rank = np.searchsorted(self.free_machines, self.drifts.machine[self.drifts.free])
             clocks[1, self.drifts.free] = (delta.value * noise.end_s / self.half_s)[of_rank]
         return clocks
+
+    def _pulls(self, theta: cp.Variable, end_s: float, eased: float) -> list[cp.Expression]:
+        """O2 and O4: the costs of leaving the clock of each host, and the guess.
+
+        `end_s`: the unit of `theta`.
+        """
+        observed = self.observed
+        pulls: list[cp.Expression] = []
+        known = np.flatnonzero(observed.hosts >= 0)
+        if len(known):
+            clock = cp.Variable(int(observed.hosts.max()) + 1)
+            same = (
+                _picking(known, observed.ranks) @ theta
+                + self.base_s[known] / end_s
+                - _picking(observed.hosts[known], int(observed.hosts.max()) + 1) @ clock
+            )
+            pulls.append(cp.sum_squares(same * (end_s / (eased * HOST_NOISE_S))))
+        if len(self.guessed):
+            weights = end_s / (eased * self.error_s)
+            pulls.append(cp.sum_squares(cp.multiply(weights, theta[self.guessed])))
+        return pulls
 
     def objective(self, clocks: FloatArray, weight: FloatArray) -> float:
         """The true objective, with the clipping of these clocks."""
@@ -323,6 +325,18 @@ class Program:
             value += float(np.sum((on_host - on_host.mean()) ** 2)) / HOST_NOISE_S**2
         moved_s = (offset_s - self.base_s)[self.guessed]
         return value + float(np.sum((moved_s / self.error_s) ** 2))
+
+
+def _solver_ends(problem: cp.Problem) -> bool:
+    """Solve the problem, or find that it is infeasible; False where the solver fails."""
+    with warnings.catch_warnings():
+        # "may be inaccurate": by some nanoseconds; slack reports what is broken
+        warnings.simplefilter("ignore", UserWarning)
+        try:
+            problem.solve(solver=cp.CLARABEL, tol_infeas_abs=CERTAIN, tol_infeas_rel=CERTAIN)
+        except cp.error.SolverError:
+            return False
+    return True
 
 
 def _picking(columns: IntArray, width: int) -> sp.csr_matrix:

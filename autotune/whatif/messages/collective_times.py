@@ -93,7 +93,7 @@ class CollectiveTimes:
 
     def _fitted(self, collective: Collective, scope: Scope) -> bool:
         size = max(len(members) for members in self._groups(scope))
-        return self._timing.fitted(collective, size, scope)
+        return self._timing.fits.fitted(collective, size, scope)
 
     def _groups(self, scope: Scope) -> Sequence[tuple[int, ...]]:
         if scope is Scope.WORLD:

@@ -185,7 +185,7 @@ class MemoryCapture(BackwardObserver):
         except InvalidInput as refusal:
             self._give_up(str(refusal))
             return None
-        view = self._synchronizer.bucket_view
+        view = self._synchronizer.backend.bucket_view
         return RecordedMemory(
             profile,
             ddp=view is not None,
