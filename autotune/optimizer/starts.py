@@ -90,18 +90,20 @@ def _estimated_s(state: State, problem: Problem) -> float:
 def _even_buckets(problem: Problem, fusion: OpFusion) -> Iterator[tuple[str, Strategy]]:
     """Messages of about one size across the step, by all-reduce and through servers.
 
-    They have the planned order and as many in flight as the space allows. They suit cases in which
-    a busy channel matters more than sizes.
+    Of a script that reads norms also by direct exchanges. They have the planned order and as many
+    in flight as the space allows. They suit cases in which a busy channel matters more than sizes.
     """
     space = problem.space
     if not space.cross_step:
         return
     timed, cluster = _timed(problem, fusion), problem.cluster
     for size in EVEN_BYTES:
-        builders = {
+        builders: dict[Synchronizer, Callable[[], Strategy]] = {
             Synchronizer.ALL_REDUCE: partial(large_alone, timed, size, size),
             Synchronizer.PARAMETER_SERVER: partial(served_in_buckets, timed, cluster, size),
         }
+        if timed.reads_norms:
+            builders[Synchronizer.DIRECT_EXCHANGE] = partial(_equally_owned, timed, size)
         for synchronizer, build in builders.items():
             if synchronizer not in space.synchronizers:
                 continue
@@ -109,7 +111,29 @@ def _even_buckets(problem: Problem, fusion: OpFusion) -> Iterator[tuple[str, Str
             if space.contains(buckets, problem.workload, cluster):
                 across = in_planned_order(buckets, timed, cluster, ORDER_NODES)
                 name = f"{synchronizer}, buckets of {size // 1024} KiB, across steps"
-                yield name, replace(across, in_flight=space.most_in_flight)
+                most = max(space.most_in_flight, buckets.in_flight)
+                yield name, replace(across, in_flight=most)
+
+
+def _equally_owned(workload: Workload, size: int) -> Strategy:
+    """Direct exchanges of about `size` bytes whose ranks own equal shares.
+
+    If all sums must be complete before the first result is sent, a link of rate r takes
+    max(1 - s, (n - 1) s) / r per byte for the sums and as long for the results, where its rank owns
+    the share s. The slowest link takes least at s = 1 / n, and other shares help no other link
+    more. Small messages let results arrive in the order in which the forward pass needs them.
+    """
+    buckets = large_alone(workload, size, size)
+    shards = {
+        shard: replace(shard, synchronizer=Synchronizer.DIRECT_EXCHANGE)
+        for choice in buckets.variables
+        for shard in choice.shards
+    }
+    choices = tuple(
+        replace(choice, shards=tuple(shards[shard] for shard in choice.shards))
+        for choice in buckets.variables
+    )
+    return replace(buckets, variables=choices, in_flight=IN_FLIGHT)
 
 
 def _timed(problem: Problem, fusion: OpFusion) -> Workload:

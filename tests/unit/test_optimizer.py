@@ -32,6 +32,7 @@ from autotune.strategy_space.builders.registry import BUILDERS
 from autotune.strategy_space.builders.rows import with_rows
 from autotune.strategy_space.enactable import refusal_reason
 from autotune.strategy_space.mirrored import mirrored_space
+from autotune.strategy_space.owners import by_bandwidth
 from autotune.strategy_space.plan import Plan, plan
 from autotune.strategy_space.space import SearchSpace
 from autotune.strategy_space.strategy import (
@@ -127,6 +128,31 @@ def test_hand_made_strategies_that_can_hardly_win_are_not_replayed() -> None:
     assert near.keys() < every.keys()
     assert min(steps_s[name] for name in near) == fastest_s
     assert all(steps_s[name] > 2 * fastest_s for name in every.keys() - near.keys())
+
+
+def test_ranks_own_equal_shares_where_results_wait_for_norms() -> None:
+    """On uneven hosts the shares by bandwidth are the best only if nothing waits for norms."""
+    model = Workload("m", tuple(Variable(f"v{i}", (512, 128)) for i in range(12)), (), 0.02, 0.04)
+    uneven = cluster((1, 2000), (1, 1000), (1, 1000), (1, 500))
+    equal, by_rate = "direct_exchange, buckets of 256 KiB, across steps", by_bandwidth(uneven)
+
+    def starts(workload: Workload) -> dict[str, State]:
+        return dict(later_starts(Problem(workload, uneven, SearchSpace.default()), math.inf))
+
+    assert equal not in starts(model)
+    clipped = replace(model, reads_norms=True)
+    strategy = starts(clipped)[equal].strategy
+    chosen = tuple(
+        replace(one, shards=tuple(replace(shard, shares=by_rate) for shard in one.shards))
+        for one in strategy.variables
+    )
+    steps = LoweredSteps(clipped, uneven)
+    equal_s, by_rate_s = (
+        steps.step_s(plan(one, clipped, 4))
+        for one in (strategy, replace(strategy, variables=chosen))
+    )
+    assert all(shard.shares is None for one in strategy.variables for shard in one.shards)
+    assert equal_s < 0.9 * by_rate_s
 
 
 def test_a_space_with_one_synchronizer_within_the_step_is_respected() -> None:
