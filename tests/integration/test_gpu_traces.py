@@ -24,7 +24,13 @@ def job_of() -> Callable[[str], TraceJob]:
 
 
 @pytest.mark.parametrize(
-    "name", ["resnet50.amp_bf16", "vgg19.fp32", "densenet121.two_ranks", "gpt2.two_ranks"]
+    "name",
+    [
+        "resnet50.amp_bf16",
+        "vgg19.fp32",
+        pytest.param("densenet121.two_ranks", marks=pytest.mark.slow),
+        "gpt2.two_ranks",
+    ],
 )
 def test_recorded_steps_are_replayed_within_one_percent(
     name: str, job_of: Callable[[str], TraceJob]

@@ -130,6 +130,7 @@ def test_a_terminated_run_ends_torchrun_and_its_ranks(tmp_path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_run_prints_one_object_and_has_the_status_of_a_shell(tmp_path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

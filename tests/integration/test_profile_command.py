@@ -86,6 +86,7 @@ def test_a_script_under_torchrun_is_recorded_and_ended(tmp_path, capsys) -> None
 
 
 @pytest.mark.job
+@pytest.mark.slow
 def test_a_rank_that_crashes_is_reported_with_its_own_words(tmp_path) -> None:
     done = run(tmp_path, "--", "--steps", "100", "--fault", "crash", "--fault-step", "4")
     assert done.returncode == 1

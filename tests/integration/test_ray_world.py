@@ -260,6 +260,7 @@ class _Interrupted(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_closing_does_not_wait_for_a_running_trial(make_world) -> None:
     def interrupt(*_: object) -> None:
         raise _Interrupted

@@ -114,7 +114,13 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("make", PLANS)
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, marks=[pytest.mark.slow] if make is small_transformer else [])
+        for make in PLANS
+    ],
+)
 def test_plans_that_average_as_they_should_pass(make):
     trials = Trials(make())
     for name, rows in PLANS[make]:

@@ -149,6 +149,7 @@ def test_ranks_with_other_exports_are_refused_before_the_first_step(tmp_path) ->
     assert all(both in text for of_rank in texts for text in of_rank)
 
 
+@pytest.mark.slow
 def test_nothing_of_the_script_runs_on_servers_and_exit_handlers_see_trained_variables(
     tmp_path: Path,
 ) -> None:

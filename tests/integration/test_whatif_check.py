@@ -110,6 +110,7 @@ def test_a_script_that_crashes_discards_no_other_check(script: Path) -> None:
     assert all("no data" in reason for _, reason in refusals)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_both_scripts_and_every_further_check(script: Path) -> None:
     trace = script.with_name("rank0.json")
     trace.write_bytes(training_text(5, 100))

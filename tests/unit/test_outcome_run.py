@@ -192,6 +192,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     )
 
 
+@pytest.mark.slow
 def test_searches_have_equal_budgets_and_every_round_measures_every_side(whole):
     assert keys(whole.domain.trials) == whole.trials  # nothing is lost
     closing = rounds_of(whole.domain.trials, CLOSING)
@@ -203,6 +204,7 @@ def test_searches_have_equal_budgets_and_every_round_measures_every_side(whole):
     assert side_called(whole, f"{RANDOM}, 6 trials")
 
 
+@pytest.mark.slow
 def test_the_source_of_a_trial_names_its_purpose(whole):
     trials = whole.domain.trials
     names = {side.name: side.plan for side in whole.frozen.sides}
@@ -220,6 +222,7 @@ def test_the_source_of_a_trial_names_its_purpose(whole):
     assert trials[0].strategy is None and trials[-1].strategy is None
 
 
+@pytest.mark.slow
 def test_the_folder_is_a_dataset_in_which_a_ranking_has_each_plan_once(whole, tmp_path):
     """Apart from the benchmark's own files, a dozen closing trials of a plan are one point."""
     (whole.dataset / "outcome.md").write_text("a section")
@@ -232,6 +235,7 @@ def test_the_folder_is_a_dataset_in_which_a_ranking_has_each_plan_once(whole, tm
     assert fastest_s == pytest.approx(min(map(min, domain.plan_steady_s.values())))
 
 
+@pytest.mark.slow
 def test_repeats_of_the_closing_comparison_show_the_noise(whole):
     """Without these repeats no plan has enough trials."""
 
@@ -249,6 +253,7 @@ def test_repeats_of_the_closing_comparison_show_the_noise(whole):
     assert noise_of(once.values()) is None
 
 
+@pytest.mark.slow
 def test_ours_is_the_tuners_choice_at_each_mark_which_the_search_does_not_see(whole):
     with jobs(whole.folder) as store:
         search, looked = store.history(OURS), store.history(f"{OURS}-3")
@@ -259,6 +264,7 @@ def test_ours_is_the_tuners_choice_at_each_mark_which_the_search_does_not_see(wh
     assert side_called(whole, f"{OURS}, 3 trials").strategy.id == contender(looked)
 
 
+@pytest.mark.slow
 def test_searches_use_the_probed_cluster_and_count_the_preparation_time(whole):
     with jobs(whole.folder) as store:
         for job in (OURS, RANDOM):
@@ -270,6 +276,7 @@ def test_searches_use_the_probed_cluster_and_count_the_preparation_time(whole):
     assert PREPARED_S < seconds["3"] < seconds["6"]
 
 
+@pytest.mark.slow
 def test_a_search_that_joins_later_counts_the_first_sessions_preparation(whole, tmp_path):
     shutil.copytree(whole.folder, tmp_path, dirs_exist_ok=True)
     with session_on(tmp_path, MadeWorld(), prepared_s=1.0) as session, jobs(tmp_path) as store:
@@ -280,6 +287,7 @@ def test_a_search_that_joins_later_counts_the_first_sessions_preparation(whole, 
         assert few.keys() == {OURS, WITHIN, seed_job(1)}
 
 
+@pytest.mark.slow
 def test_the_row_has_ratios_bound_and_marks(whole):
     row = row_of(whole.folder)
     last, near = row.lossless.last, row.lossless.near
@@ -313,6 +321,7 @@ def test_the_row_has_ratios_bound_and_marks(whole):
     assert row_of(whole.dataset / "elsewhere") is None
 
 
+@pytest.mark.slow
 def test_evaluation_takes_every_domain_in_the_folder_and_ends_with_the_keys(whole, capsys):
     command = ["--only-evaluate", "--folder", str(whole.dataset)]
     assert main(command) == 0
@@ -324,6 +333,7 @@ def test_evaluation_takes_every_domain_in_the_folder_and_ends_with_the_keys(whol
     assert "--domain must be some of made.up, but has 'vgg.nowhere'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_marks_are_ordered_by_number_and_not_as_text(whole, tmp_path):
     shorten(whole, tmp_path, len(whole.domain.trials))
     course = whole.frozen.courses[OURS]
@@ -404,6 +414,7 @@ def shorten(whole: SimpleNamespace, path: Path, count: int) -> None:
     write_frozen(path, whole.frozen)
 
 
+@pytest.mark.slow
 def test_a_closing_round_that_was_cut_is_repeated_as_a_whole(whole, tmp_path):
     count = len(plans(whole.frozen))
     four_rounds_and_three_blocks = len(whole.domain.trials) - 1 - 2 * count + 3
@@ -416,6 +427,7 @@ def test_a_closing_round_that_was_cut_is_repeated_as_a_whole(whole, tmp_path):
     assert len(whole_rounds(closing, whole.frozen.sides)) == SETTINGS.rounds
 
 
+@pytest.mark.slow
 def test_a_complete_domain_is_not_measured_again_and_rounds_are_only_added(whole, tmp_path):
     shutil.copytree(whole.folder, tmp_path, dirs_exist_ok=True)
     messages: list[str] = []
@@ -428,6 +440,7 @@ def test_a_complete_domain_is_not_measured_again_and_rounds_are_only_added(whole
     assert set(measured.values()) == {1}
 
 
+@pytest.mark.slow
 def test_a_side_that_fails_in_the_closing_comparison_is_left_out(whole, tmp_path):
     shorten(whole, tmp_path, 0)
     [side] = [side for side in whole.frozen.sides if side.name.startswith(ZERO2)]
@@ -439,6 +452,7 @@ def test_a_side_that_fails_in_the_closing_comparison_is_left_out(whole, tmp_path
     assert blocks == 6 * (len(plans(whole.frozen)) - 1) + 2  # it is tried twice
 
 
+@pytest.mark.slow
 def test_a_side_whose_plan_has_changed_is_refused_before_any_trial(whole, tmp_path):
     shorten(whole, tmp_path, 0)
     first, *others = whole.frozen.sides[1:]
@@ -450,6 +464,7 @@ def test_a_side_whose_plan_has_changed_is_refused_before_any_trial(whole, tmp_pa
     assert world.trials == []
 
 
+@pytest.mark.slow
 def test_the_first_round_of_a_sweep_is_short(whole):
     """Settings of the later rounds are measured as long as those of the closing comparison."""
     sweep = rounds_of(whole.domain.trials, SWEEP)

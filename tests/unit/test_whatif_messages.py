@@ -33,7 +33,7 @@ def vgg19() -> Recording:
     return Recording("vgg19.two_ranks")
 
 
-@pytest.mark.parametrize("model", ["resnet50", "vgg19"])
+@pytest.mark.parametrize("model", [pytest.param("resnet50", marks=pytest.mark.slow), "vgg19"])
 def test_messages_have_the_recorded_number_bytes_order_and_kernels(model: str) -> None:
     """With buffers, which are broadcast before the forward pass, and without."""
     predicted = predicted_messages(TRACES / f"{model}.fp32")
