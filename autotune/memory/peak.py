@@ -228,9 +228,9 @@ def _turns(
     two_steps_s = np.concatenate([profile.end_s, profile.end_s + profile.end_s[-1]])
 
     def segments(at_s: FloatArray, earliest: IntArray | int) -> list[int]:
-        found = np.minimum(np.searchsorted(two_steps_s, at_s), latest)
-        at: list[int] = np.maximum(found, earliest).tolist()
-        return at
+        segment = np.minimum(np.searchsorted(two_steps_s, at_s), latest)
+        numbers: list[int] = np.maximum(segment, earliest).tolist()
+        return numbers
 
     sums = zip(segments(sum_end_s - sum_s, issued), segments(sum_end_s, issued), strict=True)
     turns: list[tuple[Turn, ...]] = [
