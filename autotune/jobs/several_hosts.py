@@ -30,7 +30,7 @@ _OF_HOSTS = re.compile("(host|node)_?(file|list)", re.IGNORECASE)
 Such as PBS_NODEFILE, SLURM_JOB_NODELIST, PE_HOSTFILE and OMPI_MCA_orte_default_hostfile.
 """
 _LSF = "LSB_JOBID"
-"""Where it is set, horovodrun takes the hosts of LSF's allocation."""
+"""If this variable is set, horovodrun takes its hosts from the allocation of LSF."""
 _MEETING_OPTIONS = (
     *("--nnodes", "--nproc-per-node", "--node-rank", "--master-addr", "--master-port"),
     *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"),

@@ -90,8 +90,8 @@ def _estimated_s(state: State, problem: Problem) -> float:
 def _even_buckets(problem: Problem, fusion: OpFusion) -> Iterator[tuple[str, Strategy]]:
     """Messages of about one size across the step, by all-reduce and through servers.
 
-    Of a script that reads norms also by direct exchanges. They have the planned order and as many
-    in flight as the space allows. They suit cases in which a busy channel matters more than sizes.
+    If the script reads norms, by direct exchange, too. They have the planned order and as many in
+    flight as the space allows. They suit cases in which a busy channel matters more than sizes.
     """
     space = problem.space
     if not space.cross_step:
@@ -116,12 +116,12 @@ def _even_buckets(problem: Problem, fusion: OpFusion) -> Iterator[tuple[str, Str
 
 
 def _equally_owned(workload: Workload, size: int) -> Strategy:
-    """Direct exchanges of about `size` bytes whose ranks own equal shares.
+    """Direct exchanges of about `size` bytes in which all n ranks own equal shares.
 
-    If all sums must be complete before the first result is sent, a link of rate r takes
-    max(1 - s, (n - 1) s) / r per byte for the sums and as long for the results, where its rank owns
-    the share s. The slowest link takes least at s = 1 / n, and other shares help no other link
-    more. Small messages let results arrive in the order in which the forward pass needs them.
+    Results wait until all sums are complete. So the link of a rank with the share s is busy for
+    max(1 - s, (n - 1) s) / rate per byte of sums, and again per byte of results. For the slowest
+    link this is shortest at s = 1 / n. Small messages let results arrive in the order in which the
+    forward pass needs them.
     """
     buckets = large_alone(workload, size, size)
     shards = {

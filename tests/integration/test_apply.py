@@ -318,16 +318,16 @@ for _ in range(100):
 """
 
 
-CLAIM = "no rank on this machine reported a model that trains by"
+NONE = "no rank on this machine reported a model that trains by {path}"
 
 
 @pytest.mark.parametrize(
     ("script", "words", "status", "expected"),
     [
         (SCRIPT, ("--steps", "1"), 0, "ran with {id} ({backend}), exit status 0"),
-        pytest.param("empty.py", (), 0, f"exit status 0; {CLAIM}", marks=pytest.mark.slow),
-        (SCRIPT, ("--width", "48"), 1, f"exit status 1; {CLAIM}"),
-        pytest.param("unwrapped.py", (), 1, f"exit status 1; {CLAIM}", marks=pytest.mark.slow),
+        pytest.param("empty.py", (), 0, f"exit status 0; {NONE}", marks=pytest.mark.slow),
+        (SCRIPT, ("--width", "48"), 1, f"exit status 1; {NONE}"),
+        pytest.param("unwrapped.py", (), 1, f"exit status 1; {NONE}", marks=pytest.mark.slow),
     ],
     ids=["applied", "a script without a model", "refused by every rank", "not wrapped"],
 )
@@ -338,9 +338,11 @@ def test_a_run_claims_no_strategy_that_no_model_got(
     export = exported(torch.nn.Sequential(*layers), tmp_path / "own.json")
     (tmp_path / "empty.py").touch()
     (tmp_path / "unwrapped.py").write_text(UNWRAPPED)
-    run = [sys.executable, "-m", "autotune", "run", "--strategy", str(tmp_path / "own.json")]
+    path = tmp_path / "own.json"
+    run = [sys.executable, "-m", "autotune", "run", "--strategy", str(path)]
     done = run_script([*run, "--", str(tmp_path / script), *words], cwd=ROOT, timeout=START_S)
     assert done.returncode == status, done.stderr
     backend = "carried out by torch's own DDP reducer, 1 bucket"
     last = done.stdout.splitlines()[-1]
-    assert last.startswith(expected.format(id=export.strategy.id, backend=backend))
+    wanted = expected.format(id=export.strategy.id, backend=backend, path=path)
+    assert last.startswith(wanted)

@@ -133,12 +133,12 @@ def test_sums_that_wait_for_norms_are_held_until_their_results_have_arrived() ->
     slow = cluster((1, 0.4), (1, 0.4))
     on_cpu = replace(two_layers(), device="cpu")
     estimate = peak_memory(on_cpu, WORKLOAD, enacted, slow, replica=Replica(ddp=False))
-    kept = 2 * GRAD + 2 * GRAD // 2  # wires and shards
+    always_bytes = 2 * GRAD + 2 * GRAD // 2  # wires and shards
     crossing = [2 * GRAD, GRAD, 0, 0, 0]
     # reduce-scatters of both and an all-gather, the same, of b, of both, of both
     copies = [3 * GRAD, 3 * GRAD, GRAD, 2 * GRAD, 2 * GRAD]
     alone = [1900, 2900, 3300, 2600, 1600]
-    expected = [kept + sum(parts) for parts in zip(alone, crossing, copies, strict=True)]
+    expected = [always_bytes + sum(parts) for parts in zip(alone, crossing, copies, strict=True)]
     assert estimate.live_bytes.tolist() == expected == [5100, 5700, 4900, 4600, 3600]
     assert (estimate.peak_bytes, estimate.segment) == (5700, 1)
 
@@ -148,10 +148,10 @@ def test_a_server_holds_no_copy_between_a_sum_and_its_result() -> None:
     enacted = waiting_for_norms(synchronizer=Synchronizer.PARAMETER_SERVER, owner=0)
     on_cpu = replace(two_layers(), device="cpu")
     estimate = peak_memory(on_cpu, WORKLOAD, enacted, replica=Replica(ddp=False))
-    kept = 2 * GRAD + 2 * 2 * GRAD  # wires, and parts of both ranks
+    always_bytes = 2 * GRAD + 2 * 2 * GRAD  # wires, and parts of both ranks
     # without a cluster, both scatters follow the last gather in the segment of the norms
     copies = [0, 0, 2 * GRAD, 2 * 2 * GRAD, 0]
-    assert (estimate.live_bytes - kept - copies).tolist() == [2700, 3300, 3300, 2600, 1600]
+    assert (estimate.live_bytes - always_bytes - copies).tolist() == [2700, 3300, 3300, 2600, 1600]
 
 
 def test_only_a_ddp_keeps_its_own_buckets_under_a_plan() -> None:

@@ -206,12 +206,12 @@ def test_the_job_to_resume_is_the_newest_that_no_process_drives(path):
 
 
 def test_a_new_job_has_its_lock_before_others_see_it(path):
-    seen = []
+    visible_jobs = []
 
     class Locks(ExitStack):
         def enter_context(self, cm):
             held = super().enter_context(cm)
-            seen.append([row.id for row in other.jobs()])
+            visible_jobs.append([row.id for row in other.jobs()])
             return held
 
     with Store.open(path) as store, Store.open(path) as other:
@@ -219,7 +219,7 @@ def test_a_new_job_has_its_lock_before_others_see_it(path):
             for numbered in ("job", "job-2"):
                 assert store.create_job("job", job_spec(), numbered=True, locks=locks) == numbered
                 assert other.is_driven(numbered)
-            assert seen == [[], ["job"]]
+            assert visible_jobs == [[], ["job"]]
         assert not other.is_driven("job") and not other.is_driven("job-2")
 
 
