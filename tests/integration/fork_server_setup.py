@@ -1,6 +1,6 @@
 """Imported first by fork servers, which `torch_world.ensure_running` starts.
 
-Importing needs no collections; `torch_world.exempt_imports` lets each forked process collect again.
+Importing needs no collections; `torch_world.exempt_imports` lets forked processes collect again.
 The folders of tests, which lead PYTHONPATH, are for this server alone, and not for what its
 processes start.
 """

@@ -57,8 +57,11 @@ SPACE = replace(
 )
 """All that the runtime enacts without loss, with bounds for models of this size."""
 STEPS = 3
-BUCKETS = 8
-"""Bucket sizes of DDP besides its default, in equal ratios from a few elements to the model."""
+BUCKETS = {2: 2, 4: 8}
+"""Bucket sizes of DDP besides its default, in equal ratios from a few elements to the model.
+
+On 2 ranks, where all sizes must give the same bits, the smallest and the largest one.
+"""
 SPREAD_FACTOR = 3.0
 """How much further from DDP a strategy may be than DDP's bucket sizes from each other. The largest
 seen is 1.3, since these sizes are few."""
@@ -312,7 +315,8 @@ def truth_and_tolerance(job: Job, rank: int) -> tuple[dict[str, Tensor], dict[to
 
     Tolerances are relative to each tensor's largest value.
     """
-    buckets_mb = np.geomspace(16, assumed_workload(built(job)).grad_bytes, BUCKETS) / 2**20
+    count = BUCKETS[dist.get_world_size()]
+    buckets_mb = np.geomspace(16, assumed_workload(built(job)).grad_bytes, count) / 2**20
     runs = []
     for bucket_mb in (None, *buckets_mb.tolist()):
         inner = built(job)
@@ -403,7 +407,6 @@ def command_to_repeat(
 
 def check_cases(rank: int) -> dict[str, list[RankOutcome]]:
     """Run all cases of a world size in one world, since processes start slowly."""
-    gc.disable()  # otherwise every plan that crosses the step is loaded with a collection
     gc.freeze()  # those between the cases visit no imports
     outcomes = {}
     for case in CASES[dist.get_world_size()]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -105,12 +106,20 @@ def resnet(seed: int) -> ExampleTraining:
     )
 
 
-def gpt(seed: int) -> ExampleTraining:
+@cache
+def tokens() -> Tensor:
+    """The text's tokens; each training needs them, and a rank trains a dozen times."""
     import gpt_text
 
     windows, _ = gpt_text.load_data(gpt_text.TEXT, vocabulary=300, block_size=32)
+    return windows.tokens
+
+
+def gpt(seed: int) -> ExampleTraining:
+    import gpt_text
+
     module = gpt_text.GPT(300, 32, width=32, layers=2, heads=2, dropout=0.1)
-    data = windows.tokens.unfold(0, 33, 16)
+    data = tokens().unfold(0, 33, 16)
     batches = ([(chosen[:, :-1], chosen[:, 1:])] for chosen in rows(data, 8, seed))
     optimizer = gpt_text.make_optimizer(module, 3e-3, 0.1)
 

@@ -13,6 +13,8 @@ import torch
 from torch_scripts import run_ranks, run_script
 
 ROOT = Path(__file__).parents[2]
+SMALL_RATINGS = ("--users", "600", "--items", "400", "--ratings-per-user", "30")
+"""Generating the default number of ratings takes longer than a few steps on them."""
 STEP_LINE = re.compile(r"^step (\d+)/\d+ loss (\S+)$", re.MULTILINE)
 
 
@@ -53,13 +55,14 @@ def losses(output: str) -> list[float]:
     ("script", "steps", "factor"),
     [
         pytest.param("resnet_digits.py", 20, 0.8, marks=pytest.mark.slow),
-        ("gpt_text.py", 14, 0.95),
+        pytest.param("gpt_text.py", 14, 0.95, marks=pytest.mark.slow),
         ("ncf_ratings.py", 40, 0.9),
         pytest.param("lstm_text.py", 24, 0.9, marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks_lower_the_loss(script: str, steps: int, factor: float) -> None:
-    words = (script, "--batch-size", "8", "--max-steps", str(steps), "--log-every", "1")
+    words = [script, "--batch-size", "8", "--max-steps", str(steps), "--log-every", "1"]
+    words += SMALL_RATINGS if script == "ncf_ratings.py" else ()
     output = run_under_torchrun(*words) if script == "resnet_digits.py" else run(*words, ranks=2)
     assert "2 rank(s)" in output
     printed_losses = losses(output)
@@ -82,6 +85,7 @@ def test_one_process_trains_without_torchrun_and_saves_its_weights(
     checkpoint = tmp_path / "weights.pt"
     output = run(
         script,
+        *(SMALL_RATINGS if script == "ncf_ratings.py" else ()),
         "--width",
         "16",
         "--max-steps",
@@ -99,8 +103,8 @@ def test_one_process_trains_without_torchrun_and_saves_its_weights(
 
 
 def test_collaborative_filtering_learns_tastes_and_not_only_what_is_popular() -> None:
-    size = ["--users", "600", "--items", "400", "--ratings-per-user", "30", "--width", "16"]
-    output = run("ncf_ratings.py", *size, "--lr", "0.01", "--epochs", "4", "--log-every", "1000")
+    words = ("--width", "16", "--lr", "0.01", "--epochs", "4", "--log-every", "1000")
+    output = run("ncf_ratings.py", *SMALL_RATINGS, *words)
     untrained, popular = (
         float(rate)
         for rate in re.findall(r"hit_rate_10 untrained (\S+), by popularity (\S+)", output)[0]

@@ -26,7 +26,7 @@ def job_of() -> Callable[[str], TraceJob]:
 @pytest.mark.parametrize(
     "name",
     [
-        "resnet50.amp_bf16",
+        pytest.param("resnet50.amp_bf16", marks=pytest.mark.slow),
         "vgg19.fp32",
         pytest.param("densenet121.two_ranks", marks=pytest.mark.slow),
         "gpt2.two_ranks",

@@ -1,4 +1,4 @@
-"""Ranks of Horovod that die or stall fail their trial with its cause, and the job goes on."""
+"""A script of Horovod is tried; ranks that die or stall fail their trial, and the job goes on."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from autotune.errors import LaunchError
 from autotune.records import Failed, FailureKind, Measured, Role, TrialRequest
 from autotune.strategy_space.builders.collectives import ddp_default
 from autotune.strategy_space.plan import plan
+from autotune.workload import Library
 
 pytest.importorskip("horovod", reason="`make horovod` builds it")
 
@@ -19,7 +20,26 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "train_horovod.py"
 RANKS = 3
 STALL_S = 25
 """Beside four busy processes on two cores, ranks that were well missed a limit of 10 s."""
+CYCLE_MS = "20"
+"""By default 1: in each cycle Horovod's thread asks all ranks what is ready, also in a stall."""
 REQUEST = TrialRequest(0, "strategy-under-test", Role.CANDIDATE, warmup_steps=2, timed_steps=4)
+
+
+@pytest.fixture(autouse=True)
+def long_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", CYCLE_MS)
+
+
+def test_a_script_is_profiled_and_tried_with_and_without_a_plan(make_world) -> None:
+    world = make_world(script=SCRIPT, probe_s=0.0)
+    profile = world.profile()
+    workload = profile.workload
+    assert workload.library is Library.HOROVOD and workload.source == "measured"
+    assert profile.cross_step_refused == ""
+    for wanted in (None, plan(ddp_default(workload), workload, 2)):
+        outcome = world.run_trial(REQUEST, wanted)
+        assert isinstance(outcome, Measured), outcome
+    assert world.restarts == 0
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ pytest.importorskip("horovod", reason="`make horovod` builds it")
 pytestmark = pytest.mark.timeout(600)  # of the first test, with what all of them look at
 
 TRACES, RECORDED_STEPS = "traces", 2
-TIMED_STEPS = 8
+TIMED_STEPS = 4
 RECORDED = (recorded, recorded_branch, recorded_shapes)
 """Refused scripts that are recorded; the others are tuned."""
 OF_ONE_ELEMENT = {"clipping", "words"}

@@ -108,21 +108,29 @@ def test_a_terminated_job_stops_its_ranks_and_says_how_to_go_on(
 
 
 def test_a_terminated_run_ends_torchrun_and_its_ranks(tmp_path) -> None:
+    """And states the strategy under which they trained."""
     script = tmp_path / "train_with_export.py"
-    script.write_text((ROOT / "tests" / "scripts" / "train_small.py").read_text())
+    script.write_text(SCRIPT.read_text())
     launch = ["--", "torchrun", "--standalone", "--nproc-per-node", "2", str(script)]
-    best = tmp_path / "best.json"
-    export_of_the_small_model().write(best)
-    running = subprocess.Popen(
-        [sys.executable, "-m", "autotune", "run", "--strategy", str(best), *launch], cwd=ROOT
-    )
-    wait_for(
-        lambda: len(processes_with("train_with_export.py")) >= 4,
-        "the start of torchrun and two ranks",
-    )
-    time.sleep(3.0)
-    running.send_signal(signal.SIGTERM)
-    running.wait(timeout=START_S)
+    # No such fault: the last rank creates the file in its fourth step, and goes on.
+    launch += ["--fault", "none", "--fault-step", "3", "--fault-file", str(tmp_path / "trained")]
+    best, printed = tmp_path / "best.json", tmp_path / "printed"
+    export = export_of_the_small_model()
+    export.write(best)
+    with printed.open("w") as stream:
+        running = subprocess.Popen(
+            [sys.executable, "-m", "autotune", "run", "--strategy", str(best), *launch],
+            cwd=ROOT,
+            stdout=stream,
+        )
+    try:
+        wait_for((tmp_path / "trained-none").exists, "a few steps of both ranks")
+        assert len(processes_with("train_with_export.py")) >= 4
+        running.send_signal(signal.SIGTERM)
+        running.wait(timeout=START_S)
+    finally:
+        running.kill()
+    assert f"ran with {export.strategy.id} (carried out by" in printed.read_text()
     wait_for(
         lambda: not processes_with("train_with_export.py"),
         "the end of torchrun and its ranks",

@@ -60,7 +60,7 @@ def test_trials_change_the_messages_of_the_script_s_own_step(make_world, tmp_pat
     assert [set(bucket) for bucket in profile.current_buckets] == [dense]
 
     apart = plan(with_rows(per_variable(workload), workload), workload, RANKS)
-    for wanted in (None, apart, None, apart):
+    for wanted in (apart, None, apart):  # the profile was of the script's own messages
         outcome = world.run_trial(REQUEST, wanted)
         assert isinstance(outcome, Measured), outcome
         assert len(outcome.step_s) == RANKS

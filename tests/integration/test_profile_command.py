@@ -13,6 +13,7 @@ import pytest
 from command_line import error_output
 from short_jobs import START_S
 
+from autotune.cli import main
 from autotune.jobs.record import earlier_kept, record, restore_earlier
 from autotune.recordings.job_file import JOB_FILE, RecordedJob
 from autotune.recordings.memory_file import RecordedMemory
@@ -36,19 +37,22 @@ def run(
     folder: Path, *words: str, command: tuple[str, ...] = TORCHRUN
 ) -> subprocess.CompletedProcess[str]:
     environment = dict(os.environ)
-    if (
-        command[0] == "python"
-    ):  # a process group of one, as a launcher of the user's own would describe it
-        environment |= {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(unclaimed_port("127.0.0.1")),
-        }
+    if command[0] == "python":
+        environment |= group_of_one()
     whole = [sys.executable, "-m", "autotune", *profile(folder, *words, command=command)]
     return subprocess.run(
         whole, cwd=ROOT, capture_output=True, text=True, timeout=START_S, env=environment
     )
+
+
+def group_of_one() -> dict[str, str]:
+    """A process group as a launcher of the user's own would describe it."""
+    return {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(unclaimed_port("127.0.0.1")),
+    }
 
 
 ALONE = ("python",)
@@ -243,25 +247,23 @@ def test_a_script_with_too_little_to_record_is_told_so(
     assert tmp_path.exists(), "a folder of the user stays"
 
 
-def test_a_script_that_hangs_is_ended_and_its_last_output_shown(tmp_path) -> None:
-    done = run(
-        tmp_path / "new",
-        *("--timeout", "6s", "--", "--fault", "hang", "--fault-step", "0"),
-        command=ALONE,
-    )
-    assert done.returncode == 1 and not (tmp_path / "new").exists(), "no empty folder is left"
-    assert "nothing was recorded within 6 s (--timeout)" in done.stderr
+def test_a_script_that_hangs_is_ended_and_its_last_output_shown(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    for name, value in group_of_one().items():
+        monkeypatch.setenv(name, value)
+    hang = ("--timeout", "6s", "--", "--fault", "hang", "--fault-step", "0")
+    assert main(profile(tmp_path / "new", *hang, command=ALONE)) == 1
+    assert not (tmp_path / "new").exists(), "no empty folder is left"
+    assert "nothing was recorded within 6 s (--timeout)" in capsys.readouterr().err
 
 
-def test_a_script_that_needs_a_launcher_is_told_which(tmp_path) -> None:
+def test_a_script_that_needs_a_launcher_is_told_which(tmp_path, capsys) -> None:
     script = tmp_path / "train.py"
     script.write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n")
-    words = ["profile", "-o", str(tmp_path / "traces"), "--", "python", str(script)]
-    done = subprocess.run(
-        [sys.executable, "-m", "autotune", *words], capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 1
-    assert "needs a launcher: start it with torchrun --nproc-per-node 1; " in done.stderr
+    assert main(["profile", "-o", str(tmp_path / "traces"), "--", "python", str(script)]) == 1
+    told = capsys.readouterr().err
+    assert "needs a launcher: start it with torchrun --nproc-per-node 1; " in told
 
 
 def test_the_package_loads_no_framework_for_it() -> None:

@@ -25,18 +25,27 @@ pytestmark = pytest.mark.job
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 # Ray replaces 127.0.0.1 by the first real interface, but leaves other loopback addresses alone.
 RAY_START = (sys.executable, "-m", "autotune.patient_ray", "start", "--block")
-RAY = [*RAY_START, "--num-cpus", "2", "--object-store-memory", "100000000"]
+# Nobody reads what a monitor of logs would collect.
+LEAN = ("--include-log-monitor", "false")
+RAY = [*RAY_START, "--num-cpus", "2", "--object-store-memory", "100000000", *LEAN]
 WAIT = """
 import ray, sys, time
-for _ in range(240):
+end_s = time.monotonic() + float(sys.argv[2])
+while True:
     try:
         ray.init(address=sys.argv[1], logging_level='ERROR', log_to_driver=False)
         break
     except ConnectionError:
+        assert time.monotonic() < end_s, 'no node'
         time.sleep(1)
-while sum(node['Alive'] for node in ray.nodes()) < int(sys.argv[2]):
-    time.sleep(0.2)
+for count in (1, 2):
+    while sum(node['Alive'] for node in ray.nodes()) < count:
+        assert time.monotonic() < end_s, f'fewer than {count} nodes'
+        time.sleep(0.2)
+    print('nodes', count, flush=True)
 """
+"""Prints how many nodes are alive whenever it is one more. One process waits for both nodes, since
+each imports Ray."""
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +56,8 @@ def environment() -> dict[str, str]:
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_gcs_server_port_wait_time_s": "240",
+        # Ranks are actors with the sent files, for which Ray starts workers of their own.
+        "RAY_prestart_worker_first_driver": "0",
     }
     return {**inherited, **settings, "GLOO_SOCKET_IFNAME": "lo"}
 
@@ -58,21 +69,25 @@ def address(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactor
     path = tmp_path_factory.mktemp("ray") / "nodes.log"
     log = path.open("w")
     head = ["--head", "--node-ip-address", "127.0.0.2", "--port", str(port)]
-    head += ["--include-dashboard", "false"]
+    head += ["--include-dashboard", "false", "--no-monitor"]
     second = ["--address", address, "--node-ip-address", "127.0.0.3"]
     nodes: list[subprocess.Popen[bytes]] = []
+    wait = [sys.executable, "-c", WAIT, address, str(START_S)]
+    waiting = subprocess.Popen(wait, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         for words in (head, second):
             node = subprocess.Popen(
                 [*RAY, *words], env=environment, stdout=log, stderr=log, start_new_session=True
             )
             nodes.append(node)
-            try:
-                _wait_for_nodes(len(nodes), address, environment)
-            except subprocess.SubprocessError as error:
-                raise AssertionError(f"Ray's nodes: {path.read_text()}") from error
+            assert _has_printed(waiting, f"nodes {len(nodes)}\n"), (
+                f"Ray's nodes: {path.read_text()}"
+            )
+        assert waiting.wait(timeout=START_S) == 0
         yield address
     finally:
+        waiting.kill()
+        waiting.communicate()
         for node in reversed(nodes):
             node.send_signal(signal.SIGTERM)  # `ray start --block` ends its processes
         for node in nodes:
@@ -80,9 +95,10 @@ def address(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactor
         log.close()
 
 
-def _wait_for_nodes(count: int, address: str, environment: dict[str, str]) -> None:
-    command = [sys.executable, "-c", WAIT, address, str(count)]
-    subprocess.run(command, env=environment, check=True, timeout=START_S)
+def _has_printed(process: subprocess.Popen[str], wanted: str) -> bool:
+    """Read lines up to the wanted one; whether it came before the process ended."""
+    assert process.stdout is not None
+    return any(line == wanted for line in iter(process.stdout.readline, ""))
 
 
 def report_of(

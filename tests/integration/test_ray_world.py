@@ -61,7 +61,9 @@ class Clusters:
 @pytest.fixture(scope="module")
 def clusters() -> Iterator[Clusters]:
     before = signal.getsignal(signal.SIGTERM)
-    first = RayCluster(RayPlace(), 1)
+    with pytest.MonkeyPatch.context() as settings:
+        settings.setenv("RAY_prestart_worker_first_driver", "0")  # no rank will use its worker
+        first = RayCluster(RayPlace(), 1)
     token = os.environ["RAY_AUTH_TOKEN"]
     first.close()
     connected = RayCluster(RayPlace(), RANKS)
@@ -115,9 +117,9 @@ def test_a_private_cluster_runs_no_server_without_a_reader(clusters) -> None:
 def make_world(clusters: Clusters, tmp_path: Path) -> Iterator[Callable[..., World]]:
     worlds: list[World] = []
 
-    def make(*words: str, **options: Any) -> World:
-        command = read_command(["torchrun", "--nproc-per-node", str(RANKS), str(SCRIPT), *words])
-        place = (clusters.connected, command, RANKS, tmp_path / "logs")
+    def make(*words: str, ranks: int = RANKS, **options: Any) -> World:
+        command = read_command(["torchrun", "--nproc-per-node", str(ranks), str(SCRIPT), *words])
+        place = (clusters.connected, command, ranks, tmp_path / "logs")
         worlds.append(ray_world(*place, 60.0, START_S, statistics, **options))
         return worlds[-1]
 
@@ -285,7 +287,7 @@ def test_a_port_range_without_a_free_port_is_refused_with_the_fix(make_world) ->
         port = taken.getsockname()[1]
         reason = rf"free port in {port}-{port} on 127.0.0.1, but all are taken; .*--master-ports"
         with pytest.raises(LaunchError, match=reason):
-            make_world(master_ports=(port, port)).run_trial(REQUEST, None)
+            make_world(ranks=1, master_ports=(port, port)).run_trial(REQUEST, None)
 
 
 def test_more_hosts_than_the_cluster_has_are_refused_with_both_numbers(make_world) -> None:

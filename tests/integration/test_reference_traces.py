@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ import pytest
 
 from autotune.dfg.chrome_trace import write_chrome_trace
 from autotune.dfg.graph import COMPUTATION, Kind
-from autotune.dfg.replay import replay
+from autotune.dfg.replay import Timeline, replay
 from autotune.profiling.alignment import align
 from autotune.profiling.graph.traced_steps import TracedSteps
 from autotune.profiling.traces import TraceJob, read_job
@@ -38,26 +40,41 @@ def dlrm() -> TraceJob:
 
 
 @pytest.fixture(scope="module")
-def jobs() -> dict[str, TraceJob]:
-    return {name: read_job(DATA / name) for name in STEPS}
+def dlrm_steps(dlrm: TraceJob) -> TracedSteps:
+    return TracedSteps(dlrm, align(dlrm, samples=4))
+
+
+@pytest.fixture(scope="module")
+def dlrm_timeline(dlrm_steps: TracedSteps) -> Timeline:
+    return replay(dlrm_steps.dfg())
+
+
+ReplayedSteps = list[tuple[float, Timeline]]
+"""The measured seconds of every step of a job, and its replay."""
+
+
+@pytest.fixture(scope="module")
+def replayed() -> Callable[[str], ReplayedSteps]:
+    """Each job's steps, read once."""
+
+    def steps_of(name: str) -> ReplayedSteps:
+        steps = TracedSteps(read_job(DATA / name))
+        return [(steps.measured_s(step), replay(steps.dfg(step))) for step in steps.job.steps]
+
+    return cache(steps_of)
 
 
 @pytest.mark.parametrize("name", sorted(STEPS))
 def test_every_traced_step_is_replayed_within_one_percent(
-    jobs: dict[str, TraceJob], name: str
+    replayed: Callable[[str], ReplayedSteps], name: str
 ) -> None:
-    job = jobs[name]
-    steps = TracedSteps(job)
-    for step, expected_s in zip(job.steps, STEPS[name], strict=True):
-        measured_s = steps.measured_s(step)
+    for (measured_s, timeline), expected_s in zip(replayed(name), STEPS[name], strict=True):
         assert measured_s == pytest.approx(expected_s, rel=1e-3)
-        assert replay(steps.dfg(step)).makespan_s == pytest.approx(measured_s, rel=0.01)
+        assert timeline.makespan_s == pytest.approx(measured_s, rel=0.01)
 
 
-def test_one_step_predicts_the_others_of_its_job(jobs: dict[str, TraceJob]) -> None:
-    job = jobs["ddp_a100"]
-    steps = TracedSteps(job)
-    times = [replay(steps.dfg(step)).makespan_s for step in job.steps]
+def test_one_step_predicts_the_others_of_its_job(replayed: Callable[[str], ReplayedSteps]) -> None:
+    times = [timeline.makespan_s for _, timeline in replayed("ddp_a100")]
     assert max(times) / min(times) < 1.03
 
 
@@ -70,10 +87,11 @@ def test_small_traces_without_steps_are_one_step(name: str) -> None:
 
 
 def test_what_is_forward_backward_update_and_communication_is_told(
-    jobs: dict[str, TraceJob],
+    replayed: Callable[[str], ReplayedSteps],
 ) -> None:
-    for name, job in jobs.items():
-        dfg = TracedSteps(job).dfg(job.steps[-1])
+    for name in STEPS:
+        _, timeline = replayed(name)[-1]
+        dfg = timeline.dfg
         device = np.array(
             ["device" in dfg.names.queues[queue] if queue >= 0 else False for queue in dfg.queue]
         )
@@ -83,25 +101,25 @@ def test_what_is_forward_backward_update_and_communication_is_told(
         assert min(seconds[Kind.FORWARD], seconds[Kind.BACKWARD], seconds[Kind.UPDATE]) > 0, name
 
 
-def test_the_eight_ranks_share_one_clock_and_replay_their_step(dlrm: TraceJob) -> None:
+def test_the_eight_ranks_share_one_clock_and_replay_their_step(
+    dlrm: TraceJob, dlrm_steps: TracedSteps, dlrm_timeline: Timeline
+) -> None:
     assert (
         dlrm.rank_numbers == tuple(range(8))
         and len(dlrm.joints) == 8
         and all(joint.complete for joint in dlrm.joints)
     )
     assert all("linked to the execution trace" in repair.what for repair in dlrm.repairs)
-    aligned = align(dlrm, samples=4)
+    aligned = dlrm_steps.aligned
     assert np.abs(aligned.offset_s).max() < 3e-6  # one machine, and whole microseconds
     assert (
         np.all((aligned.low_s <= 1e-6) & (aligned.high_s >= -1e-6)) and aligned.worst_slack_s == 0
     )
-    steps = TracedSteps(dlrm, aligned)
-    assert replay(steps.dfg()).makespan_s == pytest.approx(steps.measured_s(), rel=0.01)
+    assert dlrm_timeline.makespan_s == pytest.approx(dlrm_steps.measured_s(), rel=0.01)
 
 
-def test_the_eight_ranks_are_shown_as_one_timeline(dlrm: TraceJob, tmp_path: Path) -> None:
-    timeline = replay(TracedSteps(dlrm, align(dlrm, samples=0)).dfg())
-    write_chrome_trace(timeline, tmp_path / "all.json.gz")
+def test_the_eight_ranks_are_shown_as_one_timeline(dlrm_timeline: Timeline, tmp_path: Path) -> None:
+    write_chrome_trace(dlrm_timeline, tmp_path / "all.json.gz")
     with gzip.open(tmp_path / "all.json.gz", "rt") as file:
         events = json.load(file)["traceEvents"]
     sent = [
@@ -110,8 +128,8 @@ def test_the_eight_ranks_are_shown_as_one_timeline(dlrm: TraceJob, tmp_path: Pat
         if event["ph"] == "X" and event["name"].startswith("ncclKernel_AllReduce")
     ]
     assert len(sent) == 3 * 8 and len({event["pid"] for event in sent}) == 8
-    first_s = timeline.start_s[
-        [name.startswith("ncclKernel_AllReduce") for name in timeline.dfg.names.ops]
+    first_s = dlrm_timeline.start_s[
+        [name.startswith("ncclKernel_AllReduce") for name in dlrm_timeline.dfg.names.ops]
     ]
     assert (
         len(np.unique(np.round(first_s * 1e6))) == 3

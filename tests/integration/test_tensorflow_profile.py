@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from command_line import output
 
 from autotune.cli import main
 from autotune.errors import LaunchError
@@ -31,17 +32,20 @@ VARIABLES = {
 }
 
 
-def profile(
+def profile_words(
     folder: Path,
     *words: str,
     command: tuple[str, ...] = ("python",),
     script: Path = SCRIPT,
     script_steps: int = 100000,
-) -> subprocess.CompletedProcess[str]:
+) -> list[str]:
     ours = ["profile", "-o", str(folder), "--steps", str(STEPS), "--warmup", "1", *words]
-    called = [str(script), str(script_steps), str(folder / "planted")]
+    return [*ours, "--", *command, str(script), str(script_steps), str(folder / "planted")]
+
+
+def profile(folder: Path, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "autotune", *ours, "--", *command, *called],
+        [sys.executable, "-m", "autotune", *profile_words(folder, *words, **options)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -52,9 +56,7 @@ def profile(
 def test_a_program_that_no_launcher_starts_is_recorded_and_replayed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = profile(tmp_path / "traces", "--json")
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout)
+    summary = json.loads(output(capsys, *profile_words(tmp_path / "traces", "--json")))
     job = RecordedJob.read(tmp_path / "traces")
     assert (summary["world_size"], summary["steps"], summary["exit_status"]) == (1, STEPS, 0)
     assert job.backend == "tensorflow"

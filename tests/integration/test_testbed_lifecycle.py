@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 from command_line import error_output, output
-from testbed_traffic import assert_nothing_is_left, assert_reaches, cluster
+from testbed_traffic import ABLE, assert_nothing_is_left, assert_reaches, cluster
 
 from autotune.cluster import Cluster, Host
 from autotune.errors import EmulationError, InvalidInput
@@ -31,7 +31,6 @@ from autotune.testbed.layout import Method
 from autotune.testbed.machine import attempt, inode, run
 from autotune.testbed.state import States
 
-ABLE = capabilities()
 pytestmark = pytest.mark.skipif(not ABLE.possible, reason=ABLE.message)
 NEEDS_LATENCY = pytest.mark.skipif(
     not (ABLE.means.tun or ABLE.means.netem), reason="neither netem nor /dev/net/tun"

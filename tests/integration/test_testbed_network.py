@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from testbed_traffic import (
+    ABLE,
     assert_nothing_is_left,
     assert_reaches,
     cluster,
@@ -14,9 +15,7 @@ from testbed_traffic import (
 
 from autotune.cluster import PairLink
 from autotune.testbed import bed
-from autotune.testbed.capabilities import capabilities
 
-ABLE = capabilities()
 pytestmark = pytest.mark.skipif(not ABLE.possible, reason=ABLE.message)
 NEEDS_LATENCY = pytest.mark.skipif(
     not (ABLE.means.tun or ABLE.means.netem), reason="neither netem nor /dev/net/tun"

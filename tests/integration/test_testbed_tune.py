@@ -13,17 +13,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from command_line import error_output
+from command_line import error_output, json_output
 from short_jobs import FEW_STEPS, JOB_S, SHORT_PROBE, START_S, take_interrupts, with_tracking_store
+from testbed_traffic import ABLE
 
 from autotune.export import read_export
 from autotune.records import Accelerators, Measured, Network
 from autotune.storage.store import Store
 from autotune.testbed import bed
-from autotune.testbed.capabilities import capabilities
 from autotune.workload import Library
 
-ABLE = capabilities()
 pytestmark = [pytest.mark.skipif(not ABLE.possible, reason=ABLE.message), pytest.mark.job]
 
 ROOT = Path(__file__).parents[2]
@@ -166,7 +165,7 @@ def test_ctrl_c_takes_the_testbed_down_and_resume_builds_it_again(tmp_path, trac
 
 
 def test_after_kill_9_of_the_driver_down_removes_the_namespaces_and_all_processes_in_them(
-    tmp_path,
+    tmp_path, capsys
 ) -> None:
     command = words(tmp_path, "killed", "--search", "random", *TRIALS)
     errors = tmp_path / "stderr"
@@ -186,10 +185,7 @@ def test_after_kill_9_of_the_driver_down_removes_the_namespaces_and_all_processe
     (left,) = beds_of("killed")
     assert left.left_over
     pids = [pid for host in left.processes for pid in host]
-    down = [*AUTOTUNE, "testbed", "down", "--json"]
-    done = subprocess.run(down, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert left.layout.name in json.loads(done.stdout)["removed"]
+    assert left.layout.name in json_output(capsys, "testbed", "down")["removed"]
     assert beds_of("killed") == []
     paths = [Path(f"/proc/{pid}") for pid in pids]
     wait_for(lambda: not any(path.exists() for path in paths), "the end of Ray's processes", 20)

@@ -6,7 +6,6 @@ Every script runs under torch's DDP, too. It must see the same norms and get the
 from __future__ import annotations
 
 import copy
-import gc
 import os
 import time
 import warnings
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from ddp_pair import gradients, pair
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch_plans import Tied, loss_of, mixed, taken_in_when_read, uniform
 from torch_world import DEVICE, on_ranks, seeded
@@ -208,40 +208,54 @@ def early_messages() -> Iterator[None]:
         MessagesUnderWay.next_arrived = own  # type: ignore[method-assign]
 
 
+def trained(model: Any, rank: int, script: Script) -> Run:
+    run = Run(model, rank)
+    with taken_in_when_read():
+        script(run)
+    return run
+
+
+def run_own(rank: int, script: Script) -> Run:
+    """The script under torch's DDP."""
+    torch.manual_seed(0)
+    return trained(DistributedDataParallel(Tied()), rank, script)
+
+
+def run_planned(
+    rank: int, size: int, script: Script, build: Callable[[nn.Module, int], Plan]
+) -> Run:
+    torch.manual_seed(0)
+    model = PlannedDataParallel(Tied())
+    model.synchronizer.load(build(model.module, size))
+    return trained(model, rank, script)
+
+
 def run_both(
     rank: int, size: int, script: Script, build: Callable[[nn.Module, int], Plan]
 ) -> tuple[Run, Run]:
-    torch.manual_seed(0)
-    theirs, mine = pair(Tied())
-    mine.synchronizer.load(build(mine.module, size))
-    runs = (Run(theirs, rank), Run(mine, rank))
-    for run in runs:
-        with taken_in_when_read():
-            script(run)
-    return runs
+    return run_own(rank, script), run_planned(rank, size, script, build)
 
 
-def check_script(
-    rank: int, size: int, script: Script, build: Callable[[nn.Module, int], Plan], bitwise: bool
-) -> bool:
+def check_run(mine: Run, theirs: Run, bitwise: bool, case: object = "") -> bool:
     """Compare what both runs see, and their parameters; return whether updates crossed."""
-    theirs, mine = run_both(rank, size, script, build)
     tolerance: Any = {"rtol": 0.0, "atol": 0.0} if bitwise else {"rtol": 1e-5, "atol": 1e-6}
+    tolerance["msg"] = lambda message: f"{case}: {message}"
     torch.testing.assert_close(mine.seen, theirs.seen, equal_nan=True, **tolerance)
     torch.testing.assert_close(mine.model.state_dict(), theirs.model.state_dict(), **tolerance)
     mine.model.synchronizer.close()
     return mine.crossed
 
 
-@on_ranks(2, each=PLANS)
-def test_scripts_see_the_norms_and_parameters_of_ddp_on_two_ranks(rank: int, kind: str) -> None:
+@on_ranks(2, each=SCRIPTS)
+def test_scripts_see_the_norms_and_parameters_of_ddp_on_two_ranks(rank: int, name: str) -> None:
     """Bit for bit where variables are owned whole; else to 1e-5, by the order of the reduction."""
-    gc.disable()  # otherwise every plan that crosses the step is loaded with a collection
-    for name, script in SCRIPTS.items():
-        crossed = check_script(rank, 2, script, PLANS[kind], kind in BITWISE)
+    script = SCRIPTS[name]
+    theirs = run_own(rank, script)
+    for kind, build in PLANS.items():
+        mine = run_planned(rank, 2, script, build)
+        crossed = check_run(mine, theirs, kind in BITWISE, kind)
         # Only a power of two commutes with the norm; other factors wait for the averages.
-        assert crossed == (script is not scales_by_an_odd_number), name
-    gc.collect()  # until then threads of gloo's closed process groups wake up every 10 ms
+        assert crossed == (script is not scales_by_an_odd_number), kind
 
 
 @on_ranks(2)
@@ -405,7 +419,8 @@ def clips_now_and_then(run: Run) -> None:
 @on_ranks(2, each=(read_on_one_rank, clips_now_and_then))
 def test_ranks_need_not_read_the_same(rank: int, script: Script) -> None:
     """Norms are sent in every step, so no rank waits for a call of another."""
-    assert check_script(rank, 2, script, whole, bitwise=True)
+    theirs, mine = run_both(rank, 2, script, whole)
+    assert check_run(mine, theirs, bitwise=True)
 
 
 def read_twice_on_one_rank(run: Run) -> None:

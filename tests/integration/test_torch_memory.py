@@ -410,7 +410,6 @@ def _settled(counter: AllocatorCounter, wanted: int) -> int:
 
 def _buffers_of_plans(rank: int, library: str) -> list[tuple[str, int, int, int, int]]:
     """(case, predicted and real bytes between steps, predicted and real peak) of every plan."""
-    gc.disable()  # otherwise every plan that crosses the step is loaded with a collection
     gc.freeze()  # ours visit no imports
     counter = AllocatorCounter(Path(library))
     module = Stack()

@@ -15,6 +15,8 @@ from autotune.recordings.probe import LinkCost, PeerCost, ProbedLinks, ProbeSeri
 from runtime_rewriter.probe import collectives
 from runtime_rewriter.probe import peers as peer_probe
 from runtime_rewriter.probe.collectives import (
+    BATCH_REPEATS,
+    LOADED_BYTES,
     SIZES_BYTES,
     ProbeResult,
     probe_cluster,
@@ -123,7 +125,8 @@ def long(
     A busy machine measures these few sizes before any deadline.
     """
     collectives.BETWEEN_BYTES, collectives.SIZES_BYTES = (), SIZES_BYTES[:4]
-    collectives.MOST_REPEATS = 10
+    collectives.LOADED_BYTES = LOADED_BYTES[:2]  # every rank computes all the while
+    collectives.MOST_REPEATS = BATCH_REPEATS
     if script_groups and rank < 2:
         dist.new_group([0, 1], use_local_synchronization=True)
     if script_groups:

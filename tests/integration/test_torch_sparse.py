@@ -236,9 +236,11 @@ def test_optimizers_train_with_the_gradients_as_under_ddp(rank: int) -> None:
 
 
 class Wide(nn.Module):
+    rows = 250_000
+
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(1_000_000, 64, sparse=True)
+        self.table = nn.Embedding(self.rows, 64, sparse=True)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.table(tokens).sum()
@@ -249,15 +251,15 @@ def test_no_tensor_of_the_size_of_the_table_is_allocated(rank: int) -> None:
     module = Wide()
     mine = PlannedDataParallel(module)
     for way in WAYS:
-        mine.synchronizer.load(rows_plan(module, 2, way, sizes=(400_000, 600_000)))
+        mine.synchronizer.load(rows_plan(module, 2, way, sizes=(100_000, 150_000)))
         with torch.profiler.profile(profile_memory=True) as profiled:
-            mine(torch.tensor([rank, 999_999])).backward()
+            mine(torch.tensor([rank, Wide.rows - 1])).backward()
             gate = GradientGate(mine.synchronizer)
             gate.arm()
-            mine(torch.tensor([rank, 999_999])).backward()
+            mine(torch.tensor([rank, Wide.rows - 1])).backward()
         assert gate.error().ok
         largest = max(event.self_cpu_memory_usage for event in profiled.events())
-        assert 0 < largest < 4 * 1_000_000, "of a table of 256 MB not even a number per row"
+        assert 0 < largest < 4 * Wide.rows, "of a table of 64 MB not even a number per row"
 
 
 @on_ranks(2)

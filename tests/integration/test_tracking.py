@@ -65,6 +65,9 @@ WORLD = SyntheticWorld(
     factor=lambda number: 1.6 if 1 <= number <= 5 else 1.0,
 )
 SPEC = job_spec(max_trials=9, ab_pairs=6, max_seconds=NO_LIMIT_S)
+SHORT_WORLD = SyntheticWorld({1: 0.05})
+SHORT = job_spec(max_trials=2, ab_pairs=6)
+"""For tests of how items are sent, whatever they are: each is a few requests to MLflow."""
 
 
 pytestmark = pytest.mark.filterwarnings(
@@ -86,10 +89,21 @@ def store(tmp_path):
 
 
 def observed_job(store, tracker, after=None):
+    """A job with failed and disturbed trials; call `after(seq)` for each of its events."""
+    whole, decision = _observed(store, tracker, SPEC, WORLD, after)
+    assert whole.disturbed
+    return whole, decision
+
+
+def short_job(store, tracker, after=None):
+    return _observed(store, tracker, SHORT, SHORT_WORLD, after)
+
+
+def _observed(store, tracker, spec, world, after):
     """Store each event, then notify the tracker, then call `after(seq)`, as the driver does."""
-    whole, end = drive(SPEC, WORLD)
-    assert isinstance(end, Finish) and whole.disturbed
-    history = History((), SPEC.deviation)
+    whole, end = drive(spec, world)
+    assert isinstance(end, Finish)
+    history = History((), spec.deviation)
     for seq, event in enumerate(whole.events):
         store.append("job", seq, event)
         history = history.then(event)
@@ -326,7 +340,7 @@ def test_an_artifact_store_without_its_client_delays_no_job_and_names_the_reason
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     mlflow.MlflowClient(tracking_uri=uri).create_experiment("sync", artifact_location="s3://b/a")
     tracker = Tracker(store, "job", uri, "sync", tmp_path / "artifacts", retry_after_s=0.0)
-    history, _ = observed_job(store, tracker)
+    history, _ = short_job(store, tracker)
     assert tracker.flush() == len(history.events) + 2
     assert "boto3" in tracker.problem and not store.outbox.rejected("job")
 
@@ -399,7 +413,7 @@ def test_items_wait_while_their_runs_are_deleted(store, tmp_path, tracking_store
         if experiment is not None and experiment.lifecycle_stage == "active":
             client.delete_experiment(experiment.experiment_id)
 
-    observed_job(store, tracker, deleted)
+    short_job(store, tracker, deleted)
     assert tracker.flush() > 0 and not store.outbox.rejected("job")
     client.restore_experiment(client.get_experiment_by_name("sync").experiment_id)
     assert tracker.flush(math.inf) == 0 and not store.outbox.rejected("job")
@@ -412,7 +426,7 @@ def test_runs_that_were_deleted_for_good_are_created_again(store, tmp_path, trac
     with_tracking_store(tmp_path, tracking_store)
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     tracker = Tracker(store, "job", uri, "sync", tmp_path / "artifacts")
-    _, decision = observed_job(store, tracker)
+    _, decision = short_job(store, tracker)
     client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
 
     def runs() -> list[str]:
@@ -442,7 +456,7 @@ def test_jobs_of_two_stores_with_one_id_have_runs_of_their_own(store, tmp_path, 
         other.create_job("job", SPEC)
         for each in (store, other):
             tracker = Tracker(each, "job", uri, "sync", tmp_path / "artifacts")
-            history, _ = observed_job(each, tracker)
+            history, _ = short_job(each, tracker)
             assert tracker.flush(math.inf) == 0 and not each.outbox.rejected("job")
     client = mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
     runs = client.search_runs([client.get_experiment_by_name("sync").experiment_id])
@@ -465,7 +479,7 @@ def test_a_server_without_logged_models_gets_all_the_rest(
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     tracker = Tracker(store, "job", uri, "sync", tmp_path / "artifacts")
     tracker.keep(kept().trained, [], kept().replays)
-    observed_job(store, tracker)
+    short_job(store, tracker)
     assert tracker.flush(math.inf) == 0
     assert store.outbox.rejected("job") == ["the server has no logged models, as of MLflow 3"]
     assert not (tmp_path / "unsent-models").exists()
@@ -489,7 +503,7 @@ def test_a_request_that_a_proxy_finds_too_large_holds_nothing_up(
     report = tmp_path / "report.html"
     report.write_text("<p>report</p>")
     tracker.keep({}, [report], ReplaySettings())
-    observed_job(store, tracker)
+    short_job(store, tracker)
     assert tracker.flush(math.inf) == 0
     assert "Request Entity Too Large" in store.outbox.rejected("job")
 
@@ -499,7 +513,7 @@ def test_an_mlflow_that_cannot_be_imported_is_a_problem_of_tracking_alone(
 ):
     monkeypatch.setitem(sys.modules, "mlflow.exceptions", None)
     tracker = Tracker(store, "job", f"sqlite:///{tmp_path / 'mlflow.db'}", "sync", tmp_path)
-    observed_job(store, tracker)
+    short_job(store, tracker)
     assert tracker.flush() > 0 and tracker.problem.startswith("MLflow cannot be imported: ")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import error_output, json_output, output
@@ -24,7 +26,10 @@ from autotune.storage.store import Store
 from autotune.tracking.tracker import mlflow_environment
 from runtime_rewriter.world.ray_folder import FOLDER_VARIABLE, processes_of
 
-pytestmark = pytest.mark.job
+pytestmark = [
+    pytest.mark.job,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of MLflow
+]
 ROOT = Path(__file__).parents[2]
 SMALL = ROOT / "tests" / "scripts" / "train_small.py"
 APPLYING = SMALL.with_name("train_apply.py")
@@ -35,7 +40,7 @@ TRIALS = [
     "--top-k",
     "4",
     "--samples-per-round",
-    "40",
+    "20",
     *FEW_STEPS,
     "--seed",
     "1",
@@ -94,10 +99,20 @@ def tuned(tmp_path_factory: pytest.TempPathFactory, tracking_store: Path) -> tup
     done = autotune(*words)
     assert done.returncode == 0, done.stderr
     # A busy machine may not have sent everything to MLflow by the end of the job.
-    sent = autotune("track", "resnet", "--directory", str(directory), "--json")
-    assert sent.returncode == 0, sent.stderr
-    assert json.loads(sent.stdout)["rejected"] == []
+    assert tracked(directory, "resnet")["rejected"] == []
     return directory, json.loads(done.stdout)
+
+
+def tracked(directory: Path, job: str) -> dict[str, Any]:
+    """Send a job's outbox in this process, which needs MLflow anyway; return the result."""
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as environment, contextlib.redirect_stdout(printed):
+        for name, value in mlflow_environment().items():  # else the command would leave them
+            environment.setenv(name, value)
+        status = main(["track", job, "--directory", str(directory), "--json"])
+    assert status == 0, printed.getvalue()
+    result: dict[str, Any] = json.loads(printed.getvalue())
+    return result
 
 
 def test_the_resnet_example_is_tuned_and_leaves_an_export_and_a_report(tuned) -> None:
@@ -151,7 +166,7 @@ def test_every_trial_of_the_job_is_a_nested_run_in_mlflow(tuned) -> None:
 
 def test_show_and_export_answer_from_the_store(tuned, tmp_path, capsys) -> None:
     directory, result = tuned
-    listed = json.loads(autotune("show", "--directory", str(directory), "--json").stdout)
+    listed = json_output(capsys, "show", "--directory", directory)
     assert [job["id"] for job in listed["jobs"]] == ["resnet"]
     shown = json_output(capsys, "show", "resnet", "--directory", directory)
     assert shown["decision"] == result["decision"]
@@ -164,29 +179,35 @@ def test_show_and_export_answer_from_the_store(tuned, tmp_path, capsys) -> None:
     assert read_export(chosen).strategy.id == candidate
 
 
-def test_an_exported_strategy_runs_in_the_unchanged_script_and_a_wrong_world_is_refused(
-    tuned, tmp_path, capsys
-) -> None:
+@pytest.fixture
+def exported(tuned, tmp_path, capsys) -> tuple[Path, str]:
+    """A candidate of the job, and its id."""
     directory, _ = tuned
     shown = json_output(capsys, "show", "resnet", "--directory", directory)
     candidate = shown["trials"][1]["request"]["strategy_id"]
     chosen = tmp_path / "chosen.json"
     output(capsys, "export", "--strategy", candidate, "--directory", directory, "-o", chosen)
+    return chosen, candidate
+
+
+def run_words(export: Path, workers: int) -> list[str]:
     script = [str(ROOT / "examples" / "resnet_digits.py"), *SMALL_IMAGES, "--max-steps", "6"]
-    launch = [
-        "run",
-        "--strategy",
-        str(chosen),
-        "--",
-        "torchrun",
-        "--standalone",
-        "--nproc-per-node",
-    ]
-    command = [sys.executable, "-m", "autotune", *launch, "2", *script, "--width", "8"]
+    launch = ["torchrun", "--standalone", "--nproc-per-node", str(workers)]
+    return ["run", "--strategy", str(export), "--", *launch, *script, "--width", "8"]
+
+
+@pytest.mark.slow
+def test_an_exported_strategy_runs_in_the_unchanged_script(exported) -> None:
+    """`test_interrupts.py` runs another export so, without a job."""
+    chosen, candidate = exported
+    command = [sys.executable, "-m", "autotune", *run_words(chosen, 2)]
     ran = run_script(command, cwd=ROOT, timeout=JOB_S)
     assert ran.returncode == 0, ran.stderr
     assert candidate in ran.stdout
-    refused = error_output(capsys, *launch, "3", *script, "--width", "8")
+
+
+def test_an_exported_strategy_is_refused_for_another_number_of_workers(exported, capsys) -> None:
+    refused = error_output(capsys, *run_words(exported[0], 3))
     assert "world size of 2, but the command asks for 3 workers" in refused
 
 
@@ -304,7 +325,6 @@ def wait_for_more_events(directory: Path, before: int, process: subprocess.Popen
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of MLflow
 def test_a_dead_mlflow_server_does_not_stop_a_bayesian_search_and_the_runs_are_sent_later(
     tmp_path, tracking_store, monkeypatch, capsys
 ) -> None:

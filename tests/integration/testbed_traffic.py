@@ -9,7 +9,9 @@ from typing import Any
 
 from autotune.cluster import Cluster, Host, PairLink
 from autotune.testbed import bed
+from autotune.testbed.capabilities import capabilities
 
+ABLE = capabilities()
 TRIES = 20
 
 RECEIVE = """

@@ -205,7 +205,9 @@ def _rank_main(
     where: tuple[int, str, str],
     arguments: tuple[Any, ...],
 ) -> None:
-    exempt_imports()
+    # Collections visit none of the server's objects, and run between cases only: otherwise every
+    # plan that crosses the step would be loaded with one.
+    gc.freeze()
     port, backend, device = where
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context")

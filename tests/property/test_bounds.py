@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from known_examples import examples
 from synthetic_cluster import FREE, cluster, costs
 
 from autotune.cluster import PairLink
@@ -71,7 +72,7 @@ def slow_worlds(draw):
     return workload, cluster(*hosts, latency_s=1e-6, inner_latency_s=1e-6, pairs=pairs)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(slow_worlds(), st.integers(0, 10**6))
 def test_no_lossless_strategy_is_replayed_faster(world, seed):
     workload, cluster = world

@@ -6,6 +6,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from known_examples import examples
 
 from autotune.recordings.job_file import ClockPair
 from runtime_rewriter.recording.collectives import CollectiveLog, IssuedCollective, LoggedGroup
@@ -48,7 +49,7 @@ def histories(draw: st.DrawFn) -> tuple[CollectiveLog, list[dict[str, Any]], lis
     return log, draw(st.permutations(spans)), owners
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(histories())
 def test_every_span_gets_the_entry_that_it_is(history) -> None:
     log, spans, owners = history
@@ -59,7 +60,7 @@ def test_every_span_gets_the_entry_that_it_is(history) -> None:
         assert span["args"]["autotune"]["queue_us"] >= 0.0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(histories())
 def test_a_thread_without_a_group_is_assigned_to_the_one_that_lacks_spans(history) -> None:
     log, spans, _ = history
@@ -70,7 +71,7 @@ def test_a_thread_without_a_group_is_assigned_to_the_one_that_lacks_spans(histor
     assert all(span["args"]["Seq"] == span["args"]["n"] for span in spans)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(histories(), st.randoms())
 def test_lost_spans_leave_their_entries_without_times(history, random) -> None:
     log, spans, owners = history

@@ -9,6 +9,7 @@ from itertools import permutations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from known_examples import examples
 
 from autotune.costs.issue_order import channel_ends_s, cross_step_period_s, planned_order
 from autotune.costs.timing import needed_times_s
@@ -93,7 +94,7 @@ def twin_period_s(flat: FlatPlan, cost_s: np.ndarray, workload: Workload) -> flo
     return backward_at_s - starts_s[-1]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(schedules())
 def test_the_period_equals_its_twin_event_by_event(
     case: tuple[FlatPlan, np.ndarray, Workload],
@@ -121,7 +122,7 @@ def messages(
     return ready, cost, needed * forward_s, 1.0 + draw(shares), forward_s
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(messages())
 def test_the_planned_order_is_as_good_as_the_best_of_all_orders(
     case: tuple[np.ndarray, np.ndarray, np.ndarray, float, float],
@@ -143,7 +144,7 @@ def test_the_planned_order_is_as_good_as_the_best_of_all_orders(
     assert order.period_s <= min(periods) * 1.002
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(messages(most=60), st.integers(1, 20))
 def test_more_tries_never_give_a_worse_order_and_periods_keep_within_their_bounds(
     case: tuple[np.ndarray, np.ndarray, np.ndarray, float, float], nodes: int

@@ -10,6 +10,7 @@ from itertools import permutations
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from known_examples import examples
 from synthetic_cluster import FREE, cluster, costs
 
 from autotune.cluster import Cluster, CollectiveFit, PairLink, PeerFit
@@ -205,7 +206,7 @@ shared = parts.filter(lambda owned: sum(map(bool, owned)) > 1)
 IN_FLIGHT = st.integers(1, 8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @example("devices", [([0, 1, 2, 0], 10_000)], 4, 1)  # other devices are the busiest in each stage
 @example("even", [([1, 0, 1, 0], 90_000), ([0, 1, 0, 1], 10_000)], 4, 8)  # a small one behind
 @example("even", [([1, 3, 3, 3], 10_000)], 4, 2)  # see `apart`
@@ -237,7 +238,7 @@ def is_mixed(messages: list[tuple[list[int] | None, int]]) -> bool:
     return 0 < all_reduces < 3 and all_reduces < len(messages)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @example("even", [([1, 2, 3, 4], 90_000), (None, 10_000)], 7, 2)
 @example("mixed", [(None, 40_000), ([1, 2, 3, 0], 70_000), (None, 20_000)], 5, 1)
 @given(st.sampled_from(sorted(CLUSTERS)), mixed.filter(is_mixed), st.integers(4, 7), IN_FLIGHT)
@@ -272,7 +273,7 @@ KINDS = st.sampled_from(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.sampled_from(sorted(CLUSTERS)),
     st.lists(st.tuples(KINDS, st.none() | parts), min_size=1, max_size=3),

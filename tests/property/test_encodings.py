@@ -8,6 +8,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from known_examples import examples
 from skopt.space import Categorical
 from worlds import assert_every_in_flight
 
@@ -43,7 +44,7 @@ def values_of(dimension: Any) -> st.SearchStrategy[float | int]:
     return st.floats(*dimension.bounds)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.data(), st.booleans())
 def test_a_point_is_a_strategy_of_the_space(data: st.DataObject, lossy: bool) -> None:
     encoding = SEARCHES[lossy]

@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from known_examples import examples
 from synthetic_job import job_spec, strategy
 
 from autotune.records import CURRENT_SETUP, Failed, FailureKind, Measured, Role, TrialRequest
@@ -91,7 +92,7 @@ def next_proposal(history: History, most_repeats: int) -> tuple[int, str, int] |
     return None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(logs(), st.integers(0, 2))
 def test_a_growing_history_equals_its_twin(events, most_repeats) -> None:
     history = History((), job_spec().deviation)
@@ -112,7 +113,7 @@ def test_a_growing_history_equals_its_twin(events, most_repeats) -> None:
     assert list(history.measured_s) == list(again.measured_s)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(logs())
 def test_the_rows_of_a_list_give_the_figures_of_the_history(events) -> None:
     history = History(tuple(events), job_spec().deviation)

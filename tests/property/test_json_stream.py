@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from known_examples import examples
 
 from autotune.errors import InvalidInput
 from autotune.profiling.formats import json_stream
@@ -43,7 +44,7 @@ def reader(text: bytes, chunk: int) -> JsonItems:
     return JsonItems(read, "traceEvents", "test.json")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.dictionaries(keys, values, max_size=3),
     st.lists(values, max_size=5),
@@ -63,7 +64,7 @@ def test_items_and_fields_are_those_of_the_whole_document(
     assert {item.key: item.value for item in items if isinstance(item, Field)} == whole
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(values, min_size=1, max_size=4), st.data())
 def test_a_document_that_is_cut_off_anywhere_is_refused_in_one_way(
     events: list[Any], data: st.DataObject
@@ -73,7 +74,7 @@ def test_a_document_that_is_cut_off_anywhere_is_refused_in_one_way(
         list(reader(text[: data.draw(st.integers(0, len(text) - 1))], 7))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.binary(max_size=60))
 def test_no_bytes_make_it_raise_anything_else(text: bytes) -> None:
     for head in (b"", b'{"traceEvents": [', b'{"traceEvents": [{"name": '):

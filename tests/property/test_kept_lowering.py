@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from known_examples import examples
 from test_lowering import ALL, CLUSTERS, CROWDED, SEEDS, fitted, workloads
 
 from autotune.cluster import Cluster
@@ -45,7 +46,7 @@ def worlds(draw: st.DrawFn) -> tuple[Workload, Cluster]:
     return workload, fitted(cluster) if draw(st.booleans()) else cluster
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.composite(worlds)(), SEEDS, st.booleans(), st.booleans())
 def test_a_lowering_gives_the_graphs_of_a_new_one(world, seed, crowded, symmetric) -> None:
     workload, cluster = world
@@ -63,7 +64,7 @@ def test_a_lowering_gives_the_graphs_of_a_new_one(world, seed, crowded, symmetri
             assert_equal_graphs(one, other)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.composite(worlds)(), SEEDS, st.floats(0.1, 3), st.none() | st.floats(0, 300))
 def test_a_retimed_lowering_gives_the_graphs_of_a_new_one(world, seed, factor, touched) -> None:
     workload, cluster = world

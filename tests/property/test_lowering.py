@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from known_examples import examples
 from synthetic_cluster import FREE, cluster, costs
 
 from autotune.cluster import Bend, Cluster, CollectiveFit, PairLink, Where
@@ -151,7 +152,7 @@ def full_step_s(lowering: Lowering, plan: Plan) -> float:
     return replay(lowering.period(plan, symmetric=False)).makespan_s
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(cases())
 def test_reads_of_the_script_cost_time_only_across_the_step(case) -> None:
     """Flushing is free here: of messages that are read together, it begins when all are there."""
@@ -164,7 +165,7 @@ def test_reads_of_the_script_cost_time_only_across_the_step(case) -> None:
         assert step_s == unread_s
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(cases(), st.sampled_from([0.0, 0.5]))
 def test_sampled_plans_take_as_long_in_the_folded_as_in_the_full_graph(case, taken_share) -> None:
     workload, cluster, plan = case
@@ -184,7 +185,7 @@ def has_tie(graph: Dfg, seed: int) -> bool:
     return not np.allclose(makespans_s, replay(graph).makespan_s, rtol=1e-9, atol=0.0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(cases(), SEEDS)
 def test_a_further_step_takes_the_period(case, seed) -> None:
     workload, cluster, plan = case
@@ -289,7 +290,7 @@ def test_a_message_alone_costs_its_fit(synchronizer, elements, name, cross_step)
     assert close(Lowering(workload, cluster, FREE).step_s(plan), expected_s)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(workloads(), SEEDS)
 def test_one_message_in_flight_across_the_step_is_one_channel(workload, seed) -> None:
     cluster, idle = fitted(CLUSTERS["even"]), replace(workload, threads=0)
@@ -306,7 +307,7 @@ def test_a_server_returns_one_message_while_it_receives_the_next() -> None:
     assert close(step_s("vw"), 1.5 * step_s("v"))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(cases(), st.floats(1.0, 4.0))
 def test_more_bandwidth_never_slows_a_single_message(case, factor) -> None:
     """Lanes share ports in order of arrival, with Graham's anomalies; so take one message."""
@@ -324,7 +325,7 @@ def test_more_bandwidth_never_slows_a_single_message(case, factor) -> None:
     assert fast_s <= slow_s * (1 + 1e-9)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(workloads(), SEEDS, st.permutations([0, 1, 2, 3]))
 def test_equal_hosts_may_change_places(workload, seed, order) -> None:
     """A ring order keeps torch's reducer from being the backend."""
@@ -345,7 +346,7 @@ def test_equal_hosts_may_change_places(workload, seed, order) -> None:
     assert close(lowering.step_s(plan), moved_s)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.sampled_from(sorted(CLUSTERS)),
     st.sampled_from(list(Collective)),
@@ -403,7 +404,7 @@ def transfers(
     }[kind]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(cases(ONE_STEP), st.integers(1, 8))
 def test_more_shared_cores_never_slow_a_step(case, cores) -> None:
     """One message at a time: concurrent messages may overtake each other (Graham's anomalies)."""
@@ -416,7 +417,7 @@ def test_more_shared_cores_never_slow_a_step(case, cores) -> None:
     assert few_s >= more_s - 1e-12
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(cases(), st.integers(1, 4))
 def test_on_shared_cores_the_folded_graph_is_close_to_the_full_one(case, cores) -> None:
     """The full graph has each rank's work apart, so other work may come between."""

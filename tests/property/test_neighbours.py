@@ -8,6 +8,7 @@ from itertools import islice
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from known_examples import examples
 from small_worlds import FOUR, all_shards, cluster, model
 from worlds import assert_every_in_flight, assert_inside, clusters, spaces, workloads
 
@@ -56,7 +57,7 @@ def is_reordered(strategy):
     return any(shard.priority for shard in all_shards(strategy))
 
 
-@settings(deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(workloads(), clusters(), spaces(), st.integers(0, 2**32))
 def test_a_long_walk_stays_inside_the_space_and_is_reproducible(workload, on, space, seed):
     def walk():
@@ -190,7 +191,7 @@ def test_only_a_swap_gives_up_gradient_ready_order():
             assert set(messages_of(strategy)) == set(messages_of(start))
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(20))
 @given(workloads(), clusters(), spaces(), st.integers(0, 2**32))
 def test_the_neighbourhood_is_inside_the_space_and_names_each_neighbour_once(
     workload, on, space, seed

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from known_examples import examples
 from synthetic_cluster import cluster
 
 from autotune.cluster import Cluster
@@ -58,7 +59,7 @@ LONELY_SHARD = example(layers(0.05, 1500, 1500, 1), single_devices(100, 100), Tr
 SLOW_HOST = example(layers(0.002, 300), single_devices(100, 100, 100, 25), False)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(9), deadline=None)
 @given(workloads(), clusters(), st.booleans())
 @LONELY_SHARD
 @SLOW_HOST

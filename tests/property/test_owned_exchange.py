@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from known_examples import examples
 from synthetic_cluster import FREE
 from test_direct_exchange import CLUSTERS, PAYLOAD, exchanged
 
@@ -157,7 +158,7 @@ class Twin:
                         del part.left[0]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @example("mixed", [(0, 90_000), (1, 10_000), (0, 20_000)], 2, 2)
 @example("devices", [(0, 90_000), (3, 90_000)], 3, 1)
 @given(

@@ -13,6 +13,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from known_examples import examples
 from worlds import assert_inside, assert_sends_every_byte_once, clusters, spaces, workloads
 
 from autotune.cluster import Cluster
@@ -30,7 +31,7 @@ from autotune.strategy_space.strategy import SparseHandling, Strategy, Synchroni
 from autotune.workload import Variable, Workload
 
 
-@settings(deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(workloads(), clusters(), spaces(), st.integers(0, 2**32))
 def test_sampled_and_mutated_strategies_send_every_byte_once_and_stay_inside_the_space(
     workload, cluster, space, seed
@@ -68,7 +69,7 @@ def slow_messages(strategy: Strategy, workload: Workload) -> tuple[Message, ...]
     return tuple(message for _, message in sorted(issued, key=lambda entry: entry[0]))
 
 
-@settings(deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(workloads(), clusters(), spaces(), st.integers(0, 2**32), st.booleans())
 def test_a_plan_has_the_messages_of_its_slow_twin(workload, cluster, space, seed, norms):
     workload, rng = replace(workload, reads_norms=norms), generator(seed)
@@ -87,7 +88,7 @@ def test_a_plan_has_the_messages_of_its_slow_twin(workload, cluster, space, seed
         strategy = mutate(strategy, workload, cluster, space, rng)
 
 
-@settings(deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(workloads(), clusters(), st.integers(0, 500), st.sampled_from([1e-3, 0.015, 10.0]))
 def test_hand_made_strategies_send_every_byte_once(workload, cluster, bound_bytes, cycle_time_s):
     for build in BUILDERS.values():
@@ -102,7 +103,7 @@ def test_hand_made_strategies_send_every_byte_once(workload, cluster, bound_byte
     )
 
 
-@settings(deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(workloads(), clusters(), spaces())
 def test_seeds_lie_inside_the_space_and_differ(workload, cluster, space):
     seeds = list(seed_strategies(workload, cluster, space))
@@ -115,7 +116,7 @@ def test_seeds_lie_inside_the_space_and_differ(workload, cluster, space):
     assert len({strategy.id for _, strategy in seeds}) == len(seeds)
 
 
-@settings(deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(workloads(), clusters(), spaces(), st.integers(0, 2**32))
 def test_strategy_and_plan_survive_json_with_the_same_id(workload, cluster, space, seed):
     strategy = sample(workload, cluster, space, generator(seed))

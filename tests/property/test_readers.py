@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from known_examples import examples
 
 from autotune.errors import AutotuneError
 from benchmarks.fuzz_campaign.inputs import emptied, seeded, write_input
 from benchmarks.fuzz_campaign.readers import BY_NAME, READERS
 
 NAMES = [reader.name for reader in READERS]
-EXAMPLES = 25
+EXAMPLES = examples(25)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,11 +6,12 @@ import pytest
 from dfg_twin import Twin, graphs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from known_examples import examples
 
 from autotune.dfg.graph import NONE, Dfg
 from autotune.dfg.replay import replay
 
-MANY = settings(max_examples=300, deadline=None)
+MANY = settings(max_examples=examples(300), deadline=None)
 
 
 @MANY

@@ -9,6 +9,7 @@ import pytest
 from dfg_twin import graphs
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from known_examples import examples
 
 from autotune.dfg.build import DfgBuilder
 from autotune.dfg.graph import NONE, Dfg, Kind
@@ -18,7 +19,7 @@ from benchmarks.replay_throughput.batched import WIDTH, FixedOrder, replay_many
 from benchmarks.replay_throughput.execution_graph import ExecutionGraph, execution_graph
 from benchmarks.replay_throughput.incremental import IncrementalReplay
 
-MANY = settings(max_examples=60, deadline=None)
+MANY = settings(max_examples=examples(60), deadline=None)
 ANY_GRAPH = st.one_of(graphs(ops=30), graphs(plain=True, ops=30))
 
 
@@ -97,7 +98,7 @@ def served(timeline: Timeline) -> list[list[int]]:
 FACTORS = st.sampled_from([0.3, 0.7, 1.5, 4.0])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(ANY_GRAPH, st.lists(st.tuples(st.integers(0, 29), FACTORS), min_size=1, max_size=3))
 def test_the_execution_graph_holds_for_durations_with_the_same_order(dfg: Dfg, changes) -> None:
     """Starts do not show the order of locks with several holders, or held for no time."""

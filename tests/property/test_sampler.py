@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from known_examples import examples
 from small_worlds import FOUR, all_shards, cluster, host, model
 from worlds import assert_every_in_flight, assert_inside, clusters, spaces, workloads
 
@@ -104,7 +105,7 @@ def test_servers_are_loaded_by_their_shares_within_the_bound_of_algorithm_1(
         assert loads[rank] <= share * sum(loads.values()) + (1 - share) * largest + 50
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(workloads(), clusters(), spaces(), SEEDS)
 def test_draws_are_distinct_inside_the_space_and_a_prefix_of_more(workload, on, space, seed):
     strategies = drawn(12, seed, workload, on, space)

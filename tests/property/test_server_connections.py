@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from known_examples import examples
 from synthetic_cluster import FREE, cluster
 
 from autotune.cluster import Cluster, PairLink
@@ -149,7 +150,7 @@ messages = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @example("mixed", [(90_000, 0), (90_000, 1), (10_000, 0)])  # whose connections end far apart
 @given(st.sampled_from(sorted(CLUSTERS)), messages)
 def test_messages_arrive_as_in_a_simulation_of_every_connection(name, drawn) -> None:
@@ -161,7 +162,7 @@ def test_messages_arrive_as_in_a_simulation_of_every_connection(name, drawn) -> 
     assert arrived_s.tolist() == pytest.approx(twin_s(CLUSTERS[name], sizes, owners), rel=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.sampled_from(sorted(CLUSTERS)), messages)
 def test_the_folded_graph_takes_as_long_as_that_of_every_port(name, drawn) -> None:
     sizes, owners = map(list, zip(*drawn, strict=True))

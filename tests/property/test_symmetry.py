@@ -10,6 +10,7 @@ import pytest
 from dfg_twin import graphs
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from known_examples import examples
 
 from autotune.dfg.build import DfgBuilder, csr
 from autotune.dfg.graph import NONE, OP_COLUMNS, Dfg, Discipline, Kind
@@ -167,7 +168,7 @@ def assert_exact_or_refused(dfg: Dfg) -> str:
     return ""
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(copies())
 def test_a_fold_is_exact_or_refused(dfg: Dfg) -> None:
     """On one channel the lower index goes first, so two workers may differ."""
@@ -204,7 +205,7 @@ def spoiled(dfg: Dfg, what: str, rng: np.random.Generator) -> Dfg:
     return replace(dfg, **{what: values}, names=names)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(copies(), st.sampled_from(SPOILED), st.integers(0, 2**32 - 1))
 def test_a_fold_of_nearly_equal_workers_is_exact_or_refused(dfg: Dfg, what: str, seed: int) -> None:
     assume(dfg.ops and (what != "lock_capacity" or dfg.locks))

@@ -10,6 +10,7 @@ import numpy as np
 from dfg_twin import graphs, relabelled
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from known_examples import examples
 
 from autotune.dfg.critical_path import critical_path
 from autotune.dfg.graph import COMMUNICATION, COMPUTATION, NONE, Dfg, Kind, Names
@@ -22,7 +23,7 @@ from autotune.dfg.utilisation import (
 )
 from benchmarks.replay_throughput.execution_graph import parent_csr
 
-MANY = settings(max_examples=100, deadline=None)
+MANY = settings(max_examples=examples(100), deadline=None)
 ANY_GRAPH = st.one_of(graphs(ops=25), graphs(plain=True, ops=25))
 
 

@@ -44,18 +44,25 @@ def world(
 
 
 def refusal(
-    address: str, devices_per_host: tuple[int, ...] = (3, 1), addresses: tuple[str, ...] = ()
+    cluster: RayCluster, devices_per_host: tuple[int, ...], addresses: tuple[str, ...] = ()
 ) -> str:
     """The reason why this layout is not placed, or the directory is not sent."""
     try:
-        cluster = RayCluster(RayPlace(address), 2)
-        try:
-            world(cluster, devices_per_host, addresses).profile()
-        finally:
-            cluster.close()
+        world(cluster, devices_per_host, addresses).profile()
     except LaunchError as error:
         return str(error)
     return ""
+
+
+def refusal_at(address: str) -> str:
+    """The same, or the reason why there is no connection."""
+    try:
+        cluster = RayCluster(RayPlace(address), 2)
+    except LaunchError as error:
+        return str(error)
+    reason = refusal(cluster, (3, 1))
+    cluster.close()
+    return reason
 
 
 def stuck(address: str) -> str:
@@ -75,7 +82,7 @@ def stuck(address: str) -> str:
 def main() -> None:
     address, mode = sys.argv[1:]
     if mode == "refusal":
-        print(json.dumps({"refusal": refusal(address)}))
+        print(json.dumps({"refusal": refusal_at(address)}))
         return
     if mode == "stuck":
         print(json.dumps({"refusal": stuck(address)}))
@@ -86,7 +93,6 @@ def main() -> None:
     profile = spread.profile()
     launch = spread._script.placement.launch()
     spread.close()
-    cluster.close()
     report = {
         "measured": isinstance(outcome, Measured),
         "outcome": str(outcome),
@@ -97,9 +103,10 @@ def main() -> None:
         "views": [environment["AUTOTUNE_FILE_VIEW"] for environment in launch.environments],
         "logs_exist": [Path(path).is_file() for path in launch.log_paths],
         "logs_in_our_directory": Path("jobs").exists(),
-        "refusal": refusal(address),
-        "unknown": refusal(address, (1, 1), ("127.0.0.3", "unknown.example")),
+        "refusal": refusal(cluster, (3, 1)),
+        "unknown": refusal(cluster, (1, 1), ("127.0.0.3", "unknown.example")),
     }
+    cluster.close()
     print(json.dumps(report))
 
 

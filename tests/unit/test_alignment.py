@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from known_examples import examples
 from scipy.optimize import linprog
 from synthetic_traces import Job
 
@@ -165,7 +166,7 @@ def test_thousands_of_ranks_have_constraints_per_member_not_per_pair(tmp_path: P
     assert np.all(high_s - low_s < 5e-3)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(2, 4), st.integers(1, 4), st.integers(0, 10**6))
 def test_intervals_equal_the_linear_programs(ranks: int, count: int, seed: int) -> None:
     rng = np.random.default_rng(seed)

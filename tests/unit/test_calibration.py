@@ -113,14 +113,19 @@ def test_the_link_of_one_slow_host_is_found_despite_an_outlier() -> None:
     assert line.endswith("; the cluster is described with 400 Mbit/s")
 
 
-def test_a_bandwidth_that_is_stated_twice_too_high_is_found() -> None:
+@pytest.fixture(scope="module")
+def slower_links() -> Calibration:
+    """The calibration on telling trials in a cluster whose links have half of their bandwidth."""
     stated, of = extractor(), telling_trials()
     truth = with_constants(stated, Constants({LINKS: math.log(2.0)}))
-    calibration = calibrate(stated, of, measured(truth, of))
-    logs = calibration.fitted.logs
+    return calibrate(stated, of, measured(truth, of))
+
+
+def test_a_bandwidth_that_is_stated_twice_too_high_is_found(slower_links: Calibration) -> None:
+    logs = slower_links.fitted.logs
     rates = [math.exp(logs[LINKS] + logs[link_of(host)]) for host in "abc"]
     assert rates == pytest.approx([2.0] * 3, rel=0.06)
-    assert len(contradicted(stated, calibration)) == 3
+    assert len(contradicted(extractor(), slower_links)) == 3
 
 
 def link_lines(cluster: Cluster, slower: float, sd: float = 0.01) -> tuple[str, ...]:
@@ -231,14 +236,11 @@ def test_the_same_trials_give_the_same_constants_in_any_order() -> None:
     assert turned.logs == pytest.approx(dict(first.logs), abs=1e-3)
 
 
-def test_replays_nearly_use_constants_that_are_clearly_right() -> None:
-    stated, of = extractor(), telling_trials()
-    truth = with_constants(stated, Constants({LINKS: math.log(2.0)}))
-    calibration = calibrate(stated, of, measured(truth, of))
-    assert calibration.weight > 0.95
-    used, fitted = calibration.constants, calibration.fitted
+def test_replays_nearly_use_constants_that_are_clearly_right(slower_links: Calibration) -> None:
+    assert slower_links.weight > 0.95
+    used, fitted = slower_links.constants, slower_links.fitted
     assert used.limits == fitted.limits
-    assert used.logs == {name: calibration.weight * x for name, x in fitted.logs.items()}
+    assert used.logs == {name: slower_links.weight * x for name, x in fitted.logs.items()}
 
 
 def test_lightly_weighted_constants_change_no_limit() -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from known_examples import examples
 from small_worlds import cluster as hosts_with
 
 from autotune.cluster import (
@@ -307,7 +308,9 @@ def clusters(draw):
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(clusters())
 def test_a_written_file_reads_back_exactly(tmp_path, cluster):

@@ -8,7 +8,7 @@ from autotune.jobs.campaign.cost_processes import measured_costs
 
 def test_a_process_that_fails_ends_the_measurement(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(LaunchError, match=r"one ended with exit status 1; its error is printed"):
-        measured_costs(2, emulated=True, pause_s=float("inf"))  # refused by an early measurement
+        measured_costs(1, emulated=True, pause_s=float("inf"))  # refused by an early measurement
     assert "InvalidInput: ready_s" in capfd.readouterr().err
 
 

@@ -59,7 +59,7 @@ def test_every_column_is_described_and_terms_are_croissants():
 
 
 def test_writing_the_metadata_again_changes_nothing(tmp_path: Path):
-    source = SHIPPED[0]
+    source = min(SHIPPED, key=lambda folder: (folder / "trials.parquet").stat().st_size)
     for name in (*read_sums(source), SUMS):
         (tmp_path / name).write_bytes((source / name).read_bytes())
     write_croissant(tmp_path)

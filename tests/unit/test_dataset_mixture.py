@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -92,6 +93,19 @@ def sample(mixture, folder: Path, count: int, obey: Callable[[], None] = lambda:
     return read_domain(folder)
 
 
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a domain with eight candidates, which no test changes."""
+    folder = tmp_path_factory.mktemp("eight") / "small.local"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "datasets"))
+        import mixture
+
+        sample(mixture, folder, 8)
+        sys.modules.pop("mixture")
+    return folder
+
+
 class Stop(Exception):
     pass
 
@@ -144,15 +158,17 @@ def test_a_collection_is_a_mixture_and_goes_on_where_it_was_stopped(mixture, tmp
     assert domain.trials[-1].strategy is None
 
 
-def test_a_collection_grows_without_trying_a_drawn_strategy_again(mixture, tmp_path: Path):
-    for count in (8, 24):
-        domain = sample(mixture, tmp_path, count)
+def test_a_collection_grows_without_trying_a_drawn_strategy_again(
+    mixture, eight: Path, tmp_path: Path
+):
+    shutil.copytree(eight, tmp_path, dirs_exist_ok=True)
+    domain = sample(mixture, tmp_path, 24)
     drawn = drawn_of(domain)
     assert len(domain.candidates) == 24 and len(drawn) == len(set(drawn)) > 8
 
 
-def test_where_crossing_the_step_is_refused_a_few_random_strategies_cross_it(mixture, tmp_path):
-    domain = sample(mixture, tmp_path, 2)
+def test_where_crossing_the_step_is_refused_a_few_random_strategies_cross_it(mixture, eight: Path):
+    domain = read_domain(eight)
     refused = [s for _, s in mixture.fixed_strategies(domain, 100, 0, "the script clips")]
     crossing = [strategy for strategy in refused if strategy.cross_step]
     assert 0 < len(crossing) <= 5
@@ -168,11 +184,11 @@ def collect(mixture) -> Iterator[Any]:
     sys.modules.pop("collect")
 
 
-def test_a_domain_with_too_few_candidates_is_not_complete(mixture, collect, tmp_path: Path) -> None:
+def test_a_domain_with_too_few_candidates_is_not_complete(collect, eight: Path) -> None:
     setup = Setup("small", Path("local.yaml"), ("train.py",))
-    sample(mixture, tmp_path / setup.name, 8)
-    assert collect.has_all(tmp_path, setup, 8)
-    assert not collect.has_all(tmp_path, setup, 9)
+    assert setup.name == eight.name
+    assert collect.has_all(eight.parent, setup, 8)
+    assert not collect.has_all(eight.parent, setup, 9)
 
 
 @pytest.mark.parametrize("option", ["--trials", "--visit"])

@@ -66,7 +66,7 @@ def test_bert_large_on_eight_v100_exposes_less_than_its_transfer() -> None:
 
 
 def test_a_search_names_assumed_costs_of_the_device() -> None:
-    workload = assumed_ops("resnet50").workload()
+    workload = assumed_ops("vgg16").workload()
     cluster = Cluster("2 GPUs", (Host("a", 2, 12.5e9, 2e-5, 1.3e11, 5e-6),))
     for name, expected in (("", True), (H100, False)):
         named = replace(workload, device_name=name)
@@ -76,7 +76,7 @@ def test_a_search_names_assumed_costs_of_the_device() -> None:
 
 def test_a_search_for_gpus_says_whose_reduce_scatter_it_assumes() -> None:
     """NCCL's moves half of the bytes of gloo's, unless a probe shows its time."""
-    workload = assumed_ops("resnet50").workload()
+    workload = assumed_ops("vgg16").workload()
     cluster = Cluster("2 GPUs", (Host("a", 2, 12.5e9, 2e-5, 1.3e11, 5e-6),))
     fit = CollectiveFit("reduce_scatter", 2, 1e-5, 1e-11, 0.0, 1, 2**30)
     cases = ((workload, cluster, True), (workload, cluster.with_fits((fit,)), False))

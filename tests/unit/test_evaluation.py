@@ -224,7 +224,7 @@ def test_a_simulator_ranks_only_where_it_surely_beats_the_analytic_ranker() -> N
     assert few.ranker == ANALYTIC and "fewer than 30 pairs" in few.reason
 
 
-@pytest.mark.parametrize("count", [24, 60])
+@pytest.mark.parametrize("count", [24, pytest.param(60, marks=pytest.mark.slow)])
 def test_simulators_that_are_no_better_than_the_replay_seldom_rank(count: int) -> None:
     """Three rankers with the replay's time and their own noise."""
     examples = noisy(count)

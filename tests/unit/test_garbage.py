@@ -18,10 +18,12 @@ class Node:
 
 @pytest.fixture(autouse=True)
 def restored_collector() -> Iterator[None]:
-    enabled = gc.isenabled()
+    enabled, frozen = gc.isenabled(), gc.get_freeze_count() > 0
     yield
     thaw_garbage()
     gc.unfreeze()
+    if frozen:  # by `conftest`: collections of later tests visit no imports
+        gc.freeze()
     if enabled:
         gc.enable()
 

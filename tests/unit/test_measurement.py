@@ -281,7 +281,7 @@ def compared(logs: np.ndarray) -> tuple[Ended, float, float, int]:
     raise AssertionError("the cap ends every comparison")
 
 
-@pytest.mark.parametrize("noise", [0.006, 0.0125, 0.02, 0.1])
+@pytest.mark.parametrize("noise", [0.006, 0.0125, 0.02, pytest.param(0.1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("heavy", [False, True])
 def test_stopping_when_it_is_precise_leaves_the_error_rate_of_the_comparison(noise, heavy):
     """Equal sides compare as faster in at most 2.5 % of cases, and as slower about as rarely.

@@ -9,6 +9,7 @@ from proposed_rounds import two_rounds
 
 from autotune.cluster import Cluster, Host
 from autotune.errors import InvalidInput
+from autotune.optimizer.budget import Budget
 from autotune.strategy_space.mirrored import MIRRORED_LIMITS, mirrored_refusal, mirrored_space
 from autotune.strategy_space.plan import plan
 from autotune.strategy_space.space import SearchSpace
@@ -21,13 +22,14 @@ HOSTS = Cluster("h", tuple(Host(f"h{i}", 2, 12.5e6 * (i + 1), 1e-4, 1e9, 1e-5) f
 DENSE = tuple(Variable(f"v{i}", (300, 200), ready_s=0.01 * i) for i in range(8))
 TABLE = Variable("table", (5000, 64), sparse=True, ready_s=0.1, touched_rows=200.0)
 MODEL = Workload("m", (*DENSE, TABLE), (), 0.1, 0.2)
+SHORT = Budget(60), Budget(60)
 
 
 @pytest.mark.parametrize("search", [Search.AUTOSYNC, Search.RANDOM, Search.BAYES, Search.FUSION])
 def test_every_proposed_plan_can_be_enacted_by_the_workers(search: Search) -> None:
     spec = JobSpec(("python", "t.py"), 8, HOSTS, search=search, samples_per_round=80, lossy=True)
     profiled = Profiled(MODEL, HOSTS, 1.0, {}, "a step ends", mirrored=True)
-    for proposed in two_rounds(spec, profiled, 60):
+    for proposed in two_rounds(spec, profiled, 60, SHORT):
         assert proposed.proposals and "left out" not in proposed.reason
         for one in proposed.proposals:
             assert mirrored_refusal(plan(one.strategy, MODEL, 8), {"table"}) is None, one.origin

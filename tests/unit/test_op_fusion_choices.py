@@ -102,5 +102,6 @@ def test_the_first_trials_compare_the_fastest_strategy_with_and_without_fused_op
 def test_jobs_without_choices_are_proposed_no_fused_ops() -> None:
     spec = JobSpec(("python", "train.py"), 4, NETWORK, samples_per_round=40)
     history = History((Profiled(MODEL, NETWORK, 1.0, {}),), 0.1)
-    proposals = Proposer(spec, {}).propose(history, 0, 10).proposals
+    short = Budget(60), Budget(60)
+    proposals = Proposer(spec, {}, budgets=short).propose(history, 0, 10).proposals
     assert not any(proposal.strategy.op_fusion for proposal in proposals)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+from functools import cache
 
 import pytest
 import torch
@@ -52,12 +53,19 @@ def workload_of(script: str) -> Workload:
     return Workload(script, tuple(variables[::-1]), backward_s=0.1)
 
 
-WORKLOADS = {name: model.workload() for name, model in MODELS.items()}
-WORKLOADS |= {name: workload_of(script) for name, (script, _) in SCRIPTS.items()}
+@cache  # and not where every process of a test run collects
+def workloads() -> dict[str, Workload]:
+    """The workload of each model."""
+    scripts = {name: workload_of(script) for name, (script, _) in SCRIPTS.items()}
+    return {name: model.workload() for name, model in MODELS.items()} | scripts
+
+
+LARGEST = "densenet"
+"""The model with the most variables, which takes nearly as long as the others together."""
 
 
 def on(model: str, cluster: str = "four_hosts") -> tuple[Workload, Cluster]:
-    return WORKLOADS[model], UNDILATED[f"{model}.{cluster}.ratio_1"].cluster()
+    return workloads()[model], UNDILATED[f"{model}.{cluster}.ratio_1"].cluster()
 
 
 def sparse_names(workload: Workload) -> set[str]:
@@ -77,23 +85,26 @@ def test_every_model_meets_every_cluster_and_a_drawn_third_has_other_ratios():
     assert cores == {2}, "each rank has the work of one of two cores"
     assert "--clip-grad-norm" in UNDILATED["gpt_text_clipped.four_hosts.ratio_1"].script
     assert len(seeded_domains(ROOT)) == 4 and seeded_domains(ROOT) < set(DOMAINS)
-    assert sparse_names(WORKLOADS["embedding"])
-    vgg = WORKLOADS["vgg"]
+    assert sparse_names(workloads()["embedding"])
+    vgg = workloads()["vgg"]
     assert max(variable.grad_bytes for variable in vgg.variables) > 0.7 * vgg.grad_bytes
-    assert len(WORKLOADS["densenet"].variables) == 364
+    assert len(workloads()["densenet"].variables) == 364
 
 
 @pytest.mark.parametrize(
     "domain",
     [
-        pytest.param(setup, marks=[pytest.mark.slow] * ("two_devices" not in setup.name))
+        pytest.param(
+            setup,
+            marks=[pytest.mark.slow] * ("two_devices" not in setup.name or setup.model == LARGEST),
+        )
         for setup in DOMAINS.values()
         if setup.ratio == 1
     ],
     ids=lambda setup: setup.name,
 )
 def test_every_setting_of_every_rival_is_enactable_in_every_domain(domain: Setup):
-    workload, cluster = WORKLOADS[domain.model], domain.cluster()
+    workload, cluster = workloads()[domain.model], domain.cluster()
     rivals = families(workload, cluster)
     elements = sum(variable.elements for variable in workload.variables)
     hierarchical = {HIERARCHICAL} if domain.cluster_file.stem.endswith("two_devices") else set()
@@ -119,9 +130,11 @@ def test_every_setting_of_every_rival_is_enactable_in_every_domain(domain: Setup
     assert not any(ACROSS in setting for setting in forbidden[BYTEPS])
 
 
-@pytest.mark.parametrize("model", ["vgg", "densenet", "gpt_text"])
+@pytest.mark.parametrize(
+    "model", ["vgg", pytest.param(LARGEST, marks=pytest.mark.slow), "gpt_text"]
+)
 def test_the_sweep_has_the_buckets_of_torch_for_each_bucket_cap(model: str):
-    workload = WORKLOADS[model]
+    workload = workloads()[model]
     names = [variable.name for variable in workload.variables]
     tensors = [torch.empty(variable.shape, device="meta") for variable in workload.variables]
     sparse, order = [False] * len(tensors), list(range(len(tensors)))
@@ -209,7 +222,7 @@ def test_the_script_builds_the_variables_of_its_workload_and_can_be_waited_for(m
 @pytest.mark.parametrize("model", MODELS)
 def test_steps_are_as_long_as_computing_and_sending_take_on_even_links(model: str):
     """At 1 Gbit/s, sending and computing without overlap take 100 to 500 ms; neither is small."""
-    workload, cluster = WORKLOADS[model], setup_of(model, "four_hosts").cluster()
+    workload, cluster = workloads()[model], setup_of(model, "four_hosts").cluster()
     transfer_s = least_synchronization_s(workload, cluster)
     assert 0.1 < workload.compute_s + transfer_s < 0.5
     assert 1 / 3 < transfer_s / workload.compute_s < 3

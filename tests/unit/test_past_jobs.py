@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -57,21 +58,23 @@ def past_job(extractor: Extractor, longer: float = LONGER) -> PastJob:
     )
 
 
-PAST = (past_job(predictor(model(9))), past_job(predictor(model(14), MIXED)))
+@cache  # and not where every process of a test run collects
+def earlier_jobs() -> tuple[PastJob, PastJob]:
+    return past_job(predictor(model(9))), past_job(predictor(model(14), MIXED))
 
 
 def test_residuals_of_earlier_trials_are_those_of_their_own_replays() -> None:
-    residuals, complete = past_residuals(PAST)
+    residuals, complete = past_residuals(earlier_jobs())
     assert complete
     np.testing.assert_allclose(residuals.r, np.log(LONGER))
-    counts = [min(len(job.trials), MOST_TRIALS) for job in PAST]
+    counts = [min(len(job.trials), MOST_TRIALS) for job in earlier_jobs()]
     assert np.bincount(residuals.domain).tolist() == counts
-    many = replace(PAST[0], trials=PAST[0].trials * 5)
+    many = replace(earlier_jobs()[0], trials=earlier_jobs()[0].trials * 5)
     assert len(past_residuals([many])[0].r) == MOST_TRIALS
-    gone = replace(PAST[0], extractor=predictor(model(8)))  # of other variables
+    gone = replace(earlier_jobs()[0], extractor=predictor(model(8)))  # of other variables
     assert len(past_residuals([gone])[0].r) == 0
     over = Deadline.after(-1.0, lambda: 0.0)
-    residuals, complete = past_residuals(PAST, over)
+    residuals, complete = past_residuals(earlier_jobs(), over)
     assert len(residuals.r) == 0 and not complete
     assert past_residuals([], over)[1]
 
@@ -108,9 +111,9 @@ def _finished(number: int, key: str, plan_id: str | None, step_s: float) -> Tria
 def test_a_first_round_predicts_what_earlier_jobs_measured() -> None:
     alone, reason = first_round(())
     assert alone == pytest.approx(1.0) and "earlier jobs" not in reason
-    ratio, reason = first_round(PAST)
+    ratio, reason = first_round(earlier_jobs())
     assert 1.1 < ratio < 1.25
-    trials = len(past_residuals(PAST)[0].r)
+    trials = len(past_residuals(earlier_jobs())[0].r)
     assert reason.endswith(f"corrected by {trials} strategies of earlier jobs")
 
 
@@ -122,7 +125,7 @@ def test_earlier_jobs_for_which_a_round_has_no_time_are_read_in_the_next_one() -
 
     def past(software: Mapping[str, str]) -> Sequence[PastJob]:
         loaded.append(software["torch"])
-        return PAST
+        return earlier_jobs()
 
     scorer = Scorer(spec, {}, past=past)
     cut = scorer.score(history, pool, Deadline.after(-1.0, lambda: 0.0))
@@ -134,7 +137,7 @@ def test_earlier_jobs_for_which_a_round_has_no_time_are_read_in_the_next_one() -
 
 
 def test_a_job_that_is_calibrated_trusts_its_own_trials() -> None:
-    ratio, reason = first_round(PAST, FEWEST_CALIBRATED)
+    ratio, reason = first_round(earlier_jobs(), FEWEST_CALIBRATED)
     assert ratio == pytest.approx(1.0, abs=0.03) and "earlier jobs" not in reason
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from known_examples import examples
 
 from autotune.recordings.probe import HostPair, LinkCost, NoCost
 from autotune.rng import generator
@@ -103,7 +104,7 @@ def test_a_long_link_without_time_for_large_messages_has_no_cost() -> None:
     assert set(result.costs.values()) == {NoCost.TIME}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     latency_s=st.floats(1e-6, 0.5),
     bytes_per_s=st.floats(1e3, 1e10),
@@ -124,7 +125,7 @@ def test_a_probe_of_any_link_ends_in_time_but_for_its_first_messages(
             assert cost.bytes_per_s == pytest.approx(bytes_per_s, rel=1e-3)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     latency_s=st.floats(0.0, 0.5),
     bytes_per_s=st.floats(SLOWEST_BYTES_PER_S, 1e10),

@@ -70,7 +70,7 @@ def test_a_job_without_gains_ends_early(draw: Draw, noise: float, least: float) 
     assert share_stopped(draw, noise) >= least
 
 
-@pytest.mark.parametrize("noise", [0.005, 0.01, 0.02])
+@pytest.mark.parametrize("noise", [0.005, pytest.param(0.01, marks=pytest.mark.slow), 0.02])
 @pytest.mark.parametrize(
     "draw",
     [

@@ -48,7 +48,7 @@ FREE = Variable("free", (900, 64), sparse=True, ready_s=0.05)
 MODEL = Workload("m", (*DENSE, TABLE), (), 0.1, 0.2)
 MIXED = Workload("m", (*DENSE[:3], FREE, TABLE), (), 0.1, 0.2)
 SPACE = SearchSpace.default(lossy=True)
-SHORT = Budget(200), Budget(200)
+SHORT = Budget(60), Budget(60)
 PROFILED = Profiled(MODEL, HOSTS, 1.0, {}, "a step ends", direct_refused="no sends")
 
 

@@ -70,7 +70,7 @@ def test_the_schema_takes_every_hand_made_strategy_and_refuses_what_the_reader_r
 ) -> None:
     schema = json.loads(printed(capsys, "--schema"))
     assert schema == json.loads(printed(capsys, "--schema", "--json"))
-    builders = json.loads(printed(capsys, "transformer", "A2", "--json"))["builders"]
+    builders = json.loads(printed(capsys, "vgg16", "A2", "--json"))["builders"]
     for row in builders.values():
         jsonschema.validate(row["strategy"], schema)
     wrong = builders["ddp_25mib"]["strategy"] | {"crosstep": True}

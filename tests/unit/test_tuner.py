@@ -165,12 +165,14 @@ def test_the_same_seed_gives_the_same_job_event_by_event():
     assert drive(spec, world) == drive(spec, world)
 
 
-LONG = {"reference_every": 1, "timed_steps": 8, "most_steps": 24, "ab_pairs": 20}
+LONG = {"reference_every": 1, "timed_steps": 8, "most_steps": 24, "ab_pairs": 10}
 
 
-@pytest.mark.parametrize("disturbed", [False, True])
-@pytest.mark.parametrize("settings", [{}, LONG])
-def test_a_job_cut_at_any_event_continues_identically(disturbed, settings):
+@pytest.mark.parametrize(
+    ("settings", "disturbed"),
+    [({}, False), ({}, True), pytest.param(LONG, False, marks=pytest.mark.slow), (LONG, True)],
+)
+def test_a_job_cut_at_any_event_continues_identically(settings, disturbed):
     spec = job_spec(**settings)
     world = SyntheticWorld(
         FAST,
@@ -367,7 +369,7 @@ def test_every_job_in_a_hostile_world_ends_within_its_trial_budget(seed):
     assert len(history.candidates) <= spec.max_trials + looks + len(history.failed)
 
 
-@pytest.mark.parametrize("noise", [0.02, 0.05])
+@pytest.mark.parametrize("noise", [pytest.param(0.02, marks=pytest.mark.slow), 0.05])
 def test_identical_time_distributions_are_called_different_at_most_at_the_stated_rate(noise):
     # A two-sided 95 % interval lies below 1 in 2.5 % of null comparisons: 2.5 of 100 jobs on
     # average; more than 7 has a probability below 1 %. The number of pairs follows the noise.

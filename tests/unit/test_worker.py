@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -25,13 +25,6 @@ from runtime_rewriter.world.worker import (
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def supervisor() -> Iterator[ProcessSupervisor]:
-    supervisor = ProcessSupervisor()
-    yield supervisor
-    supervisor.stop()
-
-
 def end_of(supervisor: ProcessSupervisor) -> ProcessExited:
     end_s = time.monotonic() + 240.0
     while time.monotonic() < end_s:
@@ -41,21 +34,14 @@ def end_of(supervisor: ProcessSupervisor) -> ProcessExited:
     raise AssertionError("the end of the process was not noticed")
 
 
-def exit_code(supervisor: ProcessSupervisor) -> int:
-    return end_of(supervisor).code
-
-
 def start(supervisor: ProcessSupervisor, directory: Path, text: str, **environment: str) -> None:
     (directory / "script.py").write_text(text)
     supervisor.start(["script.py"], environment, str(directory), str(directory / "rank0.log"))
 
 
-def test_a_killed_process_is_noticed_while_a_child_of_it_holds_the_line(
-    supervisor, tmp_path
-) -> None:
-    """The child runs no fork hooks of Python and keeps every socket open, as a helper may."""
-    text = """
+KILLED = """
 import os, signal, stat, subprocess
+print("Connection closed by peer", flush=True)
 for name in os.listdir("/proc/self/fd"):
     try:
         if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
@@ -65,13 +51,18 @@ for name in os.listdir("/proc/self/fd"):
 subprocess.Popen(["sleep", "100"], close_fds=False)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    start(supervisor, tmp_path, text)
-    assert exit_code(supervisor) == -9
+"""Its child runs no fork hooks of Python and keeps every socket open, as a helper may."""
 
+IMPORTS = """
+import importlib.util, json, pickle, sys
+import autotune.errors
+found = importlib.util.find_spec("datasets")
+json.dump([sys.path, sys.argv, found and str(found)], open("seen.json", "w"))
+"""
 
-def test_a_forked_child_does_not_hold_the_line(supervisor, tmp_path) -> None:
-    text = """
-import os, stat, sys
+FORKS = """
+import os, stat, warnings
+warnings.simplefilter("ignore")  # of a fork beside threads
 def sockets():
     kinds = []
     for name in os.listdir("/proc/self/fd"):
@@ -84,18 +75,49 @@ before = sockets()
 child = os.fork()
 if child == 0:
     os._exit(before - sockets())
-os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+os._exit(40 + os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    start(supervisor, tmp_path, text)
-    assert exit_code(supervisor) == 1
+"""Exits with 40 and the number of sockets that its child does not hold."""
 
 
-def test_the_last_output_of_a_process_is_not_that_of_an_earlier_one(supervisor, tmp_path) -> None:
-    failing = "import os\nprint('Connection closed by peer', flush=True)\nos._exit(3)\n"
-    start(supervisor, tmp_path, failing)
-    assert end_of(supervisor) == ProcessExited(3, "Connection closed by peer\n")
-    start(supervisor, tmp_path, "import os\nos._exit(4)\n")
-    assert end_of(supervisor) == ProcessExited(4, "")
+@dataclass(frozen=True)
+class Ends:
+    """Two processes that one supervisor ran in `folder`, one after the other.
+
+    Two for many tests: each imports torch, which takes seconds.
+    """
+
+    folder: Path
+    environment: dict[str, str]
+    killed: ProcessExited
+    forked: ProcessExited
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
+    folder = tmp_path_factory.mktemp("worker")
+    environment = {"PYTHONPATH": str(folder / "of the driver")}
+    supervisor = ProcessSupervisor()
+    try:
+        start(supervisor, folder, KILLED, **environment)
+        killed = end_of(supervisor)
+        start(supervisor, folder, IMPORTS + FORKS, **environment)
+        return Ends(folder, environment, killed, end_of(supervisor))
+    finally:
+        supervisor.stop()
+
+
+def test_a_killed_process_is_noticed_while_a_child_of_it_holds_the_line(ends: Ends) -> None:
+    assert ends.killed.code == -9
+
+
+def test_a_forked_child_does_not_hold_the_line(ends: Ends) -> None:
+    assert ends.forked.code == 41, ends.forked.log_tail
+
+
+def test_the_last_output_of_a_process_is_not_that_of_an_earlier_one(ends: Ends) -> None:
+    assert ends.killed.log_tail == "Connection closed by peer\n"
+    assert ends.forked.log_tail == ""
 
 
 SUPERVISE = """
@@ -103,14 +125,17 @@ import sys
 from runtime_rewriter.world.worker import ProcessSupervisor
 assert "/vendored/by/ray" in sys.path
 supervisor = ProcessSupervisor()
-supervisor.start(["script.py"], {"PYTHONPATH": "/of/the/driver", "RANK": "3"}, "", "rank0.log")
+supervisor.start(["script.py"], {"PYTHONPATH": "/of/the/driver", "RANK": "3"}, "", "logs/rank0.log")
 while supervisor.poll(1.0).exited is None:
     pass
 """
 
 
-def test_a_process_gets_our_packages_and_the_drivers_path_but_no_setting_of_ray(tmp_path) -> None:
-    (tmp_path / "script.py").write_text(
+@pytest.fixture(scope="module")
+def supervised(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a supervisor like those in Ray, whose process got no directory."""
+    folder = tmp_path_factory.mktemp("supervised")
+    (folder / "script.py").write_text(
         "import json, os; json.dump(dict(os.environ), open('environment.json', 'w'))"
     )
     ours = os.environ | {
@@ -118,35 +143,35 @@ def test_a_process_gets_our_packages_and_the_drivers_path_but_no_setting_of_ray(
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(["/vendored/by/ray", "/of/ray", str(ROOT)]),
     }
-    subprocess.run(
-        [sys.executable, "-c", SUPERVISE], cwd=tmp_path, env=ours, check=True, timeout=240
-    )
-    child = json.loads((tmp_path / "environment.json").read_text())
+    subprocess.run([sys.executable, "-c", SUPERVISE], cwd=folder, env=ours, check=True, timeout=240)
+    return folder
+
+
+def test_a_process_gets_our_packages_and_the_drivers_path_but_no_setting_of_ray(
+    supervised: Path,
+) -> None:
+    child = json.loads((supervised / "environment.json").read_text())
     assert child["PYTHONPATH"] == "/of/the/driver"
     assert child["RANK"] == "3"
     assert not [name for name in child if name.startswith(("RAY_", "OMP_"))]
 
 
-IMPORTS = """
-import importlib.util, json, pickle, sys
-import autotune.errors
-found = importlib.util.find_spec("datasets")
-json.dump([sys.path, sys.argv, found and str(found)], open("seen.json", "w"))
-"""
+def test_without_a_directory_the_process_starts_where_its_supervisor_is(supervised: Path) -> None:
+    assert (supervised / "environment.json").exists()
+    assert (supervised / "logs" / "rank0.log").exists()
 
 
-def test_a_script_imports_what_it_imports_without_us(supervisor, tmp_path) -> None:
+def test_a_script_imports_what_it_imports_without_us(ends: Ends) -> None:
     """Our checkout has a folder named datasets, as a library of that name has."""
-    environment = {"PYTHONPATH": str(tmp_path / "of the driver")}
-    start(supervisor, tmp_path, IMPORTS, **environment)
-    assert exit_code(supervisor) == 0, (tmp_path / "rank0.log").read_text()
-    seen = json.loads((tmp_path / "seen.json").read_text())
+    seen_file = ends.folder / "seen.json"
+    assert seen_file.exists(), ends.forked.log_tail
+    seen = json.loads(seen_file.read_text())
     plain = IMPORTS.replace("import autotune.errors", "")
-    (tmp_path / "script.py").write_text(plain)
-    environment = {"PATH": os.environ["PATH"], **environment}
+    (ends.folder / "script.py").write_text(plain)
+    environment = {"PATH": os.environ["PATH"], **ends.environment}
     words = [sys.executable, "-u", "script.py"]
-    subprocess.run(words, cwd=tmp_path, env=environment, check=True, timeout=240)
-    assert seen == json.loads((tmp_path / "seen.json").read_text())
+    subprocess.run(words, cwd=ends.folder, env=environment, check=True, timeout=240)
+    assert seen == json.loads(seen_file.read_text())
 
 
 def test_ranks_on_other_hosts_get_the_drivers_settings_except_those_of_its_machine() -> None:
@@ -159,16 +184,6 @@ def test_ranks_on_other_hosts_get_the_drivers_settings_except_those_of_its_machi
         "CONDA_PREFIX": "/c",
     }
     assert carried_environment(environment) == {"NCCL_DEBUG": "INFO", "PYTHONPATH": "src"}
-
-
-def test_without_a_directory_the_process_starts_where_its_supervisor_is(
-    supervisor, tmp_path, monkeypatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "script.py").write_text("open('here', 'w')")
-    supervisor.start(["script.py"], {}, "", str(tmp_path / "logs" / "rank0.log"))
-    assert exit_code(supervisor) == 0
-    assert (tmp_path / "here").exists()
 
 
 def test_a_message_that_nobody_reads_raises_after_the_timeout() -> None:
