@@ -38,6 +38,7 @@ LONGEST_FIRST = (
     "test_tune_command",
     "test_tensorflow_servers",
     "test_tensorflow_rewriter",
+    "test_frameworks",
     "test_horovod_tensorflow",
     "test_mirrored_script",
     "test_odd_scripts",

@@ -48,6 +48,7 @@ if find_spec("horovod") is not None:
         "mpirun -np 2 --oversubscribe python {scripts}/train_horovod.py",
         "",
     )
+SLOW = ("accelerate", "Trainer", "Lightning", "mpirun")
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -63,11 +64,11 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.job
-@pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAUNCHES]
+)
 def test_a_script_is_tuned_as_it_is(name: str, tmp_path: Path, tracking_store: Path) -> None:
-    """`test_horovod_faults.py` profiles and tries the script of Horovod in a world."""
     command, refused = LAUNCHES[name]
     words = command.format(scripts=ROOT / "tests" / "scripts", out=tmp_path / "out").split()
     jobs = with_tracking_store(tmp_path / "jobs", tracking_store)

@@ -12,6 +12,8 @@ import pytest
 from autotune.errors import LaunchError
 from runtime_rewriter.private_network import NetworkNamespace, new_network_namespace, refusal
 
+PORT = 1
+"""Nothing on this machine listens there. Another test might, at a port that the kernel chose."""
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="a namespace of this thread needs root")
 
 
@@ -40,7 +42,7 @@ def test_a_port_of_the_namespace_is_reached_from_inside_only() -> None:
 
     def listen() -> None:
         namespaces.append(new_network_namespace())
-        listeners.append(socket.create_server(("0.0.0.0", 0)))
+        listeners.append(socket.create_server(("0.0.0.0", PORT)))
         ready.set()
         checked.wait(10.0)
 
@@ -48,13 +50,12 @@ def test_a_port_of_the_namespace_is_reached_from_inside_only() -> None:
     thread.start()
     try:
         assert ready.wait(10.0)
-        port = listeners[0].getsockname()[1]
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", port), timeout=5.0)
+            socket.create_connection(("127.0.0.1", PORT), timeout=5.0)
 
         def enter_and_connect() -> None:
             namespaces[0].enter()
-            socket.create_connection(("127.0.0.1", port), timeout=5.0).close()
+            socket.create_connection(("127.0.0.1", PORT), timeout=5.0).close()
             assert [name for _, name in socket.if_nameindex()] == ["lo"]
 
         in_a_thread(enter_and_connect)
