@@ -106,7 +106,7 @@ PYTEST := $(BIN)/pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 test: tested
 	$(PYTEST) -m 'not slow'
 
-# About twice as long: before a release, and after changes of what only slow tests cover.
+# Much longer: before a release, and after changes of what only slow tests cover.
 test-all: tested
 	$(PYTEST) --hypothesis-profile new
 

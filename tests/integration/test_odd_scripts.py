@@ -207,16 +207,16 @@ def test_no_script_sees_or_trains_anything_else_under_a_plan_within_the_step(top
 def check_topic(topic: str, ways: tuple[str, ...]) -> None:
     results = run_world(check, 2, topic, ways, timeout_s=240.0)
     differing = [
-        f"rank {rank}, {name}, {way}: {found}"
+        f"rank {rank}, {name}, {way}: {result}"
         for rank, outcomes in enumerate(results)
-        for name, of_ways in outcomes.items()
-        for way, found in of_ways.items()
-        if found.startswith("DIFFER")
+        for name, by_way in outcomes.items()
+        for way, result in by_way.items()
+        if result.startswith("DIFFER")
     ]
     assert not differing, "\n".join(differing)
     expected = {name: expected_signs(name, ways) for name in TOPICS[topic]}
     for outcomes in results:
-        assert {name: signs(of_ways) for name, of_ways in outcomes.items()} == expected
+        assert {name: signs(by_way) for name, by_way in outcomes.items()} == expected
 
 
 def expected_signs(name: str, ways: tuple[str, ...]) -> str:

@@ -262,8 +262,8 @@ def test_a_script_that_needs_a_launcher_is_told_which(tmp_path, capsys) -> None:
     script = tmp_path / "train.py"
     script.write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n")
     assert main(["profile", "-o", str(tmp_path / "traces"), "--", "python", str(script)]) == 1
-    told = capsys.readouterr().err
-    assert "needs a launcher: start it with torchrun --nproc-per-node 1; " in told
+    error_text = capsys.readouterr().err
+    assert "needs a launcher: start it with torchrun --nproc-per-node 1; " in error_text
 
 
 def test_the_package_loads_no_framework_for_it() -> None:

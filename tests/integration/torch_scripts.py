@@ -21,17 +21,25 @@ from runtime_rewriter.ports import unclaimed_port
 ABORTED_AT_EXIT = "terminate called without an active exception"
 
 
-def run_script(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run the script, and once more if torch crashed at its exit.
+Completed = subprocess.CompletedProcess[str]
+
+
+def again_if_aborted(run: Callable[[], Completed]) -> Completed:
+    """Run a script, and once more if torch crashed at its exit.
 
     On a busy machine any DDP script on gloo rarely crashes so, also without us: a thread of torch
     still runs while the interpreter shuts down. The script has finished its work by then.
     """
-    for _ in range(2):
-        done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
-        if done.returncode == 0 or ABORTED_AT_EXIT not in done.stderr:
-            break
-    return done
+    done = run()
+    if done.returncode == 0 or ABORTED_AT_EXIT not in done.stderr:
+        return done
+    return run()
+
+
+def run_script(command: Sequence[str], **options: Any) -> Completed:
+    return again_if_aborted(
+        lambda: subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    )
 
 
 def run_ranks(

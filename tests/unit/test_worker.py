@@ -56,8 +56,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 IMPORTS = """
 import importlib.util, json, pickle, sys
 import autotune.errors
-found = importlib.util.find_spec("datasets")
-json.dump([sys.path, sys.argv, found and str(found)], open("seen.json", "w"))
+datasets = importlib.util.find_spec("datasets")
+json.dump([sys.path, sys.argv, datasets and str(datasets)], open("imports.json", "w"))
 """
 
 FORKS = """
@@ -163,15 +163,15 @@ def test_without_a_directory_the_process_starts_where_its_supervisor_is(supervis
 
 def test_a_script_imports_what_it_imports_without_us(ends: Ends) -> None:
     """Our checkout has a folder named datasets, as a library of that name has."""
-    seen_file = ends.folder / "seen.json"
-    assert seen_file.exists(), ends.forked.log_tail
-    seen = json.loads(seen_file.read_text())
+    imports_file = ends.folder / "imports.json"
+    assert imports_file.exists(), ends.forked.log_tail
+    imports = json.loads(imports_file.read_text())
     plain = IMPORTS.replace("import autotune.errors", "")
     (ends.folder / "script.py").write_text(plain)
     environment = {"PATH": os.environ["PATH"], **ends.environment}
     words = [sys.executable, "-u", "script.py"]
     subprocess.run(words, cwd=ends.folder, env=environment, check=True, timeout=240)
-    assert seen == json.loads(seen_file.read_text())
+    assert imports == json.loads(imports_file.read_text())
 
 
 def test_ranks_on_other_hosts_get_the_drivers_settings_except_those_of_its_machine() -> None:
