@@ -64,8 +64,9 @@ class RuntimeCosts:
     | `cast_s_per_byte` | the same with rounding to 16 bits | s/B |
     | `issue_s` | start a message, except the collective itself | s |
     | `issue_first_s` | emulated accelerators: more for the first message after a wake-up | s |
-    | `lane_s` | pass a message to the thread of its next step | s |
-    | `piece_s` | the same for a piece of a direct exchange, with others under way | s |
+    | `lane_s` | pass a message to the thread of its next step, behind another message | s |
+    | `lane_first_s` | more for a thread that sleeps | s |
+    | `piece_s` | pass a piece of a direct exchange there, with others under way | s |
     | `defer_s` | leave one variable to the next forward pass | s |
     | `settle_s` | flush one message when a variable of it is read, with its update | s |
     | `settle_first_s` | emulated accelerators: more for the first one after a wake-up | s |
@@ -110,7 +111,8 @@ class RuntimeCosts:
     cast_s_per_byte: Constant = Constant(2.3e-10, _HERE)
     issue_s: Constant = Constant(0.00019, _HERE)
     issue_first_s: Constant = Constant(0.0, "`issue_s` contains it unless both were measured")
-    lane_s: Constant = Constant(0.00015, _HERE)
+    lane_s: Constant = Constant(5e-05, _HERE)
+    lane_first_s: Constant = Constant(0.00014, _HERE)
     piece_s: Constant = Constant(1.9e-05, _HERE)
     defer_s: Constant = Constant(1e-05, _HERE)
     settle_s: Constant = Constant(0.00059, _HERE)
@@ -201,6 +203,7 @@ TENSORFLOW_COSTS = replace(
             "fill_s",
             "issue_s",
             "lane_s",
+            "lane_first_s",
             "piece_s",
             "write_s",
             "rows_take_s",

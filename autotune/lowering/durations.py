@@ -21,8 +21,9 @@ from autotune.lowering.steps import Step
 class Base(IntEnum):
     """A time of one step, in seconds.
 
-    The cores work `WITHIN` the message's time and `BEYOND` its end: senders drain their sockets,
-    threads fall asleep. `LINK`: the slowest port is occupied. `REST`: neither occupies anything.
+    A sleeping thread needs `WAKE` before it prepares a message. The cores work `WITHIN` the
+    message's time and `BEYOND` its end: senders drain their sockets, threads fall asleep. `LINK`:
+    the slowest port is occupied. `REST`: neither occupies anything.
     """
 
     PREPARE = 0  # passing the message to the lane's thread, and computation before the step
@@ -34,6 +35,7 @@ class Base(IntEnum):
     LINK = 6
     PASS = 7  # as PREPARE and PREPARE_PIECE, without computation
     PASS_PIECE = 8
+    WAKE = 9
 
 
 def base(lane: int, which: Base) -> int:
@@ -48,6 +50,7 @@ def bases_s(step: Step, times: StepTimes | None, costs: RuntimeCosts) -> FloatAr
     rows[Base.PREPARE_PIECE] = costs["piece_s"] + step.prepare_s
     rows[Base.PREPARE_ROOT] = step.prepare_root_s
     rows[Base.PASS], rows[Base.PASS_PIECE] = costs["lane_s"], costs["piece_s"]
+    rows[Base.WAKE] = costs["lane_first_s"]
     if times is None:
         return rows
     crowded = float(times.cores.max(initial=0.0))

@@ -44,8 +44,9 @@ class FlowOps:
 class OwnedStep:
     """One step of a piece on lane `lane`. A step without a collective only computes.
 
-    `threads`, `later` (n,): ops of the ranks' threads for the first piece, and for others. `cores`:
-    the work of cores beside the flows; `beyond`: behind them. `rest`: slot of the rest.
+    `threads`, `later` (n,): ops of the ranks' threads for the first piece, and for others. `wake`:
+    as in `StepOps`, for each rank. `cores`: the work of cores beside the flows; `beyond`: behind
+    them. `rest`: slot of the rest.
     """
 
     lane: int
@@ -53,6 +54,7 @@ class OwnedStep:
     owner: int
     threads: tuple[Op, ...]
     later: tuple[Op, ...]
+    wake: Op | None
     flows: tuple[FlowOps, ...] = ()
     cores: tuple[tuple[str, Op], ...] = ()
     beyond: tuple[tuple[str, Op], ...] = ()
@@ -66,6 +68,9 @@ def add_piece(template: Template, steps: Sequence[OwnedStep]) -> list[int]:
     posted: list[list[int]] = [[] for _ in ranks]
     for step in steps:
         ops = step.later if template.threads[step.lane] else step.threads
+        if step.wake is not None and ops == step.threads:
+            name = f"wake lane {step.lane} of r"
+            behind = [[template.add(f"{name}{r}", step.wake, behind[r])] for r in ranks]
         threads = [
             template.add(f"lane {step.lane} of r{rank}", ops[rank], behind[rank]) for rank in ranks
         ]

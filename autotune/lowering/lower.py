@@ -121,7 +121,8 @@ class Lowering:
         """From complete sums to known norms: a pass over what a rank owns, and an exchange."""
         passed_bytes = self.messages.most_owned_bytes(batches, plan)
         costs = self.costs
-        return costs["lane_s"] + costs["pack_s_per_byte"] * passed_bytes + self.norm_exchange_s
+        woken_s = costs["lane_s"] + costs["lane_first_s"]
+        return woken_s + costs["pack_s_per_byte"] * passed_bytes + self.norm_exchange_s
 
     def step_s(self, plan: Plan) -> float:
         """Predicted seconds per step in the steady state."""

@@ -217,11 +217,13 @@ class _ShapeBuilder:
         template, batch, around = self._template, self._batch, self._around
         threads: list[tuple[str, Op]] = []
         later: list[tuple[str, Op]] = []
+        wake = None
         if lane > 0 or around.threaded:
             share = around.crowd / len(around.workers) if around.crowd > 0 else 1.0
             slot = behind = template.duration(base(lane, Base.PREPARE), share)
             if batch.pieces > 1 and around.in_flight > 1:  # which keep the thread awake
                 behind = template.duration(base(lane, Base.PREPARE_PIECE), share)
+            wake = self._wake(lane)
             cores = self._queue(CORES) if around.crowd > 0 else NONE
             kind = int(Kind.UNPACK if timed.times is None else Kind.PACK)
             for worker in around.workers:
@@ -236,14 +238,25 @@ class _ShapeBuilder:
         rounds = None
         if timed.times is not None:
             rounds = self._rounds(timed, timed.times, lane)
-        return StepOps(tuple(threads), tuple(later), root, rounds, around.columns)
+        return StepOps(tuple(threads), tuple(later), wake, root, rounds, around.columns)
+
+    def _wake(self, lane: int) -> Op | None:
+        """Until the sleeping threads of the lane have woken up; those of all ranks share cores.
+
+        It occupies no cores: threads that sleep leave them to others.
+        """
+        if self._costs["lane_first_s"] == 0:
+            return None
+        slot = self._template.duration(base(lane, Base.WAKE), max(self._around.crowd, 1.0))
+        return Op(slot=slot)
 
     def _owned_step(self, timed: TimedStep, lane: int) -> OwnedStep:
         """A step of each piece of an exchange with one owner, which alone sums."""
         collective, owner = timed.step.collective, self._owner
         threads, later = self._threads(collective, lane)
+        wake = self._wake(lane)
         if timed.times is None or collective is None:
-            return OwnedStep(lane, None, owner, threads, later)
+            return OwnedStep(lane, None, owner, threads, later, wake)
         times, template = timed.times, self._template
         flows = [self._flow(flow, lane) for flow in times.flows]
         busy = [host for host in self._scene.cores if times.cores[host] > 0]
@@ -258,6 +271,7 @@ class _ShapeBuilder:
             owner,
             threads,
             later,
+            wake,
             flows=tuple(flows),
             cores=tuple(zip(names, cores, strict=True)),
             beyond=tuple(zip(names, beyond, strict=False)),
@@ -278,22 +292,25 @@ class _ShapeBuilder:
         share = around.crowd / around.columns if around.crowd > 0 else 1.0
         in_flight = self._batch.pieces > 1 and around.in_flight > 1  # which keep threads awake
         cores = self._queue(CORES) if around.crowd > 0 else NONE
-        ops: tuple[list[Op], list[Op]] = ([], [])
+        threads: list[Op] = []
+        later: list[Op] = []
         for rank in range(around.columns):
             computes = collective is not Collective.PULL or rank == self._owner
             whole, piece = (Base.PASS, Base.PASS_PIECE)
             if computes:
                 whole, piece = (Base.PREPARE, Base.PREPARE_PIECE)
-            for kept, which in zip(ops, (whole, piece if in_flight else whole), strict=True):
-                op = Op(
-                    self._queue(f"r{rank} lane {lane}"),
-                    cores,
-                    int(Kind.UNPACK if collective is None else Kind.PACK),
-                    rank if rank in around.workers else NONE,
-                    slot=template.duration(base(lane, which), share),
-                )
-                kept.append(op)
-        return tuple(ops[0]), tuple(ops[1])
+            op = Op(
+                self._queue(f"r{rank} lane {lane}"),
+                cores,
+                int(Kind.UNPACK if collective is None else Kind.PACK),
+                rank if rank in around.workers else NONE,
+                slot=template.duration(base(lane, whole), share),
+            )
+            threads.append(op)
+            if in_flight:
+                op = op._replace(slot=template.duration(base(lane, piece), share))
+            later.append(op)
+        return tuple(threads), tuple(later)
 
     def _flow(self, flow: Flow, lane: int) -> FlowOps:
         template = self._template

@@ -77,8 +77,9 @@ def steady_steps(lowering: Lowering, plan: Plan, count: int) -> SteadySteps:
 
 
 def _began_s(timeline: Timeline, ops: MessageOps) -> FloatArray:
-    """When the first op of each message that takes time begins; (M,)."""
-    began_s = np.where(timeline.duration_s > 0, timeline.start_s, np.inf)
+    """When the first op of each message that takes time begins, but threads that wake up; (M,)."""
+    takes_time = (timeline.duration_s > 0) & (timeline.dfg.kind != Kind.VIRTUAL)
+    began_s = np.where(takes_time, timeline.start_s, np.inf)
     spans = zip(ops.starts.tolist(), ops.sums.tolist(), strict=True)
     first_s = np.array([began_s[first : last + 1].min() for first, last in spans])
     earliest_s: FloatArray = np.minimum(first_s, timeline.end_s[ops.ends])

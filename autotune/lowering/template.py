@@ -177,12 +177,15 @@ class Rounds:
 class StepOps:
     """The ops of a step of each piece.
 
-    `threads`: of the lane's thread, by worker; `behind`: the same for all pieces but the first;
-    `root`: computation of the root.
+    `threads`: of the lane's thread, by worker; `behind`: the same for all pieces but the first,
+    which differ if other pieces keep the thread awake. `wake`: until a sleeping thread has woken
+    up, beside what it still does for earlier messages; None if that takes no time. `root`:
+    computation of the root.
     """
 
     threads: tuple[tuple[str, Op], ...]
     behind: tuple[tuple[str, Op], ...]
+    wake: Op | None
     root: Op | None
     rounds: Rounds | None
     columns: int
@@ -193,7 +196,10 @@ class StepOps:
         `parts`: the ends of the stages of a push, directly before its pull.
         """
         ops = self.behind if template.threads[lane] else self.threads
-        threads = [template.add(name, op, parts[:1] or behind) for name, op in ops]
+        after = parts[:1] or behind
+        if self.wake is not None and ops == self.threads:
+            after = [template.add(f"wake lane {lane}", self.wake, after)]
+        threads = [template.add(name, op, after) for name, op in ops]
         behind = threads or behind
         if self.root is not None:
             behind = [template.add("sum", self.root, behind)]

@@ -27,7 +27,7 @@ LINKS, START, COLLECTIVE_CPU = "links", "start", "collective cpu"
 _LINK_OF = "link of "
 OF_COSTS: Mapping[str, tuple[str, ...]] = {
     START: ("collective_s", "message_s"),
-    "issue": ("lane_s", "piece_s", "issue_s", "issue_first_s"),
+    "issue": ("lane_s", "lane_first_s", "piece_s", "issue_s", "issue_first_s"),
     "fill": ("fill_s", "bucket_s", "write_s", "wake_s"),
     "pack": (
         "pack_s_per_byte",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -377,12 +378,36 @@ def test_a_fit_of_whole_messages_is_scaled_to_the_owners_and_pieces() -> None:
     assert owned == pytest.approx(ratio * fit.seconds(4e6) + 3.5 * fit.alpha_s)
 
 
-def test_pieces_pass_awake_threads_unless_one_is_under_way_at_a_time() -> None:
-    workload, plan = exchanged([10**6], [None], 3)
-    costs = replace(FREE, lane_s=Constant(1e-3, "test"), piece_s=Constant(1e-4, "test"))
+@pytest.mark.parametrize("shares", [None, (1.0, 0.0, 0.0, 0.0)])
+def test_pieces_pass_awake_threads_unless_one_is_under_way_at_a_time(shares: Shares | None) -> None:
+    workload, plan = exchanged([10**6], [shares], 3)
+    costs = replace(
+        FREE,
+        lane_s=Constant(1e-3, "test"),
+        lane_first_s=Constant(2e-3, "test"),
+        piece_s=Constant(1e-4, "test"),
+    )
     lowering = Lowering(workload, CLUSTERS["even"], costs)
     for in_flight, expected_s in ((1, [1e-3, 1e-3, 1e-3]), (2, [1e-3, 1e-4, 1e-4])):
         graph = lowering.message_graph(plan.messages, in_flight=in_flight)
         for lane in range(3):
             on_lane = graph.queue == graph.names.queues.index(f"r0 lane {lane}")
             assert graph.duration_s[on_lane].tolist() == expected_s
+        ranks = 1 if shares is None else 4
+        wakes = np.isclose(graph.duration_s, costs["lane_first_s"], rtol=1e-9)
+        assert wakes.sum() == ranks * 3 * (3 if in_flight == 1 else 1)
+
+
+@pytest.mark.parametrize("shares", [None, (1.0, 0.0, 0.0, 0.0)])
+@pytest.mark.parametrize("count", [1, 6])
+def test_a_lane_wakes_up_once_for_a_stream_of_messages(shares: Shares | None, count: int) -> None:
+    """Push, pull and arrival have a thread each. It wakes up while the message before is passed."""
+    workload, plan = exchanged([10] * count, [shares] * count, 1)
+    steps_s = []
+    for first_s in (0.0, 5e-4):
+        rank = replace(FREE, lane_s=Constant(1e-3, "test"), lane_first_s=Constant(first_s, "test"))
+        lowering = Lowering(workload, CLUSTERS["even"], rank)
+        graph = lowering.message_graph(plan.messages, limit=count, in_flight=count)
+        steps_s.append(replay(graph).makespan_s)
+    assert steps_s[1] - steps_s[0] == pytest.approx(3 * 5e-4)
+    assert steps_s[0] == pytest.approx((count + 2) * 1e-3, rel=0.1)

@@ -40,6 +40,7 @@ CROWDED = costs(
     cast_s_per_byte=1.1e-10,
     issue_s=1e-4,
     lane_s=1.3e-4,
+    lane_first_s=2e-4,
     defer_s=1.2e-4,
     settle_s=2.4e-4,
     settle_each_s=2e-5,

@@ -51,6 +51,8 @@ def test_steps_of_messages_on_a_gpu_wait_for_no_thread() -> None:
     gpu = costs_of("cuda", H100)
     assert gpu["lane_s"] == gpu["piece_s"] == gpu["fill_s"]  # a call
     assert gpu.lane_s.is_assumed
+    assert gpu["lane_first_s"] == 0
+    assert not gpu.lane_first_s.is_assumed  # so no calibration raises it
 
 
 def test_bert_large_on_eight_v100_exposes_less_than_its_transfer() -> None:

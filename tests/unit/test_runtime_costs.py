@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from autotune.jobs.campaign.domain_features import stored_costs
 from autotune.lowering.costs import RuntimeCosts
 
@@ -19,6 +21,11 @@ def test_old_measurements_imply_what_the_runtime_of_then_did():
     before = stored_costs({"fill_s": 1e-3, "write_s": 2e-3}, 4)
     assert before["write_s"] == RuntimeCosts()["write_s"]
     assert [before[name] for name in ("fill_s", "real_update", "bucket_s")] == [1e-3, 1.0, 1e-3]
+    asleep = stored_costs({"lane_s": 1e-3}, 4)
+    assert asleep["lane_s"] + asleep["lane_first_s"] == pytest.approx(1e-3)
+    assert 0 < asleep["lane_s"] < asleep["lane_first_s"]
+    awake = stored_costs({"lane_s": 1e-4, "lane_first_s": 2e-4}, 4)
+    assert (awake["lane_s"], awake["lane_first_s"]) == (1e-4, 2e-4)
     now = stored_costs({"fill_s": 1e-3, "bucket_s": 2e-4, "real_update": 0.0}, 4)
     assert (now["real_update"], now["bucket_s"]) == (0.0, 2e-4)
     assert (before["early_update"], stored_costs({"early_update": 0.0}, 4)["early_update"]) == (

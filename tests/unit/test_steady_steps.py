@@ -29,6 +29,15 @@ def test_they_take_the_predicted_step_time(workload: Workload, cross_step: bool)
     assert np.all(steps.began_s <= steps.arrived_s)
 
 
+def test_a_message_begins_when_its_lane_takes_it() -> None:
+    """Its thread may wake up earlier."""
+    enacted = plan(replace(per_variable(CPU), cross_step=True), CPU, 4)
+    lowering = Lowering(CPU, probed("all_reduce", alpha_s=0.02))
+    assert lowering.costs["lane_first_s"] > 0
+    steps = steady_steps(lowering, enacted, 2)
+    assert np.all(steps.began_s[:, 1:] >= steps.arrived_s[:, :-1])
+
+
 def test_only_messages_across_the_step_arrive_in_the_next_one() -> None:
     lowering = Lowering(GPU, probed("all_reduce", alpha_s=0.02))
     late = []

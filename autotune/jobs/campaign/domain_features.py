@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autotune.dataset.trials import Domain
 from autotune.features.extract import Extractor
-from autotune.lowering.costs import Constant, RuntimeCosts
+from autotune.lowering.costs import EMULATED_COSTS, Constant, RuntimeCosts
 
 
 def domain_extractor(domain: Domain) -> Extractor:
@@ -26,7 +26,9 @@ def stored_costs(measured: Mapping[str, float], ranks: int) -> RuntimeCosts:
     Without `bucket_s`, `write_s` was measured for an average that is written alone, and `fill_s`
     included the time that emulated accelerators took to wake up for a gradient of any sender.
     Without `real_update`, ranks with emulated accelerators updated their variables for real.
-    Without `early_update`, an emulated update passed before the forward pass, whatever had arrived.
+    Without `lane_first_s`, `lane_s` is that of a thread that sleeps; both are in the proportion of
+    `EMULATED_COSTS`. Without `early_update`, an emulated update passed before the forward pass,
+    whatever had arrived.
     """
     source = (
         f"measured by benchmarks.runtime_costs, {ranks} processes at once "
@@ -36,6 +38,10 @@ def stored_costs(measured: Mapping[str, float], ranks: int) -> RuntimeCosts:
     if "bucket_s" not in measured:
         used.pop("write_s", None)
         used |= {"bucket_s": measured["fill_s"]} if "fill_s" in measured else {}
+    if "lane_s" in measured and "lane_first_s" not in measured:
+        behind_s, first_s = EMULATED_COSTS["lane_s"], EMULATED_COSTS["lane_first_s"]
+        used["lane_s"] = measured["lane_s"] * behind_s / (behind_s + first_s)
+        used["lane_first_s"] = measured["lane_s"] - used["lane_s"]
     used.setdefault("real_update", 1.0)
     used.setdefault("early_update", 1.0)
     constants = {name: Constant(value, source) for name, value in used.items()}

@@ -6,9 +6,11 @@ round-robin scheduling if that is permitted, as for emulated ranks.
 
 A figure is CPU time, so it excludes waiting for a core. It is measured as in training: piece by
 piece, with a pause before each, after which caches are cold and threads asleep. Back to back (no
-pause) it is a tenth to a half of that. It is the mean over about half a second of one process (for
-differences between steps, the median of three), then the mean over the processes. A cost per byte
-is the slope between two sizes.
+pause) it is a tenth to a half of that: `lane_s` and `piece_s` are measured so, with emulated
+accelerators `issue_s` and `settle_s`, too: messages follow each other, and what the first one costs
+more is apart. It is the mean over about half a second of one process (for differences between
+steps, the median of three), then the mean over the processes. A cost per byte is the slope between
+two sizes.
 """
 
 from __future__ import annotations

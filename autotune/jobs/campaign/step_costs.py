@@ -202,10 +202,8 @@ def hooks(count: int, way: CostConditions) -> dict[str, float]:
     base_s = 0.0 if way.emulated else plain_s
     bucketed_s = mean_step(DistributedDataParallel(_Hooked(count, few)), few).backward_s
     together, apart = spent(count, few, False, way, None), spent(count, few, False, way)
-    one_step, two_steps = (
-        spent(count, few, False, way, synchronizer, sent_s=PAUSE_S)
-        for synchronizer in (Synchronizer.ALL_REDUCE, Synchronizer.PARAMETER_SERVER)
-    )
+    lane_s = lane_step_s(count, few, replace(way, pause_s=0.0), 0.0)
+    woken_s = lane_step_s(count, few, way, PAUSE_S)
     crossing, crossing_together = spent(count, few, True, way), spent(count, few, True, way, None)
     large, crossing_large = (spent(count, many, cross_step, way) for cross_step in (False, True))
     settled_s, settled_together_s, settled_large_s = (
@@ -229,7 +227,8 @@ def hooks(count: int, way: CostConditions) -> dict[str, float]:
         "fill_s": (together.backward_s - base_s) / count,
         "bucket_s": (bucketed_s - plain_s) / count,
         "issue_s": (apart.whole_s - together.whole_s) / count,
-        "lane_s": (two_steps.whole_s - one_step.whole_s) / count,
+        "lane_s": lane_s,
+        "lane_first_s": woken_s - lane_s,
         "piece_s": piece_s(way),
         "defer_s": deferring_s / count,
         "settle_s": (settled_s - settled_together_s) / count,
@@ -267,6 +266,15 @@ def behind_another(
         costs_s[f"{name}_s"] = max(value, 0.0)
         costs_s[f"{name}_first_s"] = alone_s[f"{name}_s"] - costs_s[f"{name}_s"]
     return costs_s
+
+
+def lane_step_s(count: int, elements: int, way: CostConditions, sent_s: float) -> float:
+    """Passing a message to the thread of its second step; each step is sent for `sent_s`."""
+    one_step, two_steps = (
+        spent(count, elements, False, way, synchronizer, sent_s=sent_s)
+        for synchronizer in (Synchronizer.ALL_REDUCE, Synchronizer.PARAMETER_SERVER)
+    )
+    return max(two_steps.whole_s - one_step.whole_s, 0.0) / count
 
 
 def piece_s(way: CostConditions) -> float:
