@@ -106,7 +106,7 @@ _H100 = replace(
     RuntimeCosts(),
     **_ON_GPU,
     contention=CONTENTION,
-    lane_first_s=Constant(0.0, "NCCL: no thread of a lane sleeps, since none has one"),
+    lane_first_s=Constant(0.0, "NCCL: lanes have no threads that could sleep"),
     threads=_ONE_AT_A_TIME,
     star_threads=_ONE_AT_A_TIME,
     queued=Constant(1, "NCCL: `runtime_rewriter.pytorch.exchange.lanes` has no threads there"),

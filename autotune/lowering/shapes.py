@@ -241,9 +241,10 @@ class _ShapeBuilder:
         return StepOps(tuple(threads), tuple(later), wake, root, rounds, around.columns)
 
     def _wake(self, lane: int) -> Op | None:
-        """Until the sleeping threads of the lane have woken up; those of all ranks share cores.
+        """Return the op until the lane's sleeping threads have woken up; None if it takes no time.
 
-        It occupies no cores: threads that sleep leave them to others.
+        Those of all ranks share cores for it. It occupies none in the graph, since a message behind
+        another one does not need it.
         """
         if self._costs["lane_first_s"] == 0:
             return None

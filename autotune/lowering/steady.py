@@ -77,7 +77,7 @@ def steady_steps(lowering: Lowering, plan: Plan, count: int) -> SteadySteps:
 
 
 def _began_s(timeline: Timeline, ops: MessageOps) -> FloatArray:
-    """When the first op of each message that takes time begins, but threads that wake up; (M,)."""
+    """When each message's first op that takes time begins, wake-ups of threads aside; (M,)."""
     takes_time = (timeline.duration_s > 0) & (timeline.dfg.kind != Kind.VIRTUAL)
     began_s = np.where(takes_time, timeline.start_s, np.inf)
     spans = zip(ops.starts.tolist(), ops.sums.tolist(), strict=True)

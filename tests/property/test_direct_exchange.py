@@ -401,7 +401,7 @@ def test_pieces_pass_awake_threads_unless_one_is_under_way_at_a_time(shares: Sha
 @pytest.mark.parametrize("shares", [None, (1.0, 0.0, 0.0, 0.0)])
 @pytest.mark.parametrize("count", [1, 6])
 def test_a_lane_wakes_up_once_for_a_stream_of_messages(shares: Shares | None, count: int) -> None:
-    """Push, pull and arrival have a thread each. It wakes up while the message before is passed."""
+    """Push, pull and arrival each have a thread, which wakes up beside its earlier messages."""
     workload, plan = exchanged([10] * count, [shares] * count, 1)
     steps_s = []
     for first_s in (0.0, 5e-4):

@@ -26,9 +26,9 @@ def stored_costs(measured: Mapping[str, float], ranks: int) -> RuntimeCosts:
     Without `bucket_s`, `write_s` was measured for an average that is written alone, and `fill_s`
     included the time that emulated accelerators took to wake up for a gradient of any sender.
     Without `real_update`, ranks with emulated accelerators updated their variables for real.
-    Without `lane_first_s`, `lane_s` is that of a thread that sleeps; both are in the proportion of
-    `EMULATED_COSTS`. Without `early_update`, an emulated update passed before the forward pass,
-    whatever had arrived.
+    Without `early_update`, an emulated update passed before the forward pass, whatever had arrived.
+    Without `lane_first_s`, `lane_s` was measured with a sleeping thread; it is divided in the
+    proportion of `EMULATED_COSTS`.
     """
     source = (
         f"measured by benchmarks.runtime_costs, {ranks} processes at once "

@@ -269,7 +269,10 @@ def behind_another(
 
 
 def lane_step_s(count: int, elements: int, way: CostConditions, sent_s: float) -> float:
-    """Passing a message to the thread of its second step; each step is sent for `sent_s`."""
+    """CPU time for passing a message to the thread of its second step.
+
+    Each step is under way for `sent_s`.
+    """
     one_step, two_steps = (
         spent(count, elements, False, way, synchronizer, sent_s=sent_s)
         for synchronizer in (Synchronizer.ALL_REDUCE, Synchronizer.PARAMETER_SERVER)
