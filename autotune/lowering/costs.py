@@ -65,8 +65,8 @@ class RuntimeCosts:
     | `issue_s` | start a message, except the collective itself | s |
     | `issue_first_s` | emulated accelerators: more for the first message after a wake-up | s |
     | `lane_s` | pass a message to the thread of its next step, behind another message | s |
-    | `lane_first_s` | more for a thread that sleeps | s |
-    | `piece_s` | pass a piece of a direct exchange there, with others under way | s |
+    | `lane_first_s` | how much more that takes if the thread sleeps | s |
+    | `piece_s` | pass a piece of a direct exchange to the thread, with others under way | s |
     | `defer_s` | leave one variable to the next forward pass | s |
     | `settle_s` | flush one message when a variable of it is read, with its update | s |
     | `settle_first_s` | emulated accelerators: more for the first one after a wake-up | s |

@@ -241,10 +241,10 @@ class _ShapeBuilder:
         return StepOps(tuple(threads), tuple(later), wake, root, rounds, around.columns)
 
     def _wake(self, lane: int) -> Op | None:
-        """Return the op until the lane's sleeping threads have woken up; None if it takes no time.
+        """Return an op that lasts until sleeping threads of the lane are awake; None without one.
 
-        Those of all ranks share cores for it. It occupies none in the graph, since a message behind
-        another one does not need it.
+        On shared cores those of all ranks delay each other. The op itself occupies no cores, since
+        a message behind another one does not need it.
         """
         if self._costs["lane_first_s"] == 0:
             return None

@@ -15,6 +15,7 @@ from autotune.errors import InvalidInput
 from autotune.features.extract import Extractor
 from autotune.jobs.driver import probed
 from autotune.lowering.costs import ASSUMED, Constant, RuntimeCosts
+from autotune.lowering.device_costs import costs_of
 from autotune.parsing import parse
 from autotune.recordings.probe import ProbePoint, ProbeSeries
 from autotune.records import Constants
@@ -70,6 +71,13 @@ def trials(count: int = 12, seed: int = 0) -> list[PlannedStrategy]:
     return [
         PlannedStrategy.of(strategy, MODEL, PROBED.world_size) for strategy in islice(drawn, count)
     ]
+
+
+def test_no_calibration_lets_a_gpu_wait_for_threads() -> None:
+    costs = with_constants(extractor(costs=costs_of("cuda")), Constants({"issue": 0.5})).costs
+    assert costs is not None
+    assert costs["lane_s"] > costs_of("cuda")["lane_s"]
+    assert costs["lane_first_s"] == 0
 
 
 def telling_trials() -> list[PlannedStrategy]:
