@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, Work
 
-from runtime_rewriter.pytorch.exchange.lanes import PostedStep, Step
+from runtime_rewriter.pytorch.exchange.lanes import Step
 
 BUCKET, BUFFERS, SCRIPT, MESSAGE, AUTOTUNE = "bucket", "buffers", "script", "message", "autotune"
 """Issuers of collectives.
@@ -142,8 +142,7 @@ class CollectiveLog:
 
     def around(self, number: int, lane: int, step: Step) -> dist.Work | None:
         """Run `step` as `Lanes.around` does; its collectives belong to this message."""
-        function: Any = step.args[0] if isinstance(step, partial) else step  # `exchange.sums`
-        function = function.start if isinstance(function, PostedStep) else function
+        function = step.args[0] if isinstance(step, partial) else step  # `exchange.sums`
         part = getattr(function, "__name__", type(function).__name__).strip("_")
         self._current.message = MessageStep(number, lane, part)
         try:

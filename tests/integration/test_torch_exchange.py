@@ -9,7 +9,6 @@ import threading
 import time
 import weakref
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial, reduce
 from typing import Any
 
@@ -26,7 +25,6 @@ from autotune.strategy_space.strategy import ROOTED, Compressor, Synchronizer
 from runtime_rewriter.pytorch.ddp import PlannedDataParallel
 from runtime_rewriter.pytorch.exchange import lanes
 from runtime_rewriter.pytorch.exchange.device import Device
-from runtime_rewriter.pytorch.exchange.direct import DirectExchange
 from runtime_rewriter.pytorch.exchange.hierarchical import PlanGroups
 from runtime_rewriter.pytorch.exchange.lanes import Lanes, Step
 from runtime_rewriter.pytorch.exchange.ranks import RankGroups, SynchronizerGroups
@@ -294,42 +292,6 @@ def test_a_lane_keeps_at_most_the_limit_of_messages_in_flight(limit: int, direct
     waiting, late = run_world(check_limit, 2, limit, direct)
     assert waiting[:limit] == list(range(limit))
     assert max(waiting) == limit - 1 and max(late) <= limit - 1
-
-
-class Held(dist.Work):
-    """Ends when it is released."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.released = threading.Event()
-
-    def wait(self, timeout: timedelta = timedelta(seconds=20)) -> bool:
-        assert self.released.wait(timeout.total_seconds())
-        return True
-
-
-@ON_GLOO
-@on_ranks(2)
-def test_a_message_that_waits_for_room_already_receives_what_others_push(rank: int) -> None:
-    lanes, rank_groups = open_lanes(None)
-    lanes.direct_limit = 1
-    values, held = torch.full((1000,), rank + 1.0), Held()
-    steps = DirectExchange(values, lanes, rank_groups, (1.0, 0.0), 0).steps()
-    if rank == 0:
-        first = lanes.run([(0, lambda: held)], direct=True)
-        flight = lanes.run(steps, direct=True)
-        dist.recv(torch.zeros(1), 1)
-        held.released.set()
-        first.wait()
-    else:
-        flight = lanes.run(steps, direct=True)
-        assert flight.next_lane is not None
-        flight.next_lane.result(20)
-        flight.follow(0)  # its part has left, although the owner is held up by another message
-        dist.send(torch.zeros(1), 0)
-    flight.wait()
-    lanes.close()
-    assert values.tolist() == [3.0] * 1000
 
 
 @ON_GLOO

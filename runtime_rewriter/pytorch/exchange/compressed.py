@@ -21,7 +21,7 @@ from autotune.strategy_space.plan import Message
 from autotune.strategy_space.strategy import ROOTED, Compressor, Synchronizer
 from runtime_rewriter.compression import gains, matrix_shape, seed_name
 from runtime_rewriter.pytorch.exchange.direct import parts_of
-from runtime_rewriter.pytorch.exchange.lanes import Lanes, PostedStep, Step
+from runtime_rewriter.pytorch.exchange.lanes import Lanes, Step
 from runtime_rewriter.pytorch.exchange.owned_sum import OwnedSum
 from runtime_rewriter.pytorch.exchange.payloads import (
     owned_block,
@@ -267,7 +267,7 @@ class Owned(PayloadExchange):
         )
 
     def _sends(self) -> tuple[Step, ...]:
-        return PostedStep(self._send, self._rounds.post), self._send_sum
+        return self._send, self._send_sum
 
     def _send(self) -> dist.Work | None:
         self._padding.zero_()

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autotune.strategy_space.shares import Shares, owned_bounds
-from runtime_rewriter.pytorch.exchange.lanes import Lanes, PostedStep, Step
+from runtime_rewriter.pytorch.exchange.lanes import Lanes, Step
 from runtime_rewriter.pytorch.exchange.owned_sum import OwnedSum
 from runtime_rewriter.pytorch.exchange.peer_sends import TwoRounds, others
 from runtime_rewriter.pytorch.exchange.ranks import RankGroups
@@ -69,8 +69,7 @@ class DirectExchange:
         )
 
     def steps(self) -> list[tuple[int, Step]]:
-        push = PostedStep(self._push, self._rounds.post)
-        steps: tuple[Step, ...] = (push, self._pull, self._arrive)
+        steps: tuple[Step, ...] = (self._push, self._pull, self._arrive)
         return list(enumerate(steps, self._first_lane))
 
     @property

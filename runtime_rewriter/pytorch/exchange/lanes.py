@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -47,22 +46,6 @@ KEPT_GROUPS = 32
 KEPT_GROUPS_ON_DEVICE = 8
 """Tuning tries many rings and owners and returns to few of them. Every group has threads, and
 connections to all its members. An NCCL group also holds memory of the device."""
-
-
-@dataclass(frozen=True)
-class PostedStep:
-    """A step whose receives its lane posts ahead, while earlier messages are under way.
-
-    Gloo sends nothing that its receiver has not asked for, and what asks for it waits behind all
-    that the connection carries in that direction. So a lane with a limit calls `post` as soon as
-    its thread knows of the message. `start` posts what has not been posted.
-    """
-
-    start: Step
-    post: Callable[[], None]
-
-    def __call__(self) -> dist.Work | None:
-        return self.start()
 
 
 class Flight:
@@ -102,21 +85,13 @@ class Flight:
         if step is None:
             return
         self.follow()
-        self._work = self._recorded(lane, step)
+        if self._around is None or self._number is None:
+            self._work = step()
+        else:
+            self._work = self._around(self._number, lane, step)
         self._works.append(self._work)
         self._fence = self._device.fence()
         self._started[lane] = self._work, self._fence
-
-    def post(self, lane: int) -> None:
-        """Post the receives of this lane's step, which starts later."""
-        step = self._steps[lane]
-        assert isinstance(step, PostedStep)
-        self._recorded(lane, step.post)
-
-    def _recorded(self, lane: int, step: Step) -> dist.Work | None:
-        if self._around is None or self._number is None:
-            return step()
-        return self._around(self._number, lane, step)
 
     def follow(self, lane: int | None = None) -> None:
         """Wait for the step of `lane`, or for the last one that was started."""
@@ -187,7 +162,6 @@ class Lanes:
         self._with_communicator: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
         self._threads: dict[int, ThreadPoolExecutor] = {}
         self._under_way: dict[int, deque[weakref.ref[Flight]]] = {}
-        self._ahead: dict[int, deque[Flight]] = {}
         self._hosts: RankGroups | None = None
         self._tags = itertools.count()
         self.limit: int | None = None
@@ -316,10 +290,6 @@ class Lanes:
                     flight.advance(lane)
             return flight
         first, limit = 0, self.direct_limit if direct else self.limit
-        if limit is not None:
-            for lane, step in steps:
-                if isinstance(step, PostedStep):
-                    self._ahead.setdefault(lane, deque()).append(flight)
         if self.limit is not None or self.direct_limit is not None:
             flight.begin()
         else:
@@ -342,19 +312,11 @@ class Lanes:
             if limit is None or not flight.has(lane):
                 flight.advance(lane)
             else:
-                self._post_ahead(lane)
                 under_way = self._room(lane, limit, flight.rows)
                 flight.advance(lane)
                 under_way.append(weakref.ref(flight))
         # A lane without a step of the message passes it on, too, which keeps the plan's order.
         return self._submit(flight, lane + 1, limit) if lane < flight.last_lane else None
-
-    def _post_ahead(self, lane: int) -> None:
-        """Post the receives of the lane's next message and of all that are waiting behind it."""
-        ahead = self._ahead.get(lane)
-        while ahead:
-            with suppress(RuntimeError):  # the step itself raises it
-                ahead.popleft().post(lane)
 
     def _room(self, lane: int, limit: int, rows: bool) -> deque[weakref.ref[Flight]]:
         """Wait until fewer than `limit` messages are under way on the lane, and return them.
@@ -380,7 +342,6 @@ class Lanes:
             thread.shutdown(wait=False, cancel_futures=True)
         self._threads = {}
         self._under_way = {}
-        self._ahead = {}
 
     def close(self) -> None:
         """End the threads and destroy the groups created here. Local."""

@@ -1,9 +1,8 @@
 """Sends from rank to rank, in two rounds: parts to their owners, then the owners' sums to all.
 
 They bypass gloo's two threads per process group, so any number can be under way. Receives are
-posted before the sends that they are for: those of the first round by the lane (`PostedStep`),
-those of the second with the first round. Over NCCL the sends and receives of a round are one group
-of its queue.
+posted with the first round, so that no send waits for its receiver. Over NCCL the sends and
+receives of a round are one group of its queue.
 """
 
 # mypy: untyped-calls-exclude=torch
@@ -88,14 +87,7 @@ class TwoRounds:
         self._tags = lanes.new_tag(), lanes.new_tag()
         self._to_owners, self._from_members = to_owners, from_members
         self._to_members, self._from_owners = to_members, from_owners
-        self._parts: list[dist.Work] | None = None
         self._sums: list[dist.Work] = []
-
-    def post(self) -> None:
-        """Over gloo, post the receives of the next first round, unless they are posted."""
-        first = self._groups[0]
-        if first is not None and not self._queued and self._parts is None:
-            self._parts = receives(first, self._from_members, self._tags[0])
 
     def push(self) -> dist.Work | None:
         """Start the first round, and over gloo the receives of the second."""
@@ -105,10 +97,9 @@ class TwoRounds:
         push_tag, pull_tag = self._tags
         if self._queued:
             return grouped(first, self._to_owners, self._from_members)
-        self.post()
-        parts, self._parts = self._parts or [], None
         self._sums = receives(second, self._from_owners, pull_tag)
-        return joined(parts + sends(first, self._to_owners, push_tag), first, second)
+        works = receives(first, self._from_members, push_tag)
+        return joined(works + sends(first, self._to_owners, push_tag), first, second)
 
     def pull(self) -> dist.Work | None:
         """Start the second round, once the sum is where `to_members` are sent from."""
